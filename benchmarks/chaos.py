@@ -40,7 +40,13 @@ sys.path.insert(0, str(common.REPO))
 
 STEPS = 60
 SETTINGS = (
-    *("data.limit=60", "trainer.batch_size=4", "trainer.eval_every=20", f"trainer.max_steps={STEPS}"),
+    *(
+        "data=demo",
+        "data.limit=60",
+        "trainer.batch_size=4",
+        "trainer.eval_every=20",
+        f"trainer.max_steps={STEPS}",
+    ),
     *("trainer.save_every=5", "trainer.restarts=1000", "trainer.recoveries=1000", "tracking.plot=false"),
     *("eval.after_training=2", "tracking.progress=false", "model.build=null"),
 )

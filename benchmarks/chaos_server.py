@@ -1,7 +1,8 @@
 """`mode=serve` under the faults of `chaos.py`: clients ask all the time while actors die, freeze and wait.
 
-Every request must end: with the answer of an undisturbed server, or with an error that says to try again.
-After every fault the same server must answer again, by itself.
+Every request must end: with the answer of an undisturbed server, with an error that says to try again, or,
+where Ray itself was hurt, with its connection or with the 500 of Ray Serve's proxy. After every fault the
+server must answer again, by itself.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ KINDS = {
     ("pause", "actor"): 2,
     ("freeze", "actor"): 1,
     ("memory", "actor"): 1,
+    ("SIGKILL", "raylet"): 1,
+    ("SIGKILL", "gcs"): 1,
     ("SIGKILL", "dashboard"): 1,
     ("jump", "clock"): 1,
 }
 CLIENTS = 3
 PATIENCE = 300.0  # seconds in which a request ends, and a server is back
+SETTLED = 15.0  # seconds after which a dead part of Ray has been noticed
+LEAD = 0.01  # in log-probability: requests beside it round differently, which may turn what is closer
 ASKED: tuple[tuple[str, str, bool], ...] = tuple(
     (model, prompt, streamed)
     for model in ("demo", "wild")
@@ -44,6 +49,7 @@ class ServerCampaign:
 
     Attributes:
         faults: one record each; answers: how requests ended; problems: what was not as it should be.
+        expected: request -> its undisturbed answer; end_seconds: from SIGTERM to the end.
     """
 
     def __init__(self, work: Path, model: Path, adapter: Path, seed: int, every: float) -> None:
@@ -56,12 +62,15 @@ class ServerCampaign:
             *(sys.executable, "launch.py", "mode=serve", f"serve.port={self.port}", "serve.name=demo"),
             *("cluster.address=local", "cluster.dashboard=true", "rule=cpu_2workers_2sockets"),
             *("model.dtype=float32", f"model.path={model}", f"serve.adapters={{wild: {adapter}}}"),
-            *("trainer.recoveries=1000", f"run.root={work / 'runs'}"),
+            *("trainer.recoveries=1000", "trainer.restarts=1000", f"run.root={work / 'runs'}"),
         ]
         self.faults: list[dict[str, Any]] = []
         self.answers: Counter[str] = Counter()
+        self.expected: dict[tuple[str, str, bool], str] = {}
         self.problems: list[str] = []
+        self.end_seconds = 0.0
         self._over = threading.Event()
+        self._odd: list[tuple[float, str]] = []  # answers that only a hurt Ray explains, and when they came
 
     def go(self, faults: int, seconds: float) -> None:
         """Faults until so many have happened, or the time is over; then the server is told to end."""
@@ -77,7 +86,7 @@ class ServerCampaign:
             )
         try:
             self._until_it_answers(process, log)
-            self.expected = {asked: self._said(*asked) for asked in ASKED}
+            self.expected = {asked: self._said(*asked) for asked in ASKED if self._lead(*asked[:2]) > LEAD}
             clients = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
             for client in clients:
                 client.start()
@@ -91,7 +100,9 @@ class ServerCampaign:
                 if client.is_alive():
                     self.problems.append("a request did not end")
             process.terminate()
+            told = time.monotonic()
             code = process.wait(60)
+            self.end_seconds = time.monotonic() - told
             if code != 0:
                 self.problems.append(f"the server ended with {code}")
         except (subprocess.TimeoutExpired, TimeoutError, openai.APIError) as error:
@@ -105,11 +116,17 @@ class ServerCampaign:
         self.problems += still_running(self.harm)
 
     def _fault(self, process: subprocess.Popen[bytes]) -> None:
+        before = time.monotonic()
         what, target, hit = self.harm.strike(self.work)
         if not hit:
             return
         start = time.monotonic()
         self._until_it_answers(process, self.work / "server.log")
+        if target in ("raylet", "gcs"):
+            time.sleep(SETTLED)
+            self._until_it_answers(process, self.work / "server.log")
+            self._odd = [(at, text) for at, text in self._odd if at < before]
+        self.problems += [text for _, text in self._odd]
         seconds = time.monotonic() - start
         self.faults.append({"what": what, "target": target, "hit": hit, "seconds": seconds})
         print(f"  {what} {target}: {hit}, answers after {seconds:.1f} s; {dict(self.answers)}", flush=True)
@@ -129,7 +146,7 @@ class ServerCampaign:
     def _ask(self, number: int) -> None:
         turn = number
         while not self._over.is_set():
-            asked = ASKED[turn % len(ASKED)]
+            asked = list(self.expected)[turn % len(self.expected)]
             turn += 1
             try:
                 said = self._said(*asked)
@@ -137,12 +154,13 @@ class ServerCampaign:
                 self.problems.append(f"no end of a request in {PATIENCE:.0f} s")
                 return
             except openai.APIConnectionError as error:
-                self.problems.append(f"the server was not there: {error.__cause__}")
-                return
+                self.answers["no connection"] += 1
+                self._odd.append((time.monotonic(), f"no connection: {error.__cause__}"))
+                time.sleep(0.5)
             except openai.APIStatusError as error:
                 self.answers[f"{error.status_code} {error.code}"] += 1
                 if error.status_code != 503:
-                    self.problems.append(f"{error.status_code}: {error}")
+                    self._odd.append((time.monotonic(), f"{error.status_code}: {error}"))
                 time.sleep(0.5)
             except openai.APIError as error:  # within a stream
                 self.answers[f"stream ended: {error.code}"] += 1
@@ -154,15 +172,28 @@ class ServerCampaign:
                     self.problems.append(f"{asked}: {said!r}, undisturbed {self.expected[asked]!r}")
 
     def _said(self, model: str, prompt: str, streamed: bool) -> str:
-        address = f"http://127.0.0.1:{self.port}/v1"
-        with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=PATIENCE) as client:
-            messages: Any = [{"role": "user", "content": prompt}]
-            answer: Any = client.chat.completions.create(
-                model=model, messages=messages, max_tokens=24, temperature=0, stream=streamed
-            )
+        with self._client() as client:
+            answer = self._answer(client, model, prompt, stream=streamed)
             if streamed:
                 return "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
             return answer.choices[0].message.content or ""
+
+    def _lead(self, model: str, prompt: str) -> float:
+        """The least by which a token of the answer is more probable than the next best."""
+        with self._client() as client:
+            answer = self._answer(client, model, prompt, logprobs=True, top_logprobs=2)
+        first_two = [token.top_logprobs for token in answer.choices[0].logprobs.content]
+        return min(first.logprob - second.logprob for first, second in first_two)
+
+    def _client(self) -> openai.OpenAI:
+        address = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def _answer(self, client: openai.OpenAI, model: str, prompt: str, **options: Any) -> Any:
+        messages: Any = [{"role": "user", "content": prompt}]
+        return client.chat.completions.create(
+            model=model, messages=messages, max_tokens=24, temperature=0, **options
+        )
 
 
 def serve(work: Path, faults: int, seconds: float, every: float, seed: int) -> dict[str, Any]:
@@ -184,9 +215,12 @@ def serve(work: Path, faults: int, seconds: float, every: float, seed: int) -> d
         "left_out": campaign.harm.left_out,
         "faults": len(campaign.faults),
         "by_kind": dict(Counter(f"{f['what']} {f['target']}" for f in campaign.faults)),
+        "requests": len(campaign.expected),
+        "requests_too_close": len(ASKED) - len(campaign.expected),
         "answers": dict(campaign.answers),
         "seconds": time.monotonic() - start,
         "seconds_until_it_answers": {"median": waits[len(waits) // 2], "worst": waits[-1]} if waits else {},
+        "seconds_to_end": campaign.end_seconds,
         "problems": campaign.problems,
         "log": campaign.faults,
     }

@@ -103,7 +103,7 @@ class PacedStage:
     def begin(
         self, spec: PassSpec, replica: int, experts: ExpertExchange, stages: StageExchange | None = None
     ) -> PacedLoop:
-        return PacedLoop(self.pace, spec, replica, experts, self._pool)
+        return PacedLoop(self.pace, spec, replica, experts, self._pool, self.spec.activations == "group")
 
     def zero_grad(self) -> None:
         pass
@@ -112,8 +112,17 @@ class PacedStage:
 class PacedLoop:
     """What an attention worker calls of `kt_ray.model.layer_loop.LayerLoop`."""
 
-    def __init__(self, pace: Pace, spec: PassSpec, replica: int, experts: ExpertExchange, pool: Pool) -> None:
+    def __init__(
+        self,
+        pace: Pace,
+        spec: PassSpec,
+        replica: int,
+        experts: ExpertExchange,
+        pool: Pool,
+        whole_groups: bool,
+    ) -> None:
         self.pace = pace
+        self._ahead = None if whole_groups else 1  # micro-batches that `recompute` computes again
         self.loss_sum = 0.0
         self._experts, self._train = experts, spec.kind == "train"
         self._seconds = {"attention": 0.0, "experts_wait": 0.0, "loss": 0.0}
@@ -147,13 +156,15 @@ class PacedLoop:
     def recompute(self, layer: int, group: int) -> None:
         if layer in self.pace.moe:
             self._experts.submit_backward(layer, group, self._tokens(layer, group)[3])
-        self._compute(self.pace.before[layer] + self.pace.after[layer], group)
+        self._compute(self.pace.before[layer] + self.pace.after[layer], group, stop=self._ahead)
 
     def backward(self, layer: int, group: int) -> None:
         if layer in self.pace.moe:
             begun = time.monotonic()
             self._experts.join_backward(layer, group)
             self._seconds["experts_wait"] += time.monotonic() - begun
+        if self._ahead is not None:  # the others are computed again now
+            self._compute(self.pace.before[layer] + self.pace.after[layer], group, start=self._ahead)
         self._compute(self.pace.before[layer] + self.pace.after[layer], group)
 
     def check_recomputation(self) -> None:
@@ -175,11 +186,20 @@ class PacedLoop:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _count(self, group: int) -> int:
-        return sum(m.samples_N.numel() if m.rows is None else m.rows.numel() for m in self._groups[group])
+    def _count(self, group: int, start: int = 0, stop: int | None = None) -> int:
+        """Tokens of a group's micro-batches, from `start` to before `stop`."""
+        chosen = self._groups[group][start:stop]
+        return sum(m.samples_N.numel() if m.rows is None else m.rows.numel() for m in chosen)
 
-    def _compute(self, seconds_per_token: float, group: int, term: str = "attention") -> None:
-        seconds = seconds_per_token * self._count(group)
+    def _compute(
+        self,
+        seconds_per_token: float,
+        group: int,
+        term: str = "attention",
+        start: int = 0,
+        stop: int | None = None,
+    ) -> None:
+        seconds = seconds_per_token * self._count(group, start, stop)
         time.sleep(seconds)
         self._seconds[term] += seconds
 

@@ -37,7 +37,7 @@ from kt_ray.hardware.nominal import FORMAT_BYTES, defaults, peak
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import ENGINE_FORMAT, Rates
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.memory import expert_lora_params
+from kt_ray.placement.lora_sizes import expert_lora_params
 
 NOTES = "KTransformers' developer technical notes, speed tests"
 UNEXPLAINED = "overhead, not explained"

@@ -125,6 +125,7 @@ def _case(args: argparse.Namespace, case: str) -> dict[str, Any]:
     # The same calls of the experts without overlap, whatever the plan would choose then.
     kept = plan.experts[0].activations
     fixed = [f"rule.groups={plan.groups}", f"rule.wave={plan.wave}", f"rule.experts.activations={kept}"]
+    fixed += [f"rule.activations={plan.activations}"]
     runs, others = {}, 0.0
     for name, more in (("overlap", []), ("serial", [*fixed, "rule.overlap=false"])):
         with tempfile.TemporaryDirectory() as scratch:
@@ -167,6 +168,7 @@ def check_run(run: Path) -> dict[str, Any]:
         settings.get(group, {}).pop(name, None)
     made = json.loads((run / "plan.json").read_text(encoding="utf-8"))
     settings["rule"] |= {key: made[key] for key in ("groups", "wave")}
+    settings["rule"]["activations"] = made.get("activations", "group")  # earlier runs had no other
     settings["rule"]["experts"]["activations"] = made["experts"][0]["activations"]
     if not settings["rule"]["layers"]:
         settings["rule"] |= {key: made[key] for key in ("stages", "replicas")}

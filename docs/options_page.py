@@ -31,7 +31,7 @@ do not edit.
 python launch.py GROUP=OPTION KEY=VALUE ...      # e.g. model=deepseek_v3 rule=amx_4gpu mode=plan
 python launch.py --cfg job                       # print the composed configuration
 python launch.py -m lora.rank=8,16               # one run per value, run.name gets -0, -1, ...
-python launch.py --config-dir DIR model=mine     # with options of your own in DIR/model/mine.yaml
+python launch.py --config-dir DIR model=mine data.path=FILE  # with options of your own in DIR/model/mine.yaml
 python launch.py resume=runs/NAME                # go on with a run as it began
 python launch.py resume=runs/NAME optim.lr=5e-5  # the same, but for what is named (it is shown)
 ```

@@ -70,7 +70,10 @@ def dispatch(config: Config) -> int:
     if not os.path.exists("/dev/nvidiactl"):
         # deepspeed, where installed, otherwise prints that it looked for a GPU in vain. Actors inherit this.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if config.mode == "train" and config.trainer.restarts:
+    if config.mode == "train":
+        # The first word of a run: torch alone takes seconds to load, plan and rows may take a minute.
+        print("reading the model and the rows", flush=True)
+    if config.mode in ("train", "serve") and config.trainer.restarts:
         return supervise(config)
     return run(config)
 

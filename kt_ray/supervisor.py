@@ -1,11 +1,11 @@
-"""trainer.restarts: a small process that starts a training run again after its driver died.
+"""trainer.restarts: a small process that starts a training run or a server again after its driver died.
 
 It loads neither torch nor Ray and holds nothing of the run, so what kills the driver (memory, a lost raylet
 or GCS, a mistaken kill) leaves it alone. The driver is a child in a session of its own; signals are passed on
 to it, and it gets SIGTERM should the supervisor die first. The child writes a byte into a pipe every few
 seconds: a driver that is frozen is killed and started again like one that died.
 
-`<run directory>/supervisor.log` says what happened.
+`<run directory>/supervisor.log` says what happened to a training run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,11 @@ LOG = "supervisor.log"
 BEAT = 5.0  # seconds between the driver's signs of life
 SILENCE = 180.0  # seconds without one after which the driver counts as frozen
 FIRST_WAIT, LONGEST_WAIT = 5.0, 300.0  # seconds before a restart; doubled while nothing is gained
-SAME_FAULT = 5  # failures in a row, without a step in between, that end it: the next one would be the same
+SAME_FAULT = 5  # failures in a row, nothing gained in between, that end it: the next one would be the same
+SERVED = 60.0  # seconds for which a server has to answer to have gained something
 _FD = "KT_RAY_SUPERVISOR_FD"
-_ALIVE, _REPORT = b".", b"e"  # what a driver writes into the pipe: it lives; it ends by itself
+# What a driver writes into the pipe: it lives; its server answers; it ends by itself.
+_ALIVE, _READY, _REPORT = b".", b"r", b"e"
 _ENTRY = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -49,14 +52,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def supervise(config: Config) -> int:
-    """Run the training of `config` in a child until it is done. Returns its exit code.
+    """Run the training or the server of `config` in a child until it is done. Returns its exit code.
 
     Raises:
         UserError: there is nothing to resume from, or run.root cannot be written.
         Stopped, KeyboardInterrupt: a signal came.
     """
+    if config.mode == "serve":
+        return ServerSupervisor(config).run()
     try:
-        supervisor = Supervisor(config)
+        supervisor = TrainingSupervisor(config)
     except OSError as error:
         raise UserError(
             "the run directory cannot be made",
@@ -74,6 +79,7 @@ class _End:
     code: int  # exit code; negative: a signal's number
     frozen: bool
     own_fault: bool  # it ended by itself
+    served: float | None  # seconds since its server first answered; None: it never did
     seconds: float
 
     def __str__(self) -> str:
@@ -84,16 +90,13 @@ class _End:
         return "was stopped" if self.code in (STOPPED, INTERRUPTED) else f"failed (exit code {self.code})"
 
 
-class Supervisor:
+class Supervisor(ABC):
     """Starts drivers one after the other.
 
     Args:
         config: checked and settled.
         command: of a driver; it reads its configuration as JSON from standard input.
         silence, first_wait: see the constants.
-
-    Attributes:
-        path: the run directory.
     """
 
     def __init__(
@@ -107,17 +110,13 @@ class Supervisor:
         self._command = command or [sys.executable, "-c", _ENTRY, root]
         self._silence = silence
         self._first_wait = first_wait
-        self.path = _run_directory(config)
-        self._config = with_keys(config, {"run.name": self.path.name, "run.root": str(self.path.parent)})
-        self._marker = self._config_file()
-        self._present = self._saved()  # by earlier commands
+        self._config = config
         self._asked = 0  # signals that asked to end
         self._wake = threading.Event()  # set by the first
         self._child: subprocess.Popen[str] | None = None
         self._reported = False
-        # Written whole each time: a run that begins anew clears its directory.
+        self._answers_since: float | None = None
         self._log: list[str] = []
-        self._earlier = "" if config.run.overwrite else self._text()
 
     def run(self) -> int:
         """Until a driver has finished, was refused its input, or a signal came. Returns the exit code."""
@@ -134,14 +133,10 @@ class Supervisor:
 
     def _run(self) -> int:
         restarts, in_vain, same_fault = 0, 0, 0
-        reached = self._resumed_step()
         while True:
-            begun = self._config_file() != self._marker  # an earlier driver's input was good
             end = self._drive(self._next())
-            ours = self._config_file() != self._marker
-            before, reached = reached, max(reached, self._steps() if ours else 0)
-            gained = reached > before
-            if end.code == OK or (end.code == BAD_INPUT and (gained or not begun)):
+            gained = self._gained(end)
+            if end.code == OK or (end.code == BAD_INPUT and self._refused(gained)):
                 return end.code
             if self._asked:
                 if end.code == STOPPED:  # it has said itself how to go on
@@ -149,19 +144,17 @@ class Supervisor:
                 raise KeyboardInterrupt
             in_vain = 0 if gained else in_vain + 1
             same_fault = same_fault + 1 if end.own_fault and not gained else 0
-            what = f"the driver {end} after {end.seconds:.0f} s, at step {reached}"
+            what = f"the driver {end} after {end.seconds:.0f} s{self._at()}"
             if restarts >= self._config.trainer.restarts:
                 self._say(f"{what}; all {restarts} restarts are used up (trainer.restarts)")
                 return self._given_up(end)
             if same_fault >= SAME_FAULT:
-                self._say(f"{what}; {SAME_FAULT} failures without a step in between: not started again")
+                self._say(f"{what}; {SAME_FAULT} failures, nothing gained in between: not started again")
                 return self._given_up(end)
             restarts += 1
             wait = min(LONGEST_WAIT, self._first_wait * 2 ** max(0, in_vain - 1))
-            newest = find_checkpoints(self.path)
-            source = newest[-1].name if newest else "the beginning (no checkpoint yet)"
             limit = self._config.trainer.restarts
-            self._say(f"{what}; restart {restarts} of {limit} in {wait:.0f} s, from {source}")
+            self._say(f"{what}; restart {restarts} of {limit} in {wait:.0f} s{self._source()}")
             if self._wake.wait(wait):
                 raise Stopped(f"supervisor: ended before the restart{self._way_on(': ')}")
 
@@ -170,11 +163,38 @@ class Supervisor:
             self._say(way_on)
         return end.code if end.code > 0 else BUG
 
+    # -- what is supervised -------------------------------------------------------------------
+
+    @abstractmethod
+    def _next(self) -> Config:
+        """The configuration of the next driver."""
+
+    @abstractmethod
+    def _gained(self, end: _End) -> bool:
+        """Whether the driver that has just ended did something for its user."""
+
+    @abstractmethod
+    def _refused(self, gained: bool) -> bool:
+        """Whether the bad input that ended it is what the user alone can mend."""
+
+    def _at(self) -> str:
+        """How far the run is, as the end of a clause."""
+        return ""
+
+    def _source(self) -> str:
+        """What the next driver goes on from, as the end of a clause."""
+        return ""
+
     def _way_on(self, before: str) -> str:
-        """The command that goes on, if there is anything to go on from."""
-        if not find_checkpoints(self.path):
-            return ""
-        return f"{before}to go on: {resume_line.resume_line(self.path)}"
+        """`before` and the command that goes on, if there is anything to go on from."""
+        return ""
+
+    def _say(self, line: str) -> None:
+        """On standard error."""
+        stamp = f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
+        self._log.append(f"{stamp} {line}\n")
+        with contextlib.suppress(OSError):
+            print(f"supervisor: {line}", file=sys.stderr, flush=True)
 
     # -- one driver ---------------------------------------------------------------------------
 
@@ -207,11 +227,13 @@ class Supervisor:
             if frozen:
                 child.kill()
             code = child.wait()
-            return _End(code, frozen, self._reported, time.monotonic() - start)
+            now = time.monotonic()
+            served = None if self._answers_since is None else now - self._answers_since
+            return _End(code, frozen, self._reported, served, now - start)
 
     def _frozen(self, child: subprocess.Popen[str], beats: Any) -> bool:
         """Wait until the driver ends (False), or is silent for too long (True)."""
-        self._reported = False
+        self._reported, self._answers_since = False, None
         with selectors.DefaultSelector() as selector:
             selector.register(beats, selectors.EVENT_READ)
             looked, silent = time.monotonic(), 0.0
@@ -223,6 +245,8 @@ class Supervisor:
                 if ready:
                     heard_now = beats.read(4096)
                     self._reported = self._reported or _REPORT in heard_now
+                    if _READY in heard_now:
+                        self._answers_since = time.monotonic()
                     if not heard_now:
                         child.wait()  # it closed the pipe: it is ending
                         return False
@@ -237,12 +261,50 @@ class Supervisor:
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number if self._asked < 3 else signal.SIGKILL)
 
-    # -- what the next driver does ------------------------------------------------------------
+
+class TrainingSupervisor(Supervisor):
+    """Of a run: what it has saved and where it is are read from its directory.
+
+    Attributes:
+        path: the run directory.
+    """
+
+    def __init__(self, config: Config, *args: Any, **options: Any) -> None:
+        self.path = _run_directory(config)
+        named = with_keys(config, {"run.name": self.path.name, "run.root": str(self.path.parent)})
+        super().__init__(named, *args, **options)
+        self._marker = self._config_file()
+        self._present = self._saved()  # by earlier commands
+        # Written whole each time: a run that begins anew clears its directory.
+        self._earlier = "" if config.run.overwrite else self._text()
+        self._reached = self._resumed_step()
+        self._begun = False  # by a driver of ours before the present one: its input was good
+
+    def _gained(self, end: _End) -> bool:
+        ours = self._config_file() != self._marker
+        before, self._reached = self._reached, max(self._reached, self._steps() if ours else 0)
+        return self._reached > before
+
+    def _refused(self, gained: bool) -> bool:
+        return gained or not self._begun
+
+    def _at(self) -> str:
+        return f", at step {self._reached}"
+
+    def _source(self) -> str:
+        newest = find_checkpoints(self.path)
+        return f", from {newest[-1].name if newest else 'the beginning (no checkpoint yet)'}"
+
+    def _way_on(self, before: str) -> str:
+        if not find_checkpoints(self.path):
+            return ""
+        return f"{before}to go on: {resume_line.resume_line(self.path)}"
 
     def _next(self) -> Config:
-        """The configuration of the next driver: from the newest checkpoint, if there is one."""
-        if self._config_file() == self._marker:
-            return self._config  # no driver of ours has begun the run
+        """From the newest checkpoint, if there is one."""
+        self._begun = self._config_file() != self._marker
+        if not self._begun:
+            return self._config
         if self._saved() - self._present:
             kept: dict[str, Any] = {"trainer.resume": "latest", "run.overwrite": False}
             if self._config.rule.experts.placement != "contiguous":
@@ -291,13 +353,37 @@ class Supervisor:
         return ""
 
     def _say(self, line: str) -> None:
-        """On standard error and in supervisor.log."""
-        stamp = f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
-        self._log.append(f"{stamp} {line}\n")
+        """In supervisor.log as well."""
+        super()._say(line)
         with contextlib.suppress(OSError):  # a full disk: the lines come with the next one
-            print(f"supervisor: {line}", file=sys.stderr, flush=True)
             if is_run(self.path):
                 (self.path / LOG).write_text(self._earlier + "".join(self._log), encoding="utf-8")
+
+
+class ServerSupervisor(Supervisor):
+    """Of mode=serve: a server that has answered for a while is started again as it was."""
+
+    _answered = False  # one of its drivers
+
+    def _next(self) -> Config:
+        return self._config
+
+    def _gained(self, end: _End) -> bool:
+        self._answered = self._answered or end.served is not None
+        return end.served is not None and end.served > SERVED
+
+    def _refused(self, gained: bool) -> bool:
+        return not self._answered
+
+
+def note_ready() -> None:
+    """A supervised driver: its server answers."""
+    if _pipe is not None:
+        with contextlib.suppress(OSError):
+            os.write(_pipe, _READY)
+
+
+_pipe: int | None = None  # of a supervised driver
 
 
 def as_child(run: Callable[[Config], int]) -> int:
@@ -306,8 +392,9 @@ def as_child(run: Callable[[Config], int]) -> int:
     Args:
         run: trains, and turns what is raised into an exit code.
     """
+    global _pipe
     job = json.load(sys.stdin)
-    fd = int(os.environ.pop(_FD))
+    fd = _pipe = int(os.environ.pop(_FD))
     os.set_inheritable(fd, False)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != job["parent"]:

@@ -32,7 +32,7 @@ timeline:
 pulse:
 torch_environment:
 gpu: [torch]
-config: errors
+config: errors parse
 dims: errors parse
 hardware: errors disk parse config
 placement: errors parse config dims hardware
@@ -52,8 +52,8 @@ train: errors disk batch timeline config placement optim tracking model data exp
 actors: errors pulse native batch timeline config placement optim generate checkpoint model adapter
     experts transport train [numpy torch]
 serve: errors generate data [numpy]
-actors/ray: errors torch_environment config hardware placement tracking generate data experts transport train
-    actors serve [numpy torch ray]
+actors/ray: errors gpu torch_environment config hardware placement tracking generate data experts transport
+    train actors serve [numpy torch ray]
 measure: gpu native batch config hardware placement timing optim model transport [numpy torch]
 runs: errors disk parse native batch config dims hardware placement timing optim tracking evaluate generate
     checkpoint model adapter data demo train actors actors/ray [numpy torch]
@@ -61,10 +61,10 @@ doctor: errors native config dims hardware placement timing checkpoint demo acto
     measure runs
 report: errors disk config tracking evaluate runs
 accept: disk config dims hardware placement timing doctor report
-modes: terminal errors disk native timeline config dims hardware placement timing tracking evaluate generate
-    checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
-recipe: terminal errors parse config dims data
 supervisor: errors config runs
+modes: terminal errors disk native timeline config dims hardware placement timing tracking evaluate generate
+    checkpoint data demo train actors serve actors/ray runs supervisor doctor report accept [numpy torch]
+recipe: terminal errors parse config dims data
 cli: terminal errors torch_environment config modes recipe runs supervisor
 tools: terminal errors disk parse config checkpoint model adapter data demo [numpy torch]
 """

@@ -17,7 +17,7 @@ import pytest
 from kt_ray.config.compose import compose
 from kt_ray.config.mapping import load
 from kt_ray.errors import Stopped
-from kt_ray.supervisor import LOG, Supervisor
+from kt_ray.supervisor import LOG, ServerSupervisor, TrainingSupervisor
 
 ROOT = Path(__file__).resolve().parents[1]
 # A driver that does what the test says: one list of words per start.
@@ -53,6 +53,9 @@ for word in acts[number].split():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
         (here / "waiting").touch()
         time.sleep(60)
+    elif what == "ready":
+        os.write(fd, b"r")
+        time.sleep(float(value))
     elif what == "exit":
         os.write(fd, b"e")
         sys.exit(int(value))
@@ -71,7 +74,14 @@ class Place:
     def go(self, acts: list[str], *settings: str, **options: Any) -> int:
         config = compose([f"run.root={self.path / 'runs'}", "run.name=a", "trainer.restarts=9", *settings])
         command = [sys.executable, "-c", DRIVER, json.dumps(acts), str(self.path)]
-        return Supervisor(config, command, **{"first_wait": 0.01, **options}).run()
+        return TrainingSupervisor(config, command, **{"first_wait": 0.01, **options}).run()
+
+    def serve(self, acts: list[str], *settings: str) -> int:
+        config = compose(
+            ["mode=serve", "run.name=a", f"run.root={self.path}", "trainer.restarts=9", *settings]
+        )
+        command = [sys.executable, "-c", DRIVER, json.dumps(acts), str(self.path)]
+        return ServerSupervisor(config, command, first_wait=0.01).run()
 
     def starts(self) -> list[tuple[str | None, bool]]:
         """trainer.resume and run.overwrite of each driver."""
@@ -140,7 +150,7 @@ def test_restarts_are_counted(place: Place, capfd: Any) -> None:
 def test_the_same_fault_again_and_again_ends_it(place: Place) -> None:
     assert place.go(["begin save=1 exit=1", *["exit=1"] * 8]) == 1
     assert len(place.starts()) == 6
-    assert "5 failures without a step in between: not started again" in place.log()
+    assert "5 failures, nothing gained in between: not started again" in place.log()
 
 
 def test_what_is_missing_for_a_while_is_waited_for(place: Place) -> None:
@@ -247,7 +257,7 @@ def test_earlier_lines_of_the_log_stay(place: Place) -> None:
 
 def test_a_run_without_a_name_gets_a_directory_of_its_own(place: Place) -> None:
     config = compose([f"run.root={place.path / 'runs'}", "trainer.restarts=1"])
-    paths = {Supervisor(config).path for _ in range(3)}
+    paths = {TrainingSupervisor(config).path for _ in range(3)}
     assert len(paths) == 3 and all(path.is_dir() for path in paths)
 
 
@@ -257,6 +267,38 @@ def test_a_driver_gets_the_very_configuration(place: Place, tmp_path: Path) -> N
     job = json.loads((tmp_path / "starts").read_text())
     got = load(job["config"])
     assert (got.lora, got.optim, got.trainer.restarts) == (config.lora, config.optim, 9)
+
+
+def test_a_server_that_answered_is_started_again_as_it_was(
+    place: Place, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ended it: exit code 2 is how a server says that Ray is gone."""
+    monkeypatch.setattr("kt_ray.supervisor.SERVED", 0.0)
+    name = "serve.name=mine"
+    assert place.serve(["ready=0 kill=9", "exit=2", "ready=0 exit=2", "end=1", "ready=0 exit=0"], name) == 0
+    configs = place.configs()
+    assert len(configs) == 5 and all(config == configs[0] for config in configs)
+    assert configs[0]["serve"]["name"] == "mine" and configs[0]["mode"] == "serve"
+    err = capfd.readouterr().err
+    assert err.count("supervisor: the driver") == 4 and "restart 4 of 9 in 0 s\n" in err
+    assert not (place.path / LOG).exists()
+
+
+def test_a_server_that_never_answered_was_refused(place: Place) -> None:
+    assert place.serve(["kill=9", "exit=2", "exit=0"]) == 2
+    assert len(place.starts()) == 2
+
+
+def test_a_server_that_ends_itself_each_time_is_given_up(place: Place) -> None:
+    assert place.serve(["ready=0 exit=1"] * 9) == 1
+    assert len(place.starts()) == 5
+
+
+def test_loading_is_no_service(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that loads for long and fails as soon as it answers gains nothing."""
+    monkeypatch.setattr("kt_ray.supervisor.SERVED", 0.3)
+    assert place.serve(["beat=0.5 ready=0 exit=1"] * 9) == 1
+    assert len(place.starts()) == 5
 
 
 def test_the_parent_loads_no_torch_and_no_ray(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class PlainActor(ABC):
                 f"digest {start.digest[:12]}, as when the run began",
                 "put the former files back, where all nodes find them",
             )
-        reader.read_into(self.lora("param").items(), self._spec.lora.scale, others="kept")
+        reader.read_into(self.lora("param").items(), self._spec.lora, others="kept")
 
     def info(self) -> dict[str, Any]:
         """Facts about this actor for env.json."""
@@ -275,7 +275,7 @@ class PlainActor(ABC):
             return 0
         reader = AdapterReader(directory, self._spec.model_dir)
         others: Literal["zero", "refused"] = "zero" if one_of_several else "refused"
-        return reader.read_into(parameters, self._spec.lora.scale, others=others)
+        return reader.read_into(parameters, self._spec.lora, others=others)
 
     @abstractmethod
     def keep_adapter(self, name: str, copy: bool) -> None:

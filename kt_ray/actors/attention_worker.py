@@ -70,6 +70,7 @@ class AttentionWorker(PlainActor):
         self.spec = spec
         self._build_stage = build_stage
         self._load_seconds = 0.0
+        self._capped = False  # whether torch's memory on the device is limited
         self.outbox = Outbox(rank)
         self._stage: Stage | None = None
         self._masters: Masters | None = None
@@ -104,9 +105,22 @@ class AttentionWorker(PlainActor):
 
     def _load(self) -> None:
         start = time.monotonic()
+        self._keep_to_cap()
         with self._gpu_memory():
             self._stage = self._build_stage(self.spec)
         self._load_seconds = time.monotonic() - start
+
+    def _keep_to_cap(self) -> None:
+        """rule.gpu_memory: torch gives this process what the cap and CUDA's own part leave, and no more."""
+        device = self.part.device
+        gpu = next((g for g in self.plan.hardware.gpus if f"cuda:{g.index}" == device and g.cap), None)
+        if gpu is None:
+            return
+        contexts = sum(b.items["runtime"] for b in self.plan.budgets if b.device == device)
+        whole = torch.cuda.get_device_properties(self.spec.device).total_memory
+        part = max(0, gpu.usable - contexts) / whole
+        torch.cuda.set_per_process_memory_fraction(part, self.spec.device)
+        self._capped = True
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -121,10 +135,25 @@ class AttentionWorker(PlainActor):
             "load_seconds": self._load_seconds,
             "affine_scale": self.stage.scales,
             "padding_moves": self.stage.padding_moves,
+            "notes": self._notes(),
         }
+
+    def _notes(self) -> list[str]:
+        """What a user should know, from one worker of each stage."""
+        held = self.spec.activations
+        twice = [layer for layer, scale in self.stage.scales.items() if scale is None]
+        if held == "group" or not twice or self.part.replica:
+            return []
+        return [
+            f"rule.activations={held}: {len(twice)} layers from {twice[0]} on are not affine in their "
+            "experts' output, so most of their micro-batches are recomputed twice; rule.activations=group "
+            "does it once, in smaller waves"
+        ]
 
     def close(self) -> None:
         self.port.close()
+        if self._capped:  # cluster=local: the process goes on
+            torch.cuda.set_per_process_memory_fraction(1.0, self.spec.device)
         self._stage = None
         self._masters = None
 
@@ -240,8 +269,9 @@ class AttentionWorker(PlainActor):
                 where=f"{self.title} on {self.part.device}: {self.doing}",
                 observed=str(error).partition("If reserved but")[0].strip(),
                 required=f"the plan counts {planned.total / 2**30:.2f} GiB" if planned else None,
-                remedy="end what else uses this GPU (nvidia-smi lists it), or set trainer.loss_chunk=256, a "
-                "lower data.max_length or trainer.micro_batch_size, or more rule.stages",
+                remedy="end what else uses this GPU (nvidia-smi lists it), or set trainer.loss_chunk=256, "
+                "rule.activations=host, a lower data.max_length or trainer.micro_batch_size, or more "
+                "rule.stages",
             ) from error
 
     # -- generation --------------------------------------------------------------------------

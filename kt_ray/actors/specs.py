@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kt_ray.config.lora_patterns import expert_lora
 from kt_ray.config.schema import Config, OptimConfig
 from kt_ray.experts import LocalExpertsSpec
 from kt_ray.model.build import build_on_meta
@@ -96,7 +97,7 @@ def actor_specs(
         LocalExpertsSpec(
             **vars(actor) | {"node": actor.node if nodes > 1 else -1},
             model_dir=model_dir,
-            lora=config.lora,
+            lora=expert_lora(config.lora, plan.dims.moe_layers, plan.dims.num_experts),
             optim=config.optim,
             seed=config.seed,
             formulas=formulas,
@@ -132,6 +133,7 @@ def stage_specs(
             lora=config.lora,
             loss_chunk=config.trainer.loss_chunk,
             keep_quantized=config.model.keep_quantized,
+            activations=plan.activations,
             padded=config.packs_micro_batches or config.micro_batch_rows(plan.replicas) > 1,
             start=start,
         )
@@ -140,7 +142,7 @@ def stage_specs(
 
 
 def own_lane(spec: LocalExpertsSpec, cards: Mapping[str, str]) -> LocalExpertsSpec:
-    """The spec for a process that sees the lane's GPU only, as its cuda:0. Untested on hardware.
+    """The spec for a process that sees the lane's GPUs only, as its cuda:0, cuda:1, … Untested on hardware.
 
     Expert actors take no part of a GPU from Ray: the card is reserved whole, for the attention workers of the
     same device or for the lane alone, and the plan counts what the lane uses of it. Ray leaves the
@@ -150,13 +152,15 @@ def own_lane(spec: LocalExpertsSpec, cards: Mapping[str, str]) -> LocalExpertsSp
     Args:
         cards: see `ActorSpecs.in_own_processes`.
     """
-    if spec.lane is None or spec.lane.device == "cpu":
+    if spec.lane is None or not spec.lane.cuda:
         return spec
-    return replace(spec, lane=replace(spec.lane, device="cuda:0", visible=cards[spec.lane.device]))
+    visible = ",".join(cards[device] for device in spec.lane.devices)
+    own = tuple(f"cuda:{number}" for number in range(len(spec.lane.devices)))
+    return replace(spec, lane=replace(spec.lane, devices=own, visible=visible))
 
 
 def show_own_gpu(spec: LocalExpertsSpec) -> None:
-    """Let this process see the GPU of its lane, and no other.
+    """Let this process see the GPUs of its lane, and no other.
 
     Raises:
         RuntimeError: CUDA runs already and would not look again.

@@ -1,6 +1,7 @@
 """Read an adapter for merging and exporting: ours, PEFT's on linear modules and on fused experts.
 
     ...self_attn.q_proj.lora_A.weight [r, in], lora_B [out, r]             linear modules
+    ...self_attn.q_proj.lora_magnitude_vector [out]                        besides, with DoRA
     ...experts.5.gate_proj.lora_A.weight [r, in], lora_B [out, r]          one expert
     ...experts.base_layer.lora_A.weight [E*r', H], lora_B [2I, r'*E]       fused gate and up
     ...experts.lora_A.weight [E*r, I], lora_B [H, r*E]                     fused down
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,18 @@ from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, module_name
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import one_expert
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_header, read_tensor
-from kt_ray.parse import check_shape, matches, read_json
+from kt_ray.config.lora_patterns import first_meaning
+from kt_ray.parse import check_shape, read_json
 
-_KEY = re.compile(r"^(?P<module>.+)\.lora_(?P<half>[AB])(\.default)?\.weight$")
+_KEY = re.compile(
+    r"^(?P<module>.+)\.lora_(?P<part>[AB](?=(\.default)?\.weight$)|magnitude_vector)(\.default)?(\.weight)?$"
+)
 _FUSED = re.compile(r"^(?P<prefix>.*\bexperts)(?P<inner>(\.base_layer)*)$")
 # Initialisations of PEFT after which the base stays as it is; the others (PiSSA, OLoRA, LoftQ, CorDA,
 # LoRA-GA) take scale * B A off the base first, so that adding to the released weights gives another model.
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
 _VARIANTS = (
-    *("use_dora", "lora_bias", "fan_in_fan_out", "layer_replication", "trainable_token_indices"),
+    *("lora_bias", "fan_in_fan_out", "layer_replication", "trainable_token_indices"),
     *("use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config", "arrow_config"),
 )
 _SHAPE = {
@@ -61,6 +65,7 @@ class Pair:
     rank: int
     scale: float  # alpha / r (rsLoRA: alpha / sqrt(r))
     experts: int = 0  # E of a fused pair
+    magnitude: TensorInfo | None = None  # [out], DoRA: norms of the rows of the result
 
     @property
     def out_features(self) -> int:
@@ -85,17 +90,6 @@ class Pair:
         """scale * B A, [out, in], float32."""
         a, b = self.factors(expert)
         return self.scale * (b @ a)
-
-
-def _names(pattern: str, module: str, where: str) -> bool:
-    """Whether a pattern of rank_pattern or alpha_pattern means a module, as PEFT compares them."""
-    try:
-        return matches(rf"(.*\.)?({pattern})$", module, where=where)
-    except regex.error as error:
-        fault = "adapter's configuration holds a pattern that is no regular expression"
-        raise damaged(
-            fault, where, f"{pattern!r} ({error})", "a Python regular expression", _REMEDY
-        ) from error
 
 
 @lru_cache(maxsize=8)  # gate_up and down of the layers that several threads are at
@@ -135,15 +129,28 @@ class Lora:
         pairs = _pairs(path, read_header(path / WEIGHTS, remedy=_REMEDY), model_type)
         lora = cls(path, config)
         wrapped: dict[str, dict[str, tuple[TensorInfo, TensorInfo]]] = {}
-        for module, (a, b) in pairs.items():
+        for module, (a, b, magnitude) in pairs.items():
+            if (magnitude is None) == lora.dora:
+                raise damaged(
+                    "the adapter's magnitudes and its configuration disagree",
+                    f"{path}, {module}",
+                    f"{'no' if magnitude is None else 'a'} lora_magnitude_vector",
+                    f"one for every module where use_dora is true (here {str(lora.dora).lower()})",
+                    _REMEDY,
+                )
             match, expert = _FUSED.match(module), one_expert(module)
+            routed = match is not None or (expert is not None and expert.expert is not None)
+            if routed and magnitude is not None:
+                what = "adapter has DoRA on routed experts"
+                raise damaged(what, f"{path}, {module}", "lora_magnitude_vector", "plain LoRA there", _REMEDY)
             if match is not None:
                 wrapped.setdefault(match["prefix"], {})[module] = (a, b)
             elif expert is not None and expert.expert is not None:
                 pair = lora._pair(module, a, b, lora._named(module))
                 lora.experts[expert.prefix, expert.expert, expert.role] = pair
             else:
-                lora.linear[module] = lora._pair(module, a, b, lora._named(module))
+                pair = lora._pair(module, a, b, lora._named(module))
+                lora.linear[module] = replace(pair, magnitude=magnitude)
         for prefix, wrappers in wrapped.items():
             lora._add_fused(prefix, wrappers)
         return lora
@@ -155,10 +162,15 @@ class Lora:
             UserError: some are NaN or infinite.
         """
         for pair in self.pairs():
-            for info in (pair.a, pair.b):
-                if not bool(torch.isfinite(read_tensor(info)).all()):
+            for info in (pair.a, pair.b, pair.magnitude):
+                if info is not None and not bool(torch.isfinite(read_tensor(info)).all()):
                     what = "adapter holds values that are not finite"
                     raise damaged(what, info.place, "NaN or infinite values", "finite values", _REMEDY)
+
+    @property
+    def dora(self) -> bool:
+        """Whether modules have magnitudes."""
+        return bool(self.config.get("use_dora"))
 
     @property
     def base(self) -> str:
@@ -180,7 +192,12 @@ class Lora:
         for default, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
             patterns: Mapping[str, Any] = self.config.get(name) or {}
             where = f"{self.path / CONFIG}, {name}"
-            key = next((k for k in patterns if _names(k, module, where)), None)
+            try:
+                key = first_meaning(patterns, (module,), where=where)
+            except regex.error as error:
+                fault = "adapter's configuration holds a pattern that is no regular expression"
+                observed = f"{error.pattern!r} ({error})"
+                raise damaged(fault, where, observed, "a Python regular expression", _REMEDY) from error
             values.append(self.config[default] if key is None else patterns[key])
         return int(values[0]), float(values[1])
 
@@ -254,7 +271,7 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
 
 def _pairs(
     path: Path, tensors: Mapping[str, TensorInfo], model_type: str
-) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+) -> dict[str, tuple[TensorInfo, TensorInfo, TensorInfo | None]]:
     halves: dict[str, dict[str, TensorInfo]] = {}
     other: list[str] = []
     for key, info in tensors.items():
@@ -262,8 +279,8 @@ def _pairs(
         if match is None:
             other.append(key)
         else:
-            halves.setdefault(module_name(match["module"], model_type), {})[match["half"]] = info
-    single = [f"{m}.lora_{next(iter(pair))}.weight" for m, pair in halves.items() if len(pair) < 2]
+            halves.setdefault(module_name(match["module"], model_type), {})[match["part"]] = info
+    single = [f"{m}.lora_{min(pair)}" for m, pair in halves.items() if not {"A", "B"} <= pair.keys()]
     for names, what in (
         (other, "adapter holds tensors that are not LoRA matrices"),
         (single, "adapter holds one half of a pair"),
@@ -272,4 +289,4 @@ def _pairs(
         if names:
             required = "a lora_A.weight and a lora_B.weight for each module"
             raise damaged(what, path / WEIGHTS, some(sorted(names), 8), required, _REMEDY)
-    return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
+    return {m: (pair["A"], pair["B"], pair.get("magnitude_vector")) for m, pair in halves.items()}

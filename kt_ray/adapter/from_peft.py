@@ -1,8 +1,8 @@
 """Load a PEFT adapter into a model: the LoRA settings that it needs, and its tensors by parameter name.
 
 Every actor reads its own tensors from the file: DeepSeek-V3's adapter of 13 GB never meets in one process.
-Pairs of a smaller rank are padded with zeros, and another scale is folded into B, so PEFT's rank and alpha
-patterns work.
+Where a model's settings give a module another rank or scale than the adapter does, the pair is padded with
+zeros and the scale is folded into B.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.fused import FusedLayer
 from kt_ray.adapter.peft_config import CONFIG, WEIGHTS, module_of
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.names import family, is_interleaved, one_expert
-from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.checkpoint.names import MAGNITUDE, family, is_interleaved, one_expert
+from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
+from kt_ray.config.lora_patterns import module_lora
 from kt_ray.config.schema import LoraConfig
 from kt_ray.parse import read_json
 
@@ -53,13 +54,32 @@ def digest_of(directory: str | Path) -> str:
 
 
 def settings_of(readers: Sequence[AdapterReader]) -> LoraConfig:
-    """LoRA settings under which a model has all parameters of all these adapters."""
-    rank = max(reader.rank for reader in readers)
+    """LoRA settings under which a model has all parameters of all these adapters.
+
+    Raises:
+        UserError: several, and one of them is DoRA: modules have magnitudes, or none has.
+    """
+    dora = next((reader.lora for reader in readers if reader.lora.dora), None)
+    if dora is not None and len(readers) > 1:
+        raise damaged(
+            "a DoRA adapter cannot be used beside others",
+            dora.path,
+            f"{len(readers)} adapters",
+            "plain LoRA, or one adapter",
+            "merge it into a model of its own (python -m kt_ray.tools merge)",
+        )
+    scale = readers[0].lora.pairs()[0].scale
+    experts = max(reader.expert_rank for reader in readers)
+    rank = max((pair.rank for r in readers for pair in r.lora.linear.values()), default=experts)
+    differ = experts not in (0, rank)  # routed experts of attention's rank may take many times their memory
     return LoraConfig(
         rank=rank,
-        alpha=readers[0].lora.pairs()[0].scale * rank,
+        alpha=scale * rank,
+        rank_pattern={"experts": experts} if differ else None,
+        alpha_pattern={"experts": scale * experts} if differ else None,
         target_modules=sorted({name for reader in readers for name in reader.lora.linear}) or "none",
         experts=any(reader.adapts_experts for reader in readers),
+        dora=dora is not None,
     )
 
 
@@ -94,15 +114,15 @@ class AdapterReader:
         return settings_of([self])
 
     @property
-    def rank(self) -> int:
-        """Smallest rank that holds every pair."""
-        return max(rank for rank, _ in self.kinds)
+    def expert_rank(self) -> int:
+        """Smallest rank that holds every pair of routed experts; 0 = there is none."""
+        return max((rank for rank, _ in self.expert_kinds), default=0)
 
     @cached_property
-    def kinds(self) -> dict[tuple[int, float], str]:
-        """Rank and scale -> a module that has them."""
+    def expert_kinds(self) -> dict[tuple[int, float], str]:
+        """Rank and scale of routed experts -> a module that has them."""
         kinds: dict[tuple[int, float], str] = {}
-        for pair in (*self.lora.linear.values(), *self.lora.experts.values()):
+        for pair in self.lora.experts.values():
             kinds.setdefault((pair.rank, pair.scale), pair.module)
         for (prefix, role), pair in self.lora.fused.items():
             halves = role == "gate_up" and self._fused(prefix).halves
@@ -164,7 +184,7 @@ class AdapterReader:
     def read_into(
         self,
         parameters: Iterable[tuple[str, Tensor]],
-        scale: float,
+        lora: LoraConfig,
         *,
         others: Literal["refused", "zero", "kept"] = "refused",
     ) -> int:
@@ -172,7 +192,7 @@ class AdapterReader:
 
         Args:
             parameters: (name, float32 tensor to fill), A and B of the same modules.
-            scale: that they will be used with.
+            lora: settings that they will be used with.
             others: what becomes of the parameters of modules that the adapter does not change.
 
         Returns:
@@ -192,7 +212,10 @@ class AdapterReader:
                         target.zero_()
                 continue
             a, b, own = factors
-            value = a if name.endswith("lora_A.weight") else b * (own / scale)
+            if name.endswith("lora_B.weight"):
+                value = b * (own / module_lora(lora, module_of(name)).scale)
+            else:
+                value = a if name.endswith("lora_A.weight") else self._magnitude(module_of(name))
             self._fill(name, target, value)
             count += 1
         if missing:
@@ -219,10 +242,17 @@ class AdapterReader:
                 return self._fused(expert.prefix).split(expert.expert, expert.role)
         return None if pair is None else (*pair.factors(), pair.scale)
 
+    def _magnitude(self, module: str) -> Tensor:
+        info = self.lora.linear[module].magnitude
+        assert info is not None, f"{module} has a magnitude, its adapter has none"
+        return read_tensor(info).float()
+
     def _fill(self, name: str, target: Tensor, value: Tensor) -> None:
-        side = 0 if name.endswith("lora_A.weight") else 1
-        fits = value.shape[side] <= target.shape[side] and value.shape[1 - side] == target.shape[1 - side]
-        if not fits:
+        side = 1 if name.endswith("lora_B.weight") else 0
+        own, whole = list(value.shape), list(target.shape)
+        missing = 0 if name.endswith(MAGNITUDE) else whole[side] - own[side]  # of the rank
+        own[side] += max(0, missing)
+        if own != whole:
             where, required = f"{self.lora.path}, {name}", f"shape {list(target.shape)}"
             observed = f"shape {list(value.shape)}"
             raise damaged("the adapter does not fit this model", where, observed, required, _TRAINED)

@@ -22,17 +22,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kt_ray.checkpoint.names import ONE_BY_ONE, one_expert
+from kt_ray.config.lora_patterns import shortest_patterns
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-_SUFFIX = re.compile(r"\.lora_[AB]\.weight$")
+_SUFFIX = re.compile(r"\.lora_([AB]\.weight|magnitude_vector)$")
 # Leaf names that PEFT may take for the experts' or the router's.
-_AMBIGUOUS = frozenset({"gate"}.union(*(leaves.values() for leaves in ONE_BY_ONE)))
+AMBIGUOUS = frozenset({"gate"}.union(*(leaves.values() for leaves in ONE_BY_ONE)))
+EXPERT_LEAVES = AMBIGUOUS | {"gate_up_proj"}  # the fused parameters', too
 _GATE_UP, _UP, _DOWN = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 # family -> beginnings of modules' names (regular expressions), and of the same names as released
 _INSIDE = (r"^model\.language_model\.", "model.", r"^model\.(?!language_model\.)", "model.language_model.")
@@ -45,23 +47,30 @@ _RENAMED: dict[str, tuple[str, str, str, str]] = {
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What the file does not say by itself; rank, alpha, rslora and dropout as trained."""
+    """What the file does not say by itself; rank, alpha, rslora and dropout as trained, of the routed experts
+    if they are adapted."""
 
     base_model: str  # directory or name of the model the adapter belongs to
     model_type: str  # of its language model, as transformers names it (Kimi-K2 is deepseek_v3)
     rank: int
     alpha: float
     rslora: bool = False
+    dora: bool = False
     dropout: float = 0.0
     notes: tuple[str, ...] = ()  # lines added to the README (data, steps, loss, ...)
     whole_type: str = ""  # model_type of the multimodal model around it, or ""
     auto: str = "AutoModelForCausalLM"  # class of transformers that loads the base with the trained names
+    # module outside the routed experts -> its rank and plain alpha, where they are others
+    others: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def plain_alpha(self) -> float | int:
         """alpha' with alpha' / r equal to the trained scale: rsLoRA folded in."""
-        alpha = self.alpha * self.rank**0.5 if self.rslora else self.alpha
-        return int(alpha) if float(alpha).is_integer() else float(alpha)
+        return _number(self.alpha * self.rank**0.5 if self.rslora else self.alpha)
+
+
+def _number(value: float) -> float | int:
+    return int(value) if float(value).is_integer() else float(value)
 
 
 def module_of(name: str) -> str:
@@ -134,7 +143,8 @@ def adapter_config(
     trained = {module_of(name) for name in names}
     experts = {m: expert for m in trained if (expert := one_expert(m))}
     others = trained - experts.keys()
-    as_parameters = {m for m in others if m.rpartition(".")[2] in _AMBIGUOUS}
+    # PEFT refuses DoRA on parameters, and then there are no experts to confuse them with (see load_limits).
+    as_parameters = {m for m in others if m.rpartition(".")[2] in AMBIGUOUS and not info.dora}
     targets = _shortened(others - as_parameters, modules)
     parameters = [f"{m}.weight" for m in sorted(as_parameters)]
     form = adapter_form(names, info)
@@ -147,7 +157,7 @@ def adapter_config(
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": info.dora,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
@@ -164,7 +174,16 @@ def adapter_config(
             # Not of every gate_up_proj: MiniMax-M3's dense layers and shared experts have one, too.
             config["rank_pattern"] = {r".*\.experts\.gate_up_proj": 2 * info.rank}
             config["alpha_pattern"] = {r".*\.experts\.gate_up_proj": 2 * info.plain_alpha}
-    return config | {"target_modules": targets, "target_parameters": parameters or None}
+    config |= {"target_modules": targets, "target_parameters": parameters or None}
+    usual = info.rank, info.plain_alpha
+    for i, key in enumerate(("rank_pattern", "alpha_pattern")):
+        of_all = {module: info.others.get(module, usual)[i] for module in others}
+        patterns = shortest_patterns(of_all, usual[i], EXPERT_LEAVES)
+        # PEFT compares patterns with the parameter where that is what is targeted.
+        ends = {end: any(f"{m}.weight" in parameters for m in others if m.endswith(end)) for end in patterns}
+        own = {f"{end}.weight" if ends[end] else end: _number(value) for end, value in patterns.items()}
+        config[key] = own | config[key]
+    return config
 
 
 def _shortened(modules: set[str], everything: Iterable[str] | None) -> list[str]:
@@ -215,6 +234,9 @@ TESTED = frozenset(
 )
 
 
+_MERGE = "merge it (python -m kt_ray.tools merge)"
+
+
 def load_limits(names: Iterable[str], info: AdapterInfo) -> list[str]:
     """Where the adapter will not load as it is written, one line each.
 
@@ -231,6 +253,17 @@ def load_limits(names: Iterable[str], info: AdapterInfo) -> list[str]:
             f"PEFT: only in AutoModelForCausalLM; in the class of {info.whole_type}, which servers "
             "build, its names are others and it has no effect: merge it"
         )
+    if info.dora:
+        lines.append(f"vLLM and SGLang: not as it is, they do not read DoRA: {_MERGE}")
+        given = info.whole_type if inside else info.model_type
+        leaves = {module_of(name).rpartition(".")[2] for name in names} & peft_expert_leaves(given)
+        if leaves:
+            lines.append(
+                f"PEFT: not as it is, in this family it takes {', '.join(sorted(leaves))} for the routed "
+                f"experts': {_MERGE}, or train attention alone (lora.target_modules)"
+            )
+    elif info.others:
+        lines.append(f"vLLM and SGLang: not as it is, they read one rank and one alpha: {_MERGE}")
     if adapter_form(names, info) == "fused":
         lines.append(
             "vLLM and SGLang: not as it is, they read routed experts one by one "
@@ -253,6 +286,10 @@ def adapter_readme(names: Iterable[str], info: AdapterInfo) -> str:
     names = list(names)
     form = adapter_form(names, info)
     scale = "alpha / sqrt(r), folded into lora_alpha" if info.rslora else "alpha / r"
+    ranks = sorted({info.rank, *(rank for rank, _ in info.others.values())})
+    others = f"; ranks {', '.join(map(str, ranks))} (rank_pattern, alpha_pattern)" if info.others else ""
+    largest = ranks[-1]
+    kind = "DoRA" if info.dora else "LoRA"
     leaves = sorted({module_of(name).rpartition(".")[2] for name in names})
     notes = "".join(f"- {line}\n" for line in info.notes)
     limits = "".join(f"- {line}\n" for line in load_limits(names, info))
@@ -263,10 +300,10 @@ base_model: {info.base_model}
 library_name: peft
 tags: [lora, mixture-of-experts]
 ---
-# LoRA adapter for {info.base_model}
+# {kind} adapter for {info.base_model}
 
 - model type: {info.model_type}
-- rank {info.rank}, alpha {info.alpha:g}, scale {scale}
+- rank {info.rank}, alpha {info.alpha:g}, scale {scale}{others}
 - trained with dropout {info.dropout:g} (lora_dropout is 0 here: PEFT has none for parameters)
 - {len(names)} tensors on: {", ".join(leaves)}
 {notes}
@@ -285,11 +322,11 @@ Needs transformers v5 and PEFT 0.21. Its warning that `rank_pattern` or `alpha_p
 
 ## vLLM (untested: written after its documented key names)
 ```
-vllm serve {info.base_model} --enable-lora --max-lora-rank {info.rank} --lora-modules tuned=<this directory>
+vllm serve {info.base_model} --enable-lora --max-lora-rank {largest} --lora-modules tuned=<this directory>
 ```
 ## SGLang (untested: written after its documented key names)
 ```
-python -m sglang.launch_server --model-path {info.base_model} --enable-lora --max-lora-rank {info.rank} \\
+python -m sglang.launch_server --model-path {info.base_model} --enable-lora --max-lora-rank {largest} \\
     --lora-target-modules {" ".join(leaves)} --lora-paths tuned=<this directory>
 ```
 Both apply an adapter to the modules they know for this family. Compare a few answers with PEFT's first.

@@ -26,6 +26,7 @@ from typing import Any
 PROJECTIONS = ("gate", "up", "down")
 LEAVES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}  # transformers' and PEFT's names
 # Last parts of the names, by what the tensor holds.
+MAGNITUDE = ".lora_magnitude_vector"  # how the name of a DoRA magnitude [out] ends
 ONE_BY_ONE = (LEAVES, {"gate": "w1", "up": "w3", "down": "w2"})
 FUSED = (
     {"gate_up": "gate_up_proj", "down": "down_proj"},

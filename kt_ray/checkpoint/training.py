@@ -110,7 +110,7 @@ def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, to
                 info.file,
                 f"{name} {tuple(info.shape)}",
                 tuple(targets[name].shape),
-                "set lora.rank and the model as in the run that wrote it",
+                "set lora.rank, lora.rank_pattern and the model as in the run that wrote it",
             )
     for file, entries in groupby(
         sorted(places.items(), key=lambda item: (item[1].file, item[1].start)), lambda item: item[1].file

@@ -11,11 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from kt_ray.config.faults import Fault, quoted, regex_faults, value_of
 from kt_ray.config.fields import closest, fields, show
 from kt_ray.config.interval import EPOCHS_FORM, FORM, epochs_of, seconds_of
-from kt_ray.config.limits import BOUNDS, GENERATING, LISTED, NOT_EMPTY, WORDS
+from kt_ray.config.limits import BOUNDS, LISTED, NOT_EMPTY, WORDS
+from kt_ray.config.lora_checks import lora_faults
 from kt_ray.config.schema import Config, PreferenceConfig
 from kt_ray.errors import UserError
 
@@ -43,34 +45,14 @@ _LAYER_STYLES = (
 )
 
 
-class Fault(NamedTuple):
-    """A value, or a combination of values, that cannot work."""
-
-    # A key, which the message shows with its value, or KEY=VALUE.
-    key: str
-    # Read after the key: "is out of range".
-    reason: str
-    required: str | None = None
-    # Empty: set the key's default.
-    remedy: str = ""
-
-
 def check(config: Config) -> None:
     """Raises UserError for the first value, or combination of values, that cannot work."""
     for part in (
-        *(single_keys, _model, _rule, _layers, _data, _sources, _lora, _optim, _trainer),
+        *(single_keys, _model, _rule, _layers, _data, _sources, lora_faults, _optim, _trainer),
         *(_answers, _serve, _place),
     ):
         for fault in part(config):
             raise _error(config, fault)
-
-
-def value_of(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _error(config: Config, fault: Fault) -> UserError:
@@ -78,12 +60,8 @@ def _error(config: Config, fault: Fault) -> UserError:
     if fault.key in fields():
         default = show(fields()[fault.key].default)
         remedy = remedy or f"set {fault.key}={default} (the default) or another allowed value"
-        what = f"{fault.key}={_quoted(value_of(config, fault.key))} {fault.reason}"
+        what = f"{fault.key}={quoted(value_of(config, fault.key))} {fault.reason}"
     return UserError(what, required=fault.required, remedy=remedy)
-
-
-def _quoted(value: Any) -> str:
-    return "''" if value == "" else show(value)
 
 
 def _guess(value: str, words: Iterable[str]) -> tuple[str | None, str]:
@@ -125,18 +103,6 @@ def single_keys(config: Config) -> Iterator[Fault]:
         # A line break is a stop string like any other.
         if not all(text if key == "generate.stop" else text.strip() for text in texts):
             yield Fault(key, "is empty", what)
-
-
-def _regex(key: str, pattern: Any) -> Iterator[Fault]:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        yield Fault(
-            f"{key}={_quoted(pattern)}",
-            f"is not a regular expression ({error})",
-            "a Python regular expression",
-            f"correct {key}; in a shell put it in single quotes",
-        )
 
 
 def _model(c: Config) -> Iterator[Fault]:
@@ -205,8 +171,10 @@ def _rule(c: Config) -> Iterator[Fault]:
             "a checkpoint of an earlier run, which holds a histogram",
             "set rule.experts.load=<checkpoint directory>, or rule.experts.placement=auto",
         )
-    if experts.lane_device != "auto" and not _DEVICE.fullmatch(experts.lane_device):
-        yield Fault("rule.experts.lane_device", "is not a device", "auto, cuda:0, cuda:1, … or cpu")
+    lanes = experts.lane_devices
+    several = bool(lanes) and all(map(_DEVICE.fullmatch, lanes)) and len(set(lanes)) == len(lanes)
+    if lanes != ("auto",) and set(lanes) != {"cpu"} and not (several and "cpu" not in lanes):
+        yield Fault("rule.experts.lane_device", "is not a device", "auto, cuda:1, [cuda:0,cuda:1], … or cpu")
     for key, off in (("rule.experts.gpu_resident", 0), ("rule.experts.stream", "off")):
         if value_of(c, key) != off and experts.backend == "AMXINT8":
             yield Fault(
@@ -277,7 +245,7 @@ def _layer_devices(c: Config, layers: list[dict[str, Any]]) -> Iterator[Fault]:
                 "set rule.layers=null (the default) or correct that entry",
             )
         if key == "match":
-            yield from _regex("rule.layers", entry["match"])
+            yield from regex_faults("rule.layers", entry["match"])
         devices, replicas = entry["device"], c.rule.replica_count
         if isinstance(devices, list) and len(devices) != replicas:
             yield Fault(
@@ -288,7 +256,7 @@ def _layer_devices(c: Config, layers: list[dict[str, Any]]) -> Iterator[Fault]:
         for device in devices if isinstance(devices, list) else [devices]:
             if not isinstance(device, str) or not _DEVICE.fullmatch(device):
                 yield Fault(
-                    f"rule.layers={_quoted(device)}",
+                    f"rule.layers={quoted(device)}",
                     f"is not a device ({entry[key]})",
                     "cuda:0, cuda:1, … or cpu; or a list of one per replica",
                     "write device: 'cuda:0'",
@@ -398,7 +366,7 @@ def _source(place: str, source: Any) -> Iterator[Fault]:
             "write {path: <file>}",
         )
     for name, value in source.items():
-        key = f"{place}.{name}={_quoted(value)}"
+        key = f"{place}.{name}={quoted(value)}"
         if name not in SOURCE_KEYS:
             _, meant = _guess(str(name), SOURCE_KEYS)
             yield Fault(key, f"is not known{meant}", ", ".join(SOURCE_KEYS), "rename or delete it")
@@ -410,7 +378,7 @@ def _source(place: str, source: Any) -> Iterator[Fault]:
         if name == "format" and value not in WORDS["data.format"]:
             yield Fault(key, "is not known", f"{' or '.join(WORDS['data.format'])}", "delete it")
     if not source.get("path"):
-        path = _quoted(source.get("path"))
+        path = quoted(source.get("path"))
         yield Fault(f"{place}.path={path}", "names no file", "a file", f"set {place}.path")
     yield from _columns(f"{place}.columns", source.get("columns", {}))
 
@@ -420,83 +388,11 @@ def _columns(place: str, columns: Mapping[str, Any]) -> Iterator[Fault]:
         if column is not None and (not isinstance(column, str) or not column):
             key = f"{place}.{name}"
             yield Fault(
-                f"{key}={_quoted(column)}",
+                f"{key}={quoted(column)}",
                 "names no column",
                 "the name of a column, or null",
                 f"correct {key}",
             )
-
-
-def _lora(c: Config) -> Iterator[Fault]:
-    lora, target = c.lora, c.lora.target_modules
-    if target == []:
-        yield Fault(
-            "lora.target_modules",
-            "names no module",
-            "auto, none, names or a regex",
-            "set lora.target_modules=auto, or none to leave the non-expert part frozen",
-        )
-    if isinstance(target, str) and target not in ("auto", "none"):
-        yield from _regex("lora.target_modules", target)
-    if target == "none" and not lora.experts:
-        yield Fault(
-            "lora.target_modules",
-            "with lora.experts=false leaves nothing to train",
-            remedy="set lora.target_modules=auto or lora.experts=true",
-        )
-    if lora.adapter is not None:
-        yield from _start(c, lora.adapter)
-    if not lora.init.startswith("pissa"):
-        return
-    if lora.experts:
-        yield Fault(
-            "lora.init",
-            "with lora.experts=true would take the largest singular values out of the routed experts, "
-            "whose weights stay as stored: rounded to their format again, the rest is another model",
-            remedy="set lora.init=default, or lora.experts=false",
-        )
-    if c.model.keep_quantized:
-        yield Fault(
-            "lora.init",
-            "changes weights that model.keep_quantized=true leaves as stored",
-            remedy="set lora.init=default, or model.keep_quantized=false",
-        )
-    if c.mode == "train" and c.eval.after_training:
-        yield Fault(
-            "eval.after_training",
-            f"asks the model without its adapter, whose weights lora.init={lora.init} changes",
-            remedy="set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards",
-        )
-    if c.has_reference:
-        yield Fault(
-            "trainer.stage",
-            f"takes the model without adapters as its reference, which lora.init={lora.init} changes",
-            remedy="set lora.init=default, or trainer.stage=orpo or preference.loss=simpo (no reference)",
-        )
-
-
-def _start(c: Config, adapter: str) -> Iterator[Fault]:
-    """The adapter that training starts from."""
-    if c.mode in GENERATING and c.generate.adapter is None and c.serve.adapters is None:
-        key = "serve.adapters={NAME: DIRECTORY}" if c.mode == "serve" else "generate.adapter=DIRECTORY"
-        yield Fault(
-            "lora.adapter",
-            f"is what training starts from; mode={c.mode} takes an adapter otherwise",
-            remedy=f"write {key} instead",
-        )
-    if c.lora.init.startswith("pissa"):
-        yield Fault(
-            "lora.init",
-            "changes the weights for which the adapter of lora.adapter was made",
-            remedy="set lora.init=default, or lora.adapter=null",
-        )
-    own = Path(c.run.root, c.run.name or "").absolute()
-    if c.run.name is not None and own in (Path(adapter).absolute(), *Path(adapter).absolute().parents):
-        yield Fault(
-            "lora.adapter",
-            f"lies in the directory of this run, {own}, which writes its own adapter there",
-            remedy="set another run.name; to go on with an interrupted run, trainer.resume=latest",
-        )
 
 
 def _optim(c: Config) -> Iterator[Fault]:

@@ -18,7 +18,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from kt_ray.config.fields import closest, fields, groups, joined, show
+from kt_ray.config.fields import closest, fields, groups, is_mapping, joined, show
 from kt_ray.config.files import HUB_NAME, conf_dir, hardware_file, option_groups, option_names
 from kt_ray.config.mapping import load, unknown_key
 from kt_ray.config.schema import Config
@@ -28,7 +28,7 @@ HYDRA_VERSION_BASE = "1.3"
 
 # A path without a group choice means the generic option: model.path=DIR is model=custom model.path=DIR.
 _IMPLIED = {"model": "custom", "data": "jsonl"}
-# Models of the package, which train on the demo's data; another model's plan is for rows of one's own.
+# Models of the package, which train on the demo's data; another model's rows are one's own.
 _BUILT = ("demo", "demo_random", "mini")
 
 
@@ -48,8 +48,8 @@ def _scratch() -> str:
 def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = True) -> list[str]:
     """`overrides` as Hydra takes them: lists without brackets get theirs, model=ORG/NAME becomes a path on
     the hub, and the group choices that model.path and data.path imply are added, where none is made.
-    mode=plan of a released model without data is for data=jsonl: its rows are as long as a user's, the
-    demo's are not.
+    A model that is not the package's implies data=jsonl, too: nobody means to train it on the demo's rows
+    by naming none, and a plan's rows are as long as a user's.
 
     An experiment chooses its own groups, so nothing is implied beside one.
 
@@ -64,7 +64,7 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
     choices = [
         f"{group}={option}"
         for group, option in _IMPLIED.items()
-        if group not in keys and (f"{group}.path" in keys or (group == "data" and _plans_own_rows(overrides)))
+        if group not in keys and (f"{group}.path" in keys or (group == "data" and _own_model(overrides)))
     ]
     return choices + list(overrides)
 
@@ -75,11 +75,12 @@ def at_home(override: str) -> str:
     return key + equals + re.sub(r"(?:^|(?<=[\[,]))~(?=/)", lambda _: os.path.expanduser("~"), value)
 
 
-def _plans_own_rows(overrides: Sequence[str]) -> bool:
-    """Whether this is mode=plan of a model that is not the package's."""
-    built = any(f"model={name}" in overrides for name in _BUILT)
-    named = any(o.startswith(("model=", "model.path=")) for o in overrides)
-    return "mode=plan" in overrides and named and not built
+def _own_model(overrides: Sequence[str]) -> bool:
+    """Whether a model is named that is not the package's."""
+    named = [
+        value for key, _, value in (o.partition("=") for o in overrides) if key in ("model", "model.path")
+    ]
+    return any(set(value.split(",")).difference(_BUILT) for value in named)
 
 
 def _on_hub(override: str) -> tuple[str, ...]:
@@ -223,8 +224,10 @@ def _unknown(key: str, overrides: Sequence[str]) -> UserError:
             f"{key} is not in the composed configuration", observed=given, remedy=f"write ++{given}"
         )
     if parent := next((p for p in fields() if key.startswith(f"{p}.")), None):
-        remedy = f"write {parent}={show(value)}"
-        return UserError(f"{parent} is a value, it has no keys", observed=given, remedy=remedy)
+        inner = f"{{{key.removeprefix(f'{parent}.')}:{show(value)}}}"
+        remedy = f"write '{parent}={inner}'" if is_mapping(parent) else f"write {parent}={show(value)}"
+        what = f"{parent} is {'written as one mapping' if is_mapping(parent) else 'a value, it has no keys'}"
+        return UserError(what, observed=given, remedy=remedy)
     spelled = joined(key) in map(joined, fields())
     group = closest(key, option_groups()) if "." not in key and not spelled and value is not None else None
     if group and (option := closest(str(value), option_names(group))):
@@ -244,6 +247,10 @@ def _malformed(override: str) -> UserError:
         remedy = f"write {match or key}=<value>"
     elif not key.strip():
         remedy = "write the key before the equals sign, without spaces around it"
+    elif is_mapping(key):
+        remedy = (
+            f"write '{key}={{NAME:VALUE}}': names without quotes, and a backslash before ( ) | , : in them"
+        )
     else:
         remedy = f"quote the value: '{key}=\"{value}\"'"
     return UserError(f"malformed argument {override}", required="KEY=VALUE or GROUP=OPTION", remedy=remedy)

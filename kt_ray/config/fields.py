@@ -70,6 +70,11 @@ def type_name(hint: Any) -> str:
     return str(hint.__name__)
 
 
+def is_mapping(key: str) -> bool:
+    """Whether a key takes a mapping."""
+    return key in fields() and "mapping" in type_name(fields()[key].hint)
+
+
 def show(value: Any) -> str:
     """A value as it is typed on the command line or in YAML."""
     if value is None:

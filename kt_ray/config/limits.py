@@ -18,7 +18,14 @@ LISTED: dict[str, tuple[str, ...]] = {
 WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            *("rule.gpus", "rule.stages", "rule.replicas", "rule.worker_threads", "rule.groups"),
+            *(
+                "rule.gpus",
+                "rule.gpu_memory",
+                "rule.stages",
+                "rule.replicas",
+                "rule.worker_threads",
+                "rule.groups",
+            ),
             *("rule.wave", "trainer.micro_batch_size"),
             *("rule.experts.sockets", "rule.experts.threads", "rule.ray.worker_cpus", "rule.ray.expert_cpus"),
             *("trainer.loss_chunk", "data.eval_fraction", "generate.cache_tokens"),
@@ -36,6 +43,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.transport": ("auto", "arena", "ray", "gloo"),
     "rule.experts.backend": ("auto", "AMXBF16", "AMXINT8", "AMXINT4", "llamafile"),
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
+    "rule.activations": ("auto", "group", "micro_batch", "host"),
     "rule.experts.activations": ("auto", "retain", "recompute"),
     "rule.experts.answers": ("float32", "bfloat16"),
     "rule.experts.placement": ("auto", "contiguous", "balanced", "kept"),
@@ -92,7 +100,7 @@ class Bound:
 
 _KEYS_OF_BOUNDS = {
     Bound(1): """
-        rule.gpus rule.stages rule.replicas rule.worker_threads rule.wave rule.experts.sockets
+        rule.gpus rule.gpu_memory rule.stages rule.replicas rule.worker_threads rule.wave rule.experts.sockets
         rule.experts.threads
         data.limit trainer.max_steps trainer.batch_size trainer.micro_batch_size trainer.log_every
         generate.max_new_tokens generate.batch_size generate.prefill_tokens generate.cache_tokens

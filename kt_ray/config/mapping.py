@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kt_ray.config.checks import check, single_keys, value_of
-from kt_ray.config.fields import closest, closest_key, fields, groups, hints, show, type_name
+from kt_ray.config.checks import check, single_keys
+from kt_ray.config.faults import value_of
+from kt_ray.config.fields import closest, closest_key, fields, groups, hints, is_mapping, show, type_name
 from kt_ray.config.files import hardware_file, is_hardware_path
 from kt_ray.config.schema import Config
 from kt_ray.config.secret_values import MASK, is_secret
@@ -147,7 +148,6 @@ def _run_name(config: Config, job: int | None, now: datetime.datetime | None) ->
 # Keys that earlier versions had, which runs of theirs still name -> what to do instead.
 REMOVED = {
     "data.name": "delete it: no name of the data was ever used",
-    "lora.rank_pattern": "delete it: every adapter matrix has lora.rank",
     "plan.reference": "delete it, and run python benchmarks/reference_schedule.py",
 }
 
@@ -210,6 +210,8 @@ def _build(cls: type, mapping: Any, group: str) -> Any:
 def _wrong_type(key: str, value: Any) -> UserError:
     hint, default = fields()[key]
     example = f"{key}={show(default)}"
+    if is_mapping(key):
+        example = f"'{key}={{NAME:VALUE}}', with values of another type"
     if isinstance(value, bool) and "str" in type_name(hint):
         example = f"{key}=\"'{show(value)}'\" if the word itself is meant"
     return UserError(

@@ -41,7 +41,12 @@ class ExpertsRule:
     load: str | None = None
     gpu_resident: int = 0
     stream: float | str = "off"
-    lane_device: str = "auto"
+    lane_device: str | list[str] = "auto"
+
+    @property
+    def lane_devices(self) -> tuple[str, ...]:
+        """`lane_device`, one or several."""
+        return (self.lane_device,) if isinstance(self.lane_device, str) else tuple(self.lane_device)
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,14 @@ class RuleConfig:
     name: str = "auto"
     device: str = "auto"
     gpus: int | str = "auto"
+    gpu_memory: float | str = "auto"
     stages: int | str = "auto"
     replicas: int | str = "auto"
     layers: list[Any] | None = None
     worker_threads: int | str = "auto"
     groups: int | str = "auto"
     wave: int | str = "auto"
+    activations: str = "auto"
     overlap: bool = True
     transport: str = "auto"
     nodes: int = 1
@@ -114,9 +121,12 @@ class LoraConfig:
     rank: int = 8
     alpha: float = 16.0
     rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
     dropout: float = 0.0
     target_modules: str | list[str] = "auto"
     experts: bool = True
+    dora: bool = False
     init: str = "default"
     adapter: str | None = None
 

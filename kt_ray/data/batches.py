@@ -132,20 +132,6 @@ def shared_micro_batches(
 
 
 def wave(
-    rows: Sequence[Row],
-    micro_batch_size: int,
-    replicas: int = 1,
-    groups: int = 1,
-    pad_id: int = 0,
-    multiple: int = 1,
-    unpadded: bool = False,
-) -> Wave:
-    """The one pass of rows that become micro-batches in order; see `wave_of`."""
-    parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
-    return wave_of(parts, replicas, groups, pad_id, multiple, unpadded)
-
-
-def wave_of(
     parts: Sequence[Sequence[Row]],
     replicas: int = 1,
     groups: int = 1,
@@ -203,7 +189,7 @@ def step_waves(
     waves = math.ceil(micro / (largest or micro))
     count = math.ceil(micro / waves) * replicas
     return [
-        wave_of(parts[i : i + count], replicas, groups, pad_id, multiple, unpadded)
+        wave(parts[i : i + count], replicas, groups, pad_id, multiple, unpadded)
         for i in range(0, len(parts), count)
     ]
 

@@ -22,13 +22,9 @@ UNCOMPUTED = {
 # Families with experts that transformers 5 does not hand to its experts interface.
 UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe", "llama4", "llama4_text", "longcat_flash"))
 
-# Families that transformers has no "sdpa" attention for: they run "eager", which holds all scores.
-WITHOUT_SDPA = frozenset(
-    (
-        *("deepseek_ref", "deepseek_v4", "flint", "gpt_oss", "granitemoe_swa", "hy_v4", "inkling2_text"),
-        "mimo_v2_flash",
-    )
-)
+# Families that neither transformers nor kt_ray.model.sinks has "sdpa" attention for: they run "eager", which
+# holds all scores.
+WITHOUT_SDPA = frozenset(("deepseek_ref", "deepseek_v4", "hy_v4", "inkling2_text"))
 
 EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 # Activations that the engine computes, by config.json's names; "swigluoai" is MiniMax-M3's clamped one.

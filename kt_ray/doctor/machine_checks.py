@@ -12,7 +12,7 @@ from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.doctor.check import Check, failed, passed, warned
 from kt_ray.hardware.describe import GIB, cpu_name, cpu_quota, meminfo, memory_limit, parse_cpus, read_text
 from kt_ray.hardware.machine import Hardware
-from kt_ray.placement.memory import expert_lora_params, lora_params
+from kt_ray.placement.lora_sizes import expert_lora_params, lora_params
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import cpu_ranges, gib
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from kt_ray.errors import UserError
 from kt_ray.gpu import host_event
 
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
+
 
 class LaneDevice:
     """A device with a copying and a computing queue. Used by one thread.
@@ -117,7 +119,7 @@ class PinnedWeights:
         for address, size in storages.items():
             if self.refusal is not None or not size or address in self._held:
                 continue
-            error = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+            error = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
             if error:
                 self.refusal = f"cudaHostRegister of {size} bytes: error {error}"
                 self._forget_error()

@@ -7,28 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kt_ray.placement.lane_share import LANE_ROWS
+
+
+class RowPart(NamedTuple):
+    """Rows of one expert, computed together. turns: None, or parts of them that name no token twice."""
+
+    rows: slice
+    turns: tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
 class Routed:
     """The lane's rows, expert by expert."""
 
-    # local ids in computing order; ends: for each, where its rows end in the tensors of rows
+    # local ids in computing order; parts: of each, at most LANE_ROWS rows each
     experts: tuple[int, ...]
-    ends: tuple[int, ...]
+    parts: tuple[tuple[RowPart, ...], ...]
     slots: Tensor  # [R] t * K + k of every row, ascending within an expert
     tokens: Tensor  # [U] tokens with a row, ascending; at: [R] position of each row's token among them
     at: Tensor
     weight: Tensor  # [R] router weights
-    # for each expert, None, or its rows in parts that name no token twice
-    turns: tuple[tuple[Tensor, ...] | None, ...]
-
-    def rows(self, i: int) -> slice:
-        """Rows of the i-th expert."""
-        return slice(self.ends[i - 1] if i else 0, self.ends[i])
 
     @property
     def nbytes(self) -> int:
@@ -51,8 +55,15 @@ def route(ids: Tensor, weights: Tensor, experts: Sequence[int], none: int) -> Ro
     ends = tuple(torch.bincount(turn, minlength=len(experts)).cumsum(0).tolist())
     tokens, at = torch.unique(slots // ids.shape[1], return_inverse=True)
     begins = (0, *ends[:-1])
-    turns = tuple(_without_repeats(at[a:b]) for a, b in zip(begins, ends, strict=True))
-    return Routed(tuple(experts), ends, slots, tokens, at, weights.reshape(-1)[slots], turns)
+    parts = tuple(_parts(at, first, end) for first, end in zip(begins, ends, strict=True))
+    return Routed(tuple(experts), parts, slots, tokens, at, weights.reshape(-1)[slots])
+
+
+def _parts(at: Tensor, first: int, end: int) -> tuple[RowPart, ...]:
+    """An expert's rows [first, end), as few parts as they take."""
+    begins = range(first, end, LANE_ROWS)
+    rows = [slice(begin, min(begin + LANE_ROWS, end)) for begin in begins]
+    return tuple(RowPart(own, _without_repeats(at[own])) for own in rows)
 
 
 def _without_repeats(at: Tensor) -> tuple[Tensor, ...] | None:

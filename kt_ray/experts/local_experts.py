@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_e
 from kt_ray.checkpoint.index import check_unchanged
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
-from kt_ray.experts.lane import DeviceLane, LaneSaved
+from kt_ray.experts.lane import Lane, LaneBackward, LaneForward, LaneInput, LaneSaved
 from kt_ray.experts.process_memory import prefer_node
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
@@ -62,13 +62,13 @@ class _Kept:
     """What one forward left for its backward: the engine's part, the lane's, routed slots, shape of ids."""
 
     engine: Saved | None
-    lane: LaneSaved | None
+    lane: tuple[LaneSaved, ...]
     slots: int
     shape: torch.Size
 
     @property
     def bytes(self) -> int:
-        return sum(part.bytes for part in (self.engine, self.lane) if part is not None)
+        return sum(part.bytes for part in (self.engine, *self.lane) if part is not None)
 
 
 class LocalExperts:
@@ -82,9 +82,9 @@ class LocalExperts:
             cpus=spec.cpus or None,
             int8_products=spec.backend == "AMXINT8",
         )
-        self.lane: DeviceLane | None = None
+        self.lane: Lane | None = None
         if spec.lane is not None:
-            self.lane = DeviceLane(spec.lane, spec.threads, recompute=spec.activations == "recompute")
+            self.lane = Lane(spec.lane, spec.threads, recompute=spec.activations == "recompute")
         # What the engine computes from; a layer whose experts all stay on the lane's device has none.
         self.weights: dict[int, ExpertWeights] = {}
         self.lora: dict[int, ExpertLora] = {}
@@ -260,15 +260,15 @@ class LocalExperts:
         lora: ExpertLora | None = None
         if which is not False:
             lora = (self.lora if which is True else self._adapters[which]).get(layer)
-        engine_ids_TK, pending = ids_TK, None
+        engine_ids_TK = ids_TK
+        pending: list[Future[LaneForward]] = []
         if self.lane is not None:
             chosen = self.lane.choose(layer, counts, len(x_TH))
-            engine_ids_TK = self._without(layer, ids_TK, chosen)
-            if chosen:
-                pending = self.lane.forward(
-                    layer, chosen, x_TH, ids_TK, weights_TK, lora, self._dropout, keys_T, keep=keep
-                )
-                self.counters.lane_slots += sum(counts[e] for e in chosen)
+            there = [e for own in chosen for e in own]
+            engine_ids_TK = self._without(layer, ids_TK, there)
+            call = LaneInput(x_TH, ids_TK, weights_TK, lora, self._dropout, keys_T, keep)
+            pending = self.lane.forward(layer, chosen, call)
+            self.counters.lane_slots += sum(counts[e] for e in there)
         saved: Saved | None = None
         try:
             y_TH = self._result(x_TH.shape, alloc)
@@ -291,15 +291,13 @@ class LocalExperts:
             else:
                 y_TH.zero_()
         finally:
-            if pending is not None:
-                wait([pending])  # it reads the caller's tensors
-        lane_saved: LaneSaved | None = None
-        if pending is not None:
-            part = pending.result()
+            wait(pending)  # they read the caller's tensors
+        parts = [future.result() for future in pending]
+        for part in parts:
             y_TH.index_add_(0, part.tokens, part.y)
-            lane_saved = part.saved
         if keep:
-            self._kept[layer, group] = _Kept(saved, lane_saved, sum(counts), ids_TK.shape)
+            of_lane = tuple(part.saved for part in parts if part.saved is not None)
+            self._kept[layer, group] = _Kept(saved, of_lane, sum(counts), ids_TK.shape)
         self._count(layer, counts)
         y_TH = self._answer(y_TH, alloc)
         self.counters.forward_seconds += time.monotonic() - start
@@ -340,10 +338,10 @@ class LocalExperts:
         start = time.monotonic()
         kept, lora, grads = self._kept.pop((layer, group)), self.lora.get(layer), self._grads.get(layer)
         dx_TH, dw_TK = self._result(dy_TH.shape, alloc), alloc(kept.shape, torch.float32)
-        pending = None
-        if self.lane is not None and kept.lane is not None:
+        pending: list[Future[LaneBackward]] = []
+        if self.lane is not None:
             pending = self.lane.backward(layer, kept.lane, dy_TH, lora)
-            self.counters.lane_slots += len(kept.lane.routed.slots)
+            self.counters.lane_slots += sum(len(part.routed.slots) for part in kept.lane)
         try:
             if kept.engine is not None:
                 weights = self.weights[layer]
@@ -359,10 +357,9 @@ class LocalExperts:
                 dx_TH.zero_()
                 dw_TK.zero_()
         finally:
-            if pending is not None:
-                wait([pending])
-        if pending is not None:
-            part = pending.result()
+            wait(pending)
+        for future in pending:
+            part = future.result()
             dx_TH.index_add_(0, part.tokens, part.dx)
             dw_TK.view(-1)[part.slots] = part.dw
             # Only now: the engine may touch the gradients of all its experts.

@@ -36,17 +36,24 @@ GPU_FREE = 0.05
 class Gpu:
     """One GPU. index: its number i in "cuda:i". memory_bytes: what CUDA gives of it, without the driver's own
     part: 23.6 GiB of a 24 GB card. uuid: NVIDIA's name of this very card; "" = described, or not known.
+    cap: bytes of it that the run may use (rule.gpu_memory); 0 = all.
     """
 
     index: int
     name: str
     memory_bytes: int
     uuid: str = ""
+    cap: int = 0
 
     @property
     def room(self) -> int:
         """Bytes that a plan may fill."""
-        return int(self.memory_bytes * (1 - GPU_FREE))
+        return int(self.usable * (1 - GPU_FREE))
+
+    @property
+    def usable(self) -> int:
+        """Bytes that the run may use."""
+        return min(self.memory_bytes, self.cap) if self.cap else self.memory_bytes
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from kt_ray.errors import UserError
-from kt_ray.model import layer_calls
+from kt_ray.model import layer_calls, sinks
 from kt_ray.parse import read_json
 
 # model_type in released files -> the same architecture's in transformers.
@@ -78,7 +78,7 @@ def build_causal(
 ) -> tuple[Any, Any, str]:
     """The model on `device`, its experts dispatched to the hook of layer_calls.
 
-    A family without "sdpa" attention (gpt-oss, DeepSeek-V4) gets "eager" in its place.
+    A family without "sdpa" attention gets that of sinks.py in its place (gpt-oss), or "eager" (DeepSeek-V4).
 
     Returns:
         the ...ForCausalLM (or multimodal ...ForConditionalGeneration), its inner language model, and the
@@ -90,6 +90,7 @@ def build_causal(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     layer_calls.register()
+    sinks.register()
     candidates = [(AutoModelForCausalLM, family.config), (AutoModelForImageTextToText, family.config)]
     if family.whole is not None:
         inside = (AutoModelForImageTextToText, family.whole)
@@ -106,7 +107,8 @@ def build_causal(
         )
     auto, config = chosen
     if attn_implementation == "sdpa" and not _class_of(auto, config)._supports_sdpa:
-        attn_implementation = "eager"  # dims/layer_params.py counts its memory: WITHOUT_SDPA
+        # dims/layer_params.py counts the memory of "eager": WITHOUT_SDPA
+        attn_implementation = sinks.NAME if family.config.model_type in sinks.FAMILIES else "eager"
     try:
         with torch.device(device):
             causal = auto.from_config(

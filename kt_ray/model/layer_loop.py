@@ -7,11 +7,13 @@ Forward runs without gradients. The experts hook collects the tokens of every mi
 last one it submits the whole group, and the layer runs on with zeros in the experts' place, so that its
 shared expert overlaps with the routed ones; the join adds c·y. Backward submits dy = c·dH first and
 recomputes the layer under grad meanwhile; one autograd.backward per micro-batch then takes dH, dX and dw
-together.
+together. What is recomputed meanwhile is the whole group, or only its first micro-batch: then the others
+follow one by one, when dX and dw are there, and one graph per group is held.
 
 A layer that is not affine in y (kt_ray.model.layer_checks) cannot be finished from h_partial. Its forward
 stops at the hook, so the experts get their tokens as early as elsewhere, and the join runs the layer again
-with y. The recomputation takes y as a leaf, whose gradient is dy.
+with y. The recomputation takes y as a leaf, whose gradient is dy: for it every micro-batch is recomputed
+before dy is submitted, and those that are not held once more afterwards.
 
 Shapes: b rows of s positions, N = b·s, T valid tokens of a group, T_i of its micro-batch i, H hidden, K
 experts per token, V vocabulary. The hidden state between layers is [b, s, H], or [b, s, streams, H] with
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,7 +36,8 @@ from kt_ray.gpu import host_event
 from kt_ray.model.build import StageModel
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
-from kt_ray.model.layer_calls import Handler, LayerContext
+from kt_ray.model.hidden_shelf import HostShelf, KeptOnDevice
+from kt_ray.model.layer_calls import Handler
 from kt_ray.model.preference_losses import preference_loss
 from kt_ray.model.routing import RouterWatch
 from kt_ray.model.state import Graph, GroupState, MicroState, Routes
@@ -103,8 +106,8 @@ class StageExchange(Protocol):
 
 
 class _Compared(NamedTuple):
-    """A group's recomputed MoE layer. found: float64 [3] on the device: tokens that chose other experts,
-    largest difference of a routing weight, largest routing weight."""
+    """A micro-batch's recomputed MoE layer. found: float64 [3] on the device: tokens that chose other
+    experts, largest difference of a routing weight, largest routing weight."""
 
     layer: int
     group: int
@@ -117,7 +120,11 @@ class _Stop(Exception):
 
 
 class LayerLoop:
-    """One replica's pass over one stage."""
+    """One replica's pass over one stage.
+
+    shelf: where hidden states wait for backward; None = on the device. whole_groups: `recompute` computes a
+    layer again for a whole group; else for its first micro-batch, and `backward` for the others, one by one.
+    """
 
     # Kind -> method. Names, since bound methods kept in the loop would keep a finished pass alive until the
     # next cyclic collection: its memory would come on top of the next pass's.
@@ -141,6 +148,8 @@ class LayerLoop:
         stages: StageExchange | None,
         clock: Clock,
         watch: RouterWatch | None = None,
+        shelf: HostShelf | None = None,
+        whole_groups: bool = True,
     ) -> None:
         self.model, self.device = model, model.device
         self.scales, self.dropout, self.head = scales, dropout, head
@@ -150,6 +159,8 @@ class LayerLoop:
         self.stages = stages
         self.clock = clock
         self.watch = watch
+        self.shelf = shelf
+        self.whole_groups = whole_groups
         self.train = spec.kind == "train"
         self.loss_sum = 0.0  # of the losses so far (last stage)
         self._compared: list[_Compared] = []  # recomputed MoE layers of this pass
@@ -255,7 +266,8 @@ class LayerLoop:
         state = self.groups[group]
         hidden = require(state.hidden, "forward", layer, group)
         if self.train:
-            state.layer_inputs[layer] = list(hidden)
+            keep = KeptOnDevice if self.shelf is None else self.shelf.keep
+            state.layer_inputs[layer] = [keep(h) for h in hidden]
         context = self.model.experts.get(layer)
         if context is None:
             with torch.no_grad(), self.clock.device("attention"):
@@ -296,7 +308,7 @@ class LayerLoop:
         ids = ids or [torch.empty(0, model.top_k, dtype=torch.int32)]
         weights = [part for _, _, part in collected] or [torch.empty(0, model.top_k, dtype=torch.float32)]
         if self.train:
-            state.routes[layer] = Routes(torch.cat(ids), torch.cat(weights))
+            state.routes[layer] = [Routes(*each) for each in zip(ids, weights, strict=True)]
         keys = [m.keys_T for m in state.micro] or [torch.empty(0, dtype=torch.int64)]
         x_TH, ids_TK, weights_TK, keys_T = self._to_host(x, ids, [w.float() for w in weights], keys)
         # In the middle of the layer: without overlap the answer is awaited here.
@@ -328,64 +340,74 @@ class LayerLoop:
     # --------------------------------------------------------------- backward
 
     def recompute(self, layer: int, group: int) -> None:
-        """Submit dy where it is known, and run the layer again under grad."""
+        """Submit dy, and run the layer again under grad: for the whole group, or its first micro-batch."""
         state = self.groups[group]
         grads = require(state.grads, "recompute", layer, group)
-        context = self.model.experts.get(layer)
-        inputs = state.layer_inputs.pop(layer)
-        # The embedding is frozen: nothing before the model's first layer wants a gradient.
-        leaves = [h.detach().requires_grad_(layer > 0) for h in inputs]
-        if context is None:
-            with torch.enable_grad(), self.clock.device("attention"):
-                outs = [self._run(layer, m, h) for m, h in zip(state.micro, leaves, strict=True)]
-            state.graphs[layer] = [Graph(h, out) for h, out in zip(leaves, outs, strict=True)]
-            return
-        scale = self.scales[layer]
-        if scale is not None:
+        state.graphs[layer] = []
+        ahead = len(state.micro) if self.whole_groups else 1
+        for kept in state.layer_inputs[layer][:1]:
+            kept.fetch()
+        if layer in self.model.experts:
+            scale = self.scales[layer]
+            if scale is None:  # dy is the gradient at y, so every graph is needed now
+                dy = [
+                    self._leaf_gradient(layer, group, i, grad, keep=i < ahead) for i, grad in enumerate(grads)
+                ]
+                self._submit_backward(layer, group, dy, 1.0)
+                return
             dy = [m.take(g.reshape(-1, g.shape[-1])).float() for m, g in zip(state.micro, grads, strict=True)]
             self._submit_backward(layer, group, dy, scale)
-        ys: list[Any] = [None] * len(leaves)  # leaves, too, where dy is their gradient
-        if scale is None:
-            ys = [y_TH.detach().requires_grad_() for y_TH in state.expert_outputs.pop(layer)]
-        recomputed = [
-            self._recompute_experts(layer, context, micro, h, y_TH)
-            for micro, h, y_TH in zip(state.micro, leaves, ys, strict=True)
-        ]
-        state.graphs[layer] = [graph for graph, _ in recomputed]
-        self._compare(layer, group, [ids_TK for _, ids_TK in recomputed])
-        if scale is None:
-            self._submit_leaf_gradients(layer, group, ys, grads)
+        state.graphs[layer] = [self._recomputed(layer, group, i) for i in range(len(state.micro[:ahead]))]
 
-    def _recompute_experts(
-        self, layer: int, context: LayerContext, micro: MicroState, h: Tensor, y_TH: Tensor | None
-    ) -> tuple[Graph, Tensor]:
-        """The graph of a micro-batch's layer, and the experts chosen this time, [T_i, K]."""
-        graph, ids = Graph(h, h), torch.empty(0)
+    def _leaf_gradient(self, layer: int, group: int, number: int, grad: Tensor, *, keep: bool) -> Tensor:
+        """dy of a micro-batch of a layer that is not affine; keep: its graph is one of those held."""
+        graph = self._recomputed(layer, group, number)
+        if keep:
+            self.groups[group].graphs[layer].append(graph)
+        assert graph.y_TH is not None
+        with self.clock.device("attention"):
+            return torch.autograd.grad(graph.out, graph.y_TH, grad, retain_graph=keep)[0]
+
+    def _recomputed(self, layer: int, group: int, number: int) -> Graph:
+        """The graph of a micro-batch's layer."""
+        state = self.groups[group]
+        micro, inputs = state.micro[number], state.layer_inputs[layer]
+        # The embedding is frozen: nothing before the model's first layer wants a gradient.
+        h = inputs[number].take().detach().requires_grad_(layer > 0)
+        if number + 1 < len(inputs):
+            inputs[number + 1].fetch()
+        graph, context = Graph(h, h), self.model.experts.get(layer)
+        if context is None:
+            with torch.enable_grad(), self.clock.device("attention"):
+                graph.out = self._run(layer, micro, h)
+            return graph
+        if layer in state.expert_outputs:
+            graph.y_TH = state.expert_outputs[layer][number].detach().requires_grad_()
+        ids = torch.empty(0)
 
         def handler(hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
             nonlocal ids
             graph.x_TH, ids, graph.weights_TK = valid_rows(micro, hidden_NH, ids_NK, weights_NK)
-            if y_TH is None:
+            if graph.y_TH is None:
                 return torch.zeros_like(hidden_NH)
-            return answer_with(micro, y_TH)(hidden_NH, ids_NK, weights_NK)
+            return answer_with(micro, graph.y_TH)(hidden_NH, ids_NK, weights_NK)
 
         with torch.enable_grad(), context.handled_by(handler), self.clock.device("attention"):
             graph.out = self._run(layer, micro, h)
             if self.watch is not None and self.spec.router_slopes is not None:
                 slopes_E = torch.tensor(self.spec.router_slopes, dtype=torch.float32, device=self.device)
                 graph.balance = (self.watch.take(micro.rows) * slopes_E).sum()
-        return graph, ids
+        assert graph.weights_TK is not None
+        self._compare(layer, group, state.routes[layer][number], Routes(ids, graph.weights_TK.detach()))
+        return graph
 
-    def _compare(self, layer: int, group: int, ids: list[Tensor]) -> None:
+    def _compare(self, layer: int, group: int, before: Routes, again: Routes) -> None:
         """Hold the recomputation against the forward; `check_recomputation` looks at what was found."""
-        before = self.groups[group].routes.pop(layer)
         if before.ids_TK.numel() == 0:
             return
-        graphs = self.groups[group].graphs[layer]
-        weights_TK = torch.cat([g.weights_TK.detach() for g in graphs if g.weights_TK is not None])
         found = (
-            (before.ids_TK != torch.cat(ids)).any(dim=1).sum(),
-            (before.weights_TK.float() - weights_TK.float()).abs().max(),
+            (before.ids_TK != again.ids_TK).any(dim=1).sum(),
+            (before.weights_TK.float() - again.weights_TK.float()).abs().max(),
             before.weights_TK.abs().max(),
         )
         compared = _Compared(layer, group, before.ids_TK.shape[0], torch.stack([f.double() for f in found]))
@@ -413,16 +435,6 @@ class LayerLoop:
                     f"layer {c.layer}, group {c.group}: recomputed routing weights differ by {drift:.3g}"
                 )
 
-    def _submit_leaf_gradients(self, layer: int, group: int, ys: list[Tensor], grads: list[Tensor]) -> None:
-        """Non-affine layers: dy is the gradient at y."""
-        graphs = self.groups[group].graphs[layer]
-        with self.clock.device("attention"):
-            dy = [
-                torch.autograd.grad(graph.out, y, grad, retain_graph=True)[0]
-                for graph, y, grad in zip(graphs, ys, grads, strict=True)
-            ]
-        self._submit_backward(layer, group, dy, 1.0)
-
     def _submit_backward(self, layer: int, group: int, dy: list[Tensor], scale: float) -> None:
         parts = [d if scale == 1.0 else d * scale for d in dy]
         (host_TH,) = self._to_host(parts or [torch.empty(0, self.model.hidden_size, dtype=torch.float32)])
@@ -433,26 +445,33 @@ class LayerLoop:
         """Join the experts' gradients and back-propagate through the recomputed layer."""
         state = self.groups[group]
         grads = require(state.grads, "backward", layer, group)
-        graphs = state.graphs.pop(layer)
         if layer in self.model.experts:
             with self.clock.host("experts_wait"):
                 joined = self.experts.join_backward(layer, group)
             dx, dw = (d.to(self.device, non_blocking=True).split(state.sizes) for d in joined)
-        new: list[Tensor] = []
+        else:
+            dx = dw = (None,) * len(grads)
+        graphs = state.graphs[layer]
+        state.grads = [
+            self._differentiated(graphs.pop(0) if graphs else self._recomputed(layer, group, i), *gradients)
+            for i, gradients in enumerate(zip(grads, dx, dw, strict=True))
+        ]
+        for held in (state.graphs, state.layer_inputs, state.routes, state.expert_outputs):
+            held.pop(layer, None)
+
+    def _differentiated(self, graph: Graph, grad: Tensor, dx: Tensor | None, dw: Tensor | None) -> Tensor:
+        """The gradient at a recomputed layer's input; what the graph held is free again."""
+        pairs = [(graph.out, grad)]
+        if graph.x_TH is not None and graph.weights_TK is not None:
+            assert dx is not None and dw is not None
+            pairs += [(graph.x_TH, dx), (graph.weights_TK, dw)]
+        if graph.balance is not None:
+            pairs.append((graph.balance, torch.ones_like(graph.balance)))
+        pairs = [(t, g.to(t.dtype)) for t, g in pairs if t.requires_grad]
         with self.clock.device("attention"):
-            for number, (graph, grad) in enumerate(zip(graphs, grads, strict=True)):
-                pairs = [(graph.out, grad)]
-                if graph.x_TH is not None and graph.weights_TK is not None:
-                    pairs.append((graph.x_TH, dx[number]))
-                    pairs.append((graph.weights_TK, dw[number]))
-                if graph.balance is not None:
-                    pairs.append((graph.balance, torch.ones_like(graph.balance)))
-                pairs = [(t, g.to(t.dtype)) for t, g in pairs if t.requires_grad]
-                if pairs:
-                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-                h_grad = graph.h_in.grad
-                new.append(torch.zeros_like(graph.h_in) if h_grad is None else h_grad)
-        state.grads = new
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        return torch.zeros_like(graph.h_in) if graph.h_in.grad is None else graph.h_in.grad
 
     # ---------------------------------------------------------------- results
 
@@ -556,7 +575,7 @@ def _not_finite(total: float, state: GroupState, group: int, spec: PassSpec) -> 
     """The error of a group whose loss is not finite, with the first layer whose kept input is not."""
     origin = "the head or the last layer"
     for layer in sorted(state.layer_inputs):
-        if not all(bool(torch.isfinite(h).all()) for h in state.layer_inputs[layer]):
+        if not all(bool(torch.isfinite(kept.take()).all()) for kept in state.layer_inputs[layer]):
             origin = f"layer {layer - 1} or before" if layer > 0 else "the embedding"
             break
     bad = next((i for i, value in enumerate(state.losses) if not math.isfinite(value)), 0)

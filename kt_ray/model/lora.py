@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kt_ray.checkpoint.names import MAGNITUDE
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear
+from kt_ray.config.lora_patterns import module_lora
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.dropout import CounterDropout, DropoutContext
@@ -137,7 +139,8 @@ def inject_lora(
 
     Returns:
         Canonical name -> float32 parameter, in the order of the model's modules: A drawn by
-        `init_lora_a`, B zero; or both out of the weights, which are changed (PiSSA).
+        `init_lora_a`, B zero; or both out of the weights, which are changed (PiSSA). With DoRA also the norms
+        of the weight's rows, [out].
     """
     if not targets:
         return {}
@@ -153,10 +156,23 @@ def inject_lora(
     }
     if len(names) < len(targets):
         raise ValueError(f"{sorted({*targets} - {*names.values()})} lie in none of this stage's layers")
+    settings = {name: module_lora(config, name) for name in names.values()}
+
+    def patterns(key: str) -> dict[str, Any]:
+        """One per value: PEFT compares every module with every pattern."""
+        modules: dict[Any, list[str]] = {}
+        for relative, name in names.items():
+            modules.setdefault(getattr(settings[name], key), []).append(re.escape(relative))
+        modules.pop(getattr(config, key), None)
+        return {"|".join(escaped): value for value, escaped in modules.items()}
+
     peft_config = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a float is fine, PEFT divides
+        rank_pattern=patterns("rank"),
+        alpha_pattern=patterns("alpha"),
         use_rslora=config.rslora,
+        use_dora=config.dora,
         lora_dropout=config.dropout,
         target_modules="|".join(map(re.escape, names)),
         bias="none",
@@ -176,12 +192,21 @@ def inject_lora(
             value = initial_lora(seed, key, linear.weight.shape, config.init)
             linear.weight = nn.Parameter(value.to(device), requires_grad=True)
             parameters[key] = linear.weight
+        if config.dora:
+            magnitude = module.lora_magnitude_vector[ADAPTER]
+            base: Any = module.get_base_layer()
+            norms = torch.linalg.norm(base.weight.detach().float(), dim=1)
+            magnitude.weight = nn.Parameter(norms.to(device), requires_grad=True)
+            parameters[name + MAGNITUDE] = magnitude.weight
+            # PEFT's DoRA drops nothing in a module that is not in training; CounterDropout knows by itself.
+            module.train(config.dropout > 0.0)
         if config.init.startswith("pissa"):
             a, b = (parameters[f"{name}.lora_{side}.weight"] for side in "AB")
-            take_principal(module.get_base_layer(), a, b, config, f"{seed}:{name}")
+            take_principal(module.get_base_layer(), a, b, settings[name], f"{seed}:{name}")
         if config.dropout > 0.0:
             module.lora_dropout[ADAPTER] = CounterDropout(config.dropout, name, context)
-    assert len(parameters) == 2 * len(targets), "PEFT adapted other modules than asked"
+    each = 3 if config.dora else 2
+    assert len(parameters) == each * len(targets), "PEFT adapted other modules than asked"
     return parameters
 
 

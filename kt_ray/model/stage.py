@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from kt_ray.batch import PassSpec
+from kt_ray.checkpoint.names import MAGNITUDE
 from kt_ray.gpu import choose_attention_kernels
 from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.embedding_noise import with_noise
+from kt_ray.model.hidden_shelf import HostShelf
 from kt_ray.model.layer_checks import check_carry, check_family, check_packing, padding_moves, probe_layer
 from kt_ray.model.layer_loop import ExpertExchange, LayerLoop, StageExchange
 from kt_ray.model.lora import AdapterSwitch, initial_lora, inject_lora, resolve_targets
@@ -79,9 +81,13 @@ class Stage:
             for name, p in self.parameters.items()
             if spec.lora.init.startswith("pissa")
         }
+        self.magnitudes = {
+            name: p.detach().cpu().clone() for name, p in self.parameters.items() if name.endswith(MAGNITUDE)
+        }
         self.scales = self._probe()
         self.padding_moves = self._padding_moves() if spec.padded else ""
         self.head = Head(model, spec.loss_chunk) if self.last else None
+        self.shelf = HostShelf(self.device) if spec.activations == "host" else None
         self._watch: RouterWatch | None = None
         self._packing_checked = False
         self.zero_grad()
@@ -151,8 +157,12 @@ class Stage:
                 GroupState([self._record(MicroState.create(mb, self.device), spec) for mb in group])
                 for group in spec.wave[replica]
             ]
+        if self.shelf is not None and spec.kind == "train":
+            shapes = [(*m.batch.input_ids.shape, *self.state_shape) for group in groups for m in group.micro]
+            self.shelf.clear(shapes * len(self.model.layers), self.dtype)
         own = (self.model, self.scales, self.dropout, self.head)
-        return LayerLoop(*own, spec, groups, experts, stages, clock, self._watch)
+        links = (experts, stages, clock, self._watch)
+        return LayerLoop(*own, spec, groups, *links, self.shelf, self.spec.activations == "group")
 
     def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
         def note(index: int, hidden: Tensor) -> Tensor:
@@ -203,10 +213,14 @@ class Stage:
     def initial_parameters(self) -> dict[str, Tensor]:
         """Every parameter's value before the first step."""
         spec = self.spec
-        return self.principal or {
-            name: initial_lora(spec.seed, name, p.shape, spec.lora.init)
-            for name, p in self.parameters.items()
-        }
+        return (
+            self.principal
+            or {
+                name: initial_lora(spec.seed, name, p.shape, spec.lora.init)
+                for name, p in self.parameters.items()
+            }
+            | self.magnitudes
+        )
 
     def adapter(self) -> dict[str, Tensor]:
         """The adapter of the unchanged weights, on the CPU: the parameters, or PiSSA's of rank 2r."""

@@ -40,6 +40,7 @@ class StageSpec:
     # quantised weights outside the experts stay as stored, dequantised at each use
     keep_quantized: bool = False
     fingerprint: str = ""  # of the weights in `model_dir` (`CheckpointIndex.fingerprint`); "" = any
+    activations: str = "group"  # rule.activations, without "auto"
     padded: bool = False  # whether micro-batches may hold rows of several lengths
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
 

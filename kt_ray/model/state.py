@@ -6,12 +6,14 @@ Shapes: b rows of s positions, N = b·s, T valid tokens, K experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kt_ray.batch import MicroBatch
+from kt_ray.model.hidden_shelf import Kept
 from kt_ray.model.layer_calls import RecordedCall
 
 
@@ -71,9 +73,8 @@ class MicroState:
         return torch.zeros_like(like_NX).index_copy(0, self.rows, values_TX)
 
 
-@dataclass
-class Routes:
-    """Experts chosen in a forward, for a whole group: what the recomputation is held against."""
+class Routes(NamedTuple):
+    """Experts that a micro-batch chose in its forward: what the recomputation is held against."""
 
     ids_TK: Tensor  # int32, on the device
     weights_TK: Tensor  # as the router made them
@@ -85,6 +86,7 @@ class Graph:
 
     h_in: Tensor  # leaf
     out: Tensor
+    y_TH: Tensor | None = None  # leaf, where dy is its gradient
     x_TH: Tensor | None = None
     weights_TK: Tensor | None = None
     balance: Tensor | None = None  # scalar: its share of the routers' load-balancing loss
@@ -98,11 +100,12 @@ class GroupState:
     hidden: list[Tensor] | None = None  # h of each, between layers
     grads: list[Tensor] | None = None  # dH of each, between layers (backward)
     # layer -> h of each at the layer's input
-    layer_inputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    layer_inputs: dict[int, list[Kept]] = field(default_factory=dict)
     # non-affine layer -> y float32 [T_i, H] of each
     expert_outputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    routes: dict[int, Routes] = field(default_factory=dict)  # MoE layer -> experts chosen
-    graphs: dict[int, list[Graph]] = field(default_factory=dict)  # layer -> recomputed graph of each
+    routes: dict[int, list[Routes]] = field(default_factory=dict)  # MoE layer -> experts chosen by each
+    # layer -> recomputed graphs of the first micro-batches
+    graphs: dict[int, list[Graph]] = field(default_factory=dict)
     logits: list[Tensor] | None = None  # float32 [b, s, V] of each, on the CPU, when asked for
     losses: list[float] = field(default_factory=list)  # summed losses of each, after `loss`
     logps: list[np.ndarray] = field(default_factory=list)  # float64 [b] of each, when asked for

@@ -70,6 +70,8 @@ def _measure(config: Config, hardware: Hardware, console: Console) -> Path | Non
         console.print("rates not measured: the native engine is not built", markup=False)
         return None
 
+    console.print("measuring this machine takes about 3 minutes, longer beside other programs", markup=False)
+
     def say(text: str) -> None:
         console.print(f"measuring: {text}", markup=False, soft_wrap=True)
 

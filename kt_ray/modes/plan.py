@@ -11,7 +11,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from kt_ray.config.fields import show
 from kt_ray.config.files import conf_dir, option_names
+from kt_ray.config.lora_patterns import check_patterns
 from kt_ray.config.mapping import from_dict
 from kt_ray.config.schema import Config, ModelConfig, RuleConfig
 from kt_ray.dims.config_json import dims_from_config, dims_from_dir
@@ -20,6 +22,7 @@ from kt_ray.dims.weight_formats import plain_storage
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for
 from kt_ray.placement.balance import without_load
+from kt_ray.placement.lora_sizes import adapted_names
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import describe, remedies, shortage
@@ -33,7 +36,7 @@ from kt_ray.placement.render import (
     worker_row,
 )
 from kt_ray.runs.known_load import known_load, resumed_choice
-from kt_ray.runs.plan_time import show_time, titled_table
+from kt_ray.runs.plan_time import run_rows, show_time, titled_table
 from kt_ray.terminal import screen_console
 from kt_ray.timing.choose import choose_plan
 
@@ -45,21 +48,20 @@ def run(config: Config) -> int:
     """Print the plan. Returns 0 when it fits, 1 when it does not.
 
     Raises:
-        UserError: the model is no MoE model, or the rule cannot be laid out at all.
+        UserError: the model is no MoE model, the rule cannot be laid out at all, or no row would be trained.
     """
     console = screen_console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
-    if config.lora.adapter is not None:
-        from kt_ray.runs.start_adapter import open_start  # loads torch
-
-        config, _ = open_start(config, config.model.path)
+    config = as_adapter(config)
     hardware = hardware_for(config)
     dims = model_dims(config.model)
+    check_patterns(config.lora, adapted_names(dims, config.lora), dims.moe_layers, dims.num_experts)
+    rows = run_rows(config)
     load = known_load(config, dims)
     plan = choose_plan(dims, config, hardware, load, before=resumed_choice(config))
     _show_head(console, config, plan)
     _show_placement(console, plan)
     _show_memory(console, plan)
-    show_time(console, config, plan, load)
+    show_time(console, config, plan, rows, load)
     if plan.fits:
         console.print(f"This plan fits {hardware.source}.", style="green")
         return FITS
@@ -71,6 +73,19 @@ def run(config: Config) -> int:
     if not found:
         console.print("  No rule or option tried makes it fit: more memory or a smaller model is needed.")
     return DOES_NOT_FIT
+
+
+def as_adapter(config: Config) -> Config:
+    """With the ranks and modules of the adapter that the run starts from, if it starts from one.
+
+    Raises:
+        UserError: there is no such adapter, or settings that are not its own.
+    """
+    if config.lora.adapter is None:
+        return config
+    from kt_ray.runs.start_adapter import open_start  # loads torch
+
+    return open_start(config, config.model.path)[0]
 
 
 def model_dims(model: ModelConfig) -> ModelDims:
@@ -136,7 +151,9 @@ def other_rules() -> dict[str, RuleConfig]:
 
 def _show_head(console: Console, config: Config, plan: Plan) -> None:
     dims = plan.dims
-    lora = f"LoRA rank {config.lora.rank}" + ("" if config.lora.experts else ", not on routed experts")
+    lora = f"LoRA rank {config.lora.rank}"
+    lora += f" (other ranks: {show(config.lora.rank_pattern)})" if config.lora.rank_pattern else ""
+    lora += "" if config.lora.experts else ", not on routed experts"
     lines = [
         f"model     {config.model.name} ({dims.model_type}): {billions(dims.total_params)} parameters, "
         f"{billions(dims.routed_params)} in routed experts",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 
 from kt_ray.config.schema import Config
-from kt_ray.data import load_data, preview_pairs, preview_rows, print_preview
+from kt_ray.data import DataBundle, load_data, preview_pairs, preview_rows, print_preview
 from kt_ray.data.row_types import KINDS
 from kt_ray.demo import resolve_model_dir
 from kt_ray.dims.packable import check_packing_family
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for
-from kt_ray.modes.plan import model_dims
-from kt_ray.placement.render import LAYOUT, layout_line
+from kt_ray.hardware.rate_files import rates_for
+from kt_ray.modes.plan import as_adapter, model_dims
+from kt_ray.placement.render import LAYOUT, counted, layout_line
 from kt_ray.runs.known_load import known_load, resumed_choice
+from kt_ray.runs.plan_time import duration, predicted_run, run_line
 from kt_ray.terminal import screen_console
 from kt_ray.timing.choose import choose_plan
 
@@ -37,19 +39,35 @@ def run(config: Config) -> int:
         print_preview(preview_pairs(bundle.train, bundle.tokenizer, count), console)
     else:
         print_preview(preview_rows(bundle.train, bundle.tokenizer, count), console)
-    for line in (*bundle.report.origin(), *bundle.report.lines(), *layout_lines(config)):
+    for line in (*bundle.report.origin(), *bundle.report.lines(), *run_lines(config, bundle)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def layout_lines(config: Config) -> list[str]:
-    """Where these rows would be trained; mode=plan says more."""
+def run_lines(config: Config, bundle: DataBundle) -> list[str]:
+    """Where these rows would be trained, and how long that takes; mode=plan says more."""
+    from kt_ray.runs.prepare import for_stage, step_batches  # loads torch
+
+    lines: list[str] = []
     try:
+        config = as_adapter(config)
         hardware = hardware_for(config)
         dims = model_dims(config.model)
         load = known_load(config, dims)
         plan = choose_plan(dims, config, hardware, load, before=resumed_choice(config))
+        chosen = [note for note in plan.notes if note.startswith(LAYOUT)]
+        lines += [f"rule {layout_line(plan)}; on {hardware.source}", *chosen]
+        if not plan.fits:
+            return [*lines, "this plan does not fit: mode=plan says by how much, and what would"]
+        rates = rates_for(config, hardware)
+        batches = step_batches(config, plan, for_stage(config.trainer.stage, bundle))
+        prediction = predicted_run(config, plan, rates, batches.train(0))
+        steps = batches.total_steps
+        took = duration(steps * prediction.simulated.seconds)
+        lines += [
+            run_line(prediction, rates),
+            f"{counted(steps, 'step')} like the first: {took}, beside loading and held-out rows",
+        ]
     except UserError as error:  # a preview needs neither the machine nor the model
-        return [f"no plan: {error.line()}"]
-    chosen = [note for note in plan.notes if note.startswith(LAYOUT)]
-    return [f"rule {layout_line(plan)}; on {hardware.source}", *chosen]
+        lines.append(f"{'no prediction' if lines else 'no plan'}: {error.line()}")
+    return lines

@@ -22,6 +22,7 @@ from kt_ray.serve.access import VARIABLE, bare, check_address, digest
 from kt_ray.serve.completions import Served
 from kt_ray.serve.header_timeout import INSTALL, PROXY_VARIABLE
 from kt_ray.serve.run import check_port, make_service, run_server
+from kt_ray.supervisor import note_ready
 from kt_ray.tracking.console import say
 
 
@@ -45,6 +46,7 @@ def run(config: Config) -> int:
         host = f"[{serve.host}]" if ":" in serve.host else serve.host
         say(f"serving {', '.join([served.name, *served.adapters])} at http://{host}:{serve.port}/v1")
         say(f"a key is {'needed' if key else 'not needed'}; Ctrl-C ends the server")
+        note_ready()
 
     local = config.cluster.name == "local"
     if not local:

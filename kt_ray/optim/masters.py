@@ -35,7 +35,7 @@ class Masters:
             for parameter, of_it in zip(parameters, grads, strict=True):
                 parameter.grad = of_it
             self._parameters.append(parameters)
-            sides += [""] if whole else ["A" if name.endswith(".lora_A.weight") else "B" for name in stage]
+            sides += [""] if whole else ["B" if name.endswith(".lora_B.weight") else "A" for name in stage]
         self.optimizer = LoraOptimizer([p for stage in self._parameters for p in stage], optim, sides)
 
     def set(self, stage: int, flat: torch.Tensor) -> None:

@@ -112,7 +112,7 @@ class LoraOptimizer:
 
     Args:
         parameters: any shapes; for Muon [.., rows, columns], each matrix a step of its own.
-        sides: "A" or "B" per parameter; without it all count as A (LoRA+).
+        sides: "A" or "B" per parameter; without it all count as A (LoRA+), as DoRA's magnitudes do.
     """
 
     def __init__(

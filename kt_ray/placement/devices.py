@@ -15,27 +15,33 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import stages_named
 from kt_ray.hardware.machine import Hardware
+from kt_ray.placement.lane_plan import lane_wanted
 from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.placement.render import counted
 from kt_ray.placement.split import Named
 
 
 def with_gpus(rule: RuleConfig, hardware: Hardware) -> Hardware:
-    """The hardware with as many GPUs as rule.gpus says.
+    """The hardware with as many GPUs, and as much memory of each, as rule.gpus and rule.gpu_memory say.
 
     Raises:
         UserError: there are fewer.
     """
-    if rule.device == "cpu" or not isinstance(rule.gpus, int):
+    if not isinstance(rule.gpu_memory, str):
+        most = int(rule.gpu_memory * (1 << 30))
+        hardware = replace(hardware, gpus=tuple(replace(gpu, cap=most) for gpu in hardware.gpus))
+    unused = rule.device == "cpu" and not lane_wanted(rule)
+    if unused or not isinstance(rule.gpus, int):
         return hardware
     present = len(hardware.gpus)
     if rule.gpus > present:
+        other = "rule.gpus=auto" if present or rule.name == "auto" else "rule=auto"
         raise UserError(
             "the rule is for more GPUs than there are",
             where=f"rule.gpus={rule.gpus}" + (f" of rule {rule.name}" if rule.name != "auto" else ""),
             observed=f"{counted(present, 'GPU')} on {hardware.source}",
             required=counted(rule.gpus, "GPU"),
-            remedy=f"set {'rule.gpus=auto' if present else 'rule=auto'}, or mode=plan to see the plan",
+            remedy=f"set {other}, or mode=plan to see the plan",
         )
     return replace(hardware, gpus=hardware.gpus[: rule.gpus])
 

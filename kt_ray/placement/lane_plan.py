@@ -1,15 +1,15 @@
 """From rule.experts.gpu_resident, stream and lane_device to what each actor's lane does, and its bytes.
 
-Bytes of a lane, all on its device but for the two lines of the socket. Legend as in memory.py; s bytes of a
-stored activation, P parameters of one expert, r LoRA rank.
-    experts           resident experts as stored (on a GPU: taken off the socket)
+Bytes of a lane, for each of its devices but for the two lines of the socket. Legend as in memory.py; s bytes
+of a stored activation, P parameters of one expert, r LoRA rank.
+    experts           the device's resident experts as stored (on a GPU: taken off the socket)
     workspace         two buffers for an expert and its adapter; one expert's matrices as numbers, with 16
                       bytes per element of its largest matrix while quantised ones are decoded; x, dy and dx
-                      of the group (T_g H (s + 8)); one expert's rows, at worst every token of the group:
-                      T_g (24 (H + I)), with dropout 24 bytes per input more
+                      of the group (T_g H (s + 8)); one expert's rows, at most every token of the group
+                      or LANE_ROWS: 24 (H + I) each, with dropout 24 bytes per input more
     runtime           a GPU's: the CUDA context of the expert actor's process
-    kept activations  (socket) the lane's own x, and 24 bytes per row; with a GPU its gates and ups once more,
-                      as torch rounds page-locked blocks up to powers of two
+    kept activations  (socket) every device's own x, and 24 bytes per row; with a GPU its gates and ups once
+                      more, as torch rounds page-locked blocks up to powers of two
 """
 
 from __future__ import annotations
@@ -17,37 +17,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kt_ray.config.schema import Config
+from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.placement.lane_share import ExpertSizes, LaneRates, choose_shares, resident_by_layer
+from kt_ray.placement.lane_share import LANE_ROWS, ExpertSizes, LaneRates, choose_shares, resident_by_layer
+from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.plan_types import ExpertActorPlan, LanePlan
 
 Actors = tuple[ExpertActorPlan, ...]
 
 
-def lane_wanted(config: Config) -> bool:
+def lane_wanted(rule: RuleConfig) -> bool:
     """Whether the rule asks for a lane at all."""
-    return config.rule.experts.gpu_resident > 0 or config.rule.experts.stream != "off"
+    return rule.experts.gpu_resident > 0 or rule.experts.stream != "off"
 
 
-def lane_device(config: Config, hardware: Hardware) -> str:
-    """ "cuda:i" or "cpu": where the lane computes.
+def lane_devices(config: Config, hardware: Hardware) -> tuple[str, ...]:
+    """ "cuda:i", …: where the expert actors of a host compute, all together; or "cpu", …: where each does.
 
     Raises:
         UserError: a GPU that is not there.
     """
-    asked = config.rule.experts.lane_device
-    if asked == "cpu":
-        return "cpu"
-    have = [f"cuda:{gpu.index}" for gpu in hardware.gpus]
-    if asked == "auto" and have:
-        return have[0]
-    if asked in have:
-        return asked
+    asked = config.rule.experts.lane_devices
+    have = tuple(f"cuda:{gpu.index}" for gpu in hardware.gpus)
+    named = have if asked == ("auto",) else asked
+    if named and (set(named) == {"cpu"} or set(named) <= set(have)):
+        return named
+    stated = config.rule.experts.lane_device
     keys = [
         f"rule.experts.{key}={value}"
         for key, value, off in (
@@ -56,14 +55,29 @@ def lane_device(config: Config, hardware: Hardware) -> str:
         )
         if value != off
     ]
+    taken = f" by rule.gpus={config.rule.gpus}" if isinstance(config.rule.gpus, int) else ""
+    named_one = f"name one of {', '.join(have)}, or " if have else ""
     raise UserError(
         "experts cannot be computed on a GPU that is not there",
-        where=f"{' and '.join(keys)}, rule.experts.lane_device={asked}",
-        observed=f"GPUs on {hardware.source}: {', '.join(have) or 'none'}",
-        required="a GPU" if asked == "auto" else asked,
-        remedy="set rule.experts.lane_device=cpu for a stand-in with the same numerics, or "
+        where=f"{' and '.join(keys)}, rule.experts.lane_device={stated}",
+        observed=f"GPUs on {hardware.source}{taken}: {', '.join(have) or 'none'}",
+        required="a GPU" if stated == "auto" else stated,
+        remedy=named_one + "set rule.experts.lane_device=cpu for a stand-in with the same numerics, or "
         "rule.experts.gpu_resident=0 rule.experts.stream=off",
     )
+
+
+def devices_of(devices: tuple[str, ...], actor: int, actors: int) -> tuple[str, ...]:
+    """The part of a host's GPUs that its `actor`-th of `actors` expert actors computes on.
+
+    Neighbours, as GPUs are numbered socket by socket. With fewer GPUs than actors, several share one.
+    """
+    count = len(devices)
+    if "cpu" in devices:
+        return devices
+    if count <= actors:
+        return (devices[actor * count // actors],)
+    return devices[actor * count // actors : (actor + 1) * count // actors]
 
 
 def plan_lanes(
@@ -84,7 +98,7 @@ def plan_lanes(
         UserError: a GPU that is not there; more resident experts than a layer has.
     """
     rule = config.rule.experts
-    if not lane_wanted(config):
+    if not lane_wanted(config.rule):
         unused = rule.lane_device != "auto"
         note = (
             f"rule.experts.lane_device={rule.lane_device} changes nothing: no expert is resident or streamed"
@@ -98,13 +112,12 @@ def plan_lanes(
             required=f"at most {dims.num_experts}",
             remedy=f"set rule.experts.gpu_resident={dims.num_experts} or less",
         )
-    device, notes = lane_device(config, hardware), []
+    devices, notes = lane_devices(config, hardware), []
+    there = ", ".join(devices)
     # GPUs are the first host's; actors of other hosts do not reach them.
-    own = actors if device == "cpu" else tuple(actor for actor in actors if actor.host == 0)
+    own = actors if "cpu" in devices else tuple(actor for actor in actors if actor.host == 0)
     if len(own) < len(actors):
-        notes.append(
-            f"expert actors of other hosts compute all their experts on the CPU: {device} is host 0's"
-        )
+        notes.append(f"expert actors of other hosts compute all their experts on the CPU: host 0 has {there}")
     resident: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ((),) * len(own)
     if rule.gpu_resident:
         held = {layer: [actor.experts_of(layer) for actor in own] for layer in dims.moe_layers}
@@ -124,13 +137,16 @@ def plan_lanes(
         else:
             resident = resident_by_layer(held, stay, load.slots)
             chosen_by = f"the most used ones of {load.source}"
-        notes.append(f"{stay} experts of each MoE layer stay on {device}: {chosen_by}")
-    shares, said = _shares(own, dims, config, rates, device)
-    lanes = {actor.rank: LanePlan(device, stays, shares) for actor, stays in zip(own, resident, strict=True)}
+        notes.append(f"{stay} experts of each MoE layer stay on {there}: {chosen_by}")
+    shares, said = _shares(own, dims, config, rates, there)
+    lanes = {
+        actor.rank: LanePlan(devices_of(devices, i, len(own)), stays, shares)
+        for i, (actor, stays) in enumerate(zip(own, resident, strict=True))
+    }
     made = tuple(replace(actor, lane=lanes.get(actor.rank)) for actor in actors)
     if not any(actor.lane is not None and (actor.lane.resident or actor.lane.streams) for actor in made):
         return actors, notes + said
-    if device == "cpu":
+    if "cpu" in devices:
         said.append(
             "rule.experts.lane_device=cpu: a stand-in on the same cores, for its numerics, not faster"
         )
@@ -138,14 +154,14 @@ def plan_lanes(
 
 
 def _shares(
-    actors: Actors, dims: ModelDims, config: Config, rates: LaneRates | None, device: str
+    actors: Actors, dims: ModelDims, config: Config, rates: LaneRates | None, there: str
 ) -> tuple[tuple[tuple[int, float], ...], list[str]]:
     asked = config.rule.experts.stream
     if asked == "off":
         return (), []
     if not isinstance(asked, str):
         return ((0, float(asked)),), [
-            f"{float(asked):.0%} of the other experts are streamed to {device} per call"
+            f"{float(asked):.0%} of the other experts are streamed to {there} per call"
         ]
     if rates is None:
         return (), ["rule.experts.stream=auto: off, as no rates of the GPU and its link are known"]
@@ -168,13 +184,12 @@ def expert_sizes(actors: Actors, dims: ModelDims, config: Config) -> ExpertSizes
     held = max(max(actor.counts(layers)) for actor in actors)
     held = max(1, held - config.rule.experts.gpu_resident // len(actors))
     stored = dims.expert_bytes(BACKEND_STORAGE.get(config.rule.experts.backend)) / len(layers)
-    adapter = 4 * (3 if dims.gated else 2) * config.lora.rank * (dims.expert_width + dims.expert_intermediate)
     return ExpertSizes(
         held=held,
         experts=dims.num_experts,
         per_token=dims.experts_per_token,
         params=dims.expert_params,
-        bytes=stored + (adapter if config.lora.experts else 0),
+        bytes=stored + 4 * expert_lora_params(dims, config.lora),
         hidden=dims.expert_width,
     )
 
@@ -194,8 +209,8 @@ class LaneMemory:
 
 
 def resident_count(actor: ExpertActorPlan) -> int:
-    """Experts, over all layers, whose only place is the lane's GPU; 0 with a stand-in on the CPU."""
-    if actor.lane is None or actor.lane.device == "cpu":
+    """Experts, over all layers, whose only place is the lane's GPUs; 0 with a stand-in on the CPU."""
+    if actor.lane is None or not actor.lane.cuda:
         return 0
     return sum(len(ids) for _, ids in actor.lane.resident)
 
@@ -207,21 +222,23 @@ def lane_lines(
     lane = actor.lane
     if lane is None:
         return
-    width, inter = dims.expert_width, dims.expert_intermediate
-    cuda = lane.device != "cpu"
-    where = lane.device if cuda else home
+    width, inter, cuda = dims.expert_width, dims.expert_intermediate, lane.cuda
     element, layers = 4 if size.float32 else 2, len(dims.moe_layers)
     matrices = dims.expert_params * element + (0 if size.plain else 16 * width * inter)
-    rows = size.group * 24 * (width + inter)
+    at_once = min(size.group, LANE_ROWS)
+    rows = at_once * 24 * (width + inter)
     if config.lora.experts and config.lora.dropout > 0:
-        rows += size.group * 24 * (2 * width + inter)
+        rows += at_once * 24 * (2 * width + inter)
     buffers = 2 * ((size.expert if lane.streams else 0) + size.adapter)
-    yield where, "workspace", buffers + matrices + size.group * width * (element + 8) + rows
-    if cuda:
-        yield where, "experts", resident_count(actor) * size.expert
-        yield where, "runtime", size.runtime
+    for number, device in enumerate(lane.devices):
+        where = device if cuda else home
+        yield where, "workspace", buffers + matrices + size.group * width * (element + 8) + rows
+        if cuda:
+            stays = sum(len(ids[number :: len(lane.devices)]) for _, ids in lane.resident)
+            yield where, "experts", stays * size.expert
+            yield where, "runtime", size.runtime
     part = min(1.0, _part(dims, actor))
-    kept = size.total * width * element + 24 * part * size.slots * size.total
+    kept = len(lane.devices) * size.total * width * element + 24 * part * size.slots * size.total
     if cuda and actor.activations != "recompute":
         kept += part * size.slots * size.total * (2 if dims.gated else 1) * inter * element
     yield home, "kept activations", layers * kept

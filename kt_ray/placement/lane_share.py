@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+LANE_ROWS = 8192  # of one expert that are computed at a time: what they take on a GPU is bounded
 LEAST_GAIN = 0.05  # of a call's time: below it a lane is not worth its memory and its rounding
 
 
@@ -25,6 +26,18 @@ def streamed_experts(counts: Sequence[int], share: float) -> tuple[int, ...]:
     wanted = whole_experts(share, len(counts))
     ranked = sorted((e for e, count in enumerate(counts) if count), key=lambda e: (-counts[e], e))
     return tuple(sorted(ranked[:wanted]))
+
+
+def dealt(experts: Sequence[int], counts: Sequence[int], devices: int) -> tuple[tuple[int, ...], ...]:
+    """A call's carried experts, dealt out: as many for every device, and about as many rows; ascending.
+
+    Copies cost the same for all experts, so their number counts first; by descending rows, to and fro.
+    """
+    own: list[list[int]] = [[] for _ in range(devices)]
+    for turn, expert in enumerate(sorted(experts, key=lambda e: (-counts[e], e))):
+        there, way = turn % devices, turn // devices
+        own[there if way % 2 == 0 else devices - 1 - there].append(expert)
+    return tuple(tuple(sorted(some)) for some in own)
 
 
 def whole_experts(share: float, experts: int) -> int:
@@ -57,12 +70,13 @@ def resident_experts(
 class LaneRates:
     """What the lane's choice divides by, for one expert actor."""
 
-    link: float  # bytes/s from host memory to the GPU (the actor's part, where actors share the link)
-    # FLOP/s of the GPU on matrices as large as an expert's, decoding its weights included (likewise)
+    link: float  # bytes/s from host memory to one GPU (the actor's part, where actors share the link)
+    # FLOP/s of one GPU on matrices as large as an expert's, decoding its weights included (likewise)
     gpu: float
     cpu: float  # FLOP/s of the actor's engine in this format
     memory: float  # bytes/s that its socket reads
     source: str = ""  # where they come from
+    devices: int = 1  # GPUs of the lane, each with its link
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,13 @@ class LaneWork:
     experts: int  # n, those in host memory that have rows
     bytes: float  # of one as stored, its adapter included
     flops: float  # of all their rows together
-    moved: float  # bytes of activations to the device and back, were all computed there
+    tokens: float  # bytes of all tokens' activations, to a device and back
+    per_token: int  # K
+    layer: int  # E
+
+    def moved(self, carried: float) -> float:
+        """Bytes of activations to and from a device with so many of the experts: of tokens that chose one."""
+        return self.tokens * (1 - (1 - carried / self.layer) ** self.per_token)
 
 
 @dataclass(frozen=True)
@@ -111,13 +131,13 @@ class LaneParts:
         return max(self.copies, self.products) + self.first + self.moved
 
 
-def lane_parts(work: LaneWork, link: float, gpu: float, carried: int) -> LaneParts:
-    """What carrying `carried` of the experts takes at `link` bytes/s and `gpu` FLOP/s."""
+def lane_parts(work: LaneWork, link: float, gpu: float, carried: int, devices: int = 1) -> LaneParts:
+    """What carrying `carried` of the experts takes, at `link` bytes/s and `gpu` FLOP/s of every device."""
     if not carried:
         return LaneParts(0.0, 0.0, 0.0, 0.0)
-    part = carried / work.experts
-    copies, first = carried * work.bytes / link, work.bytes / link
-    return LaneParts(copies, part * work.flops / gpu, first, part * work.moved / link)
+    own = -(-carried // devices)  # of the GPU that gets most
+    copies, first = own * work.bytes / link, work.bytes / link
+    return LaneParts(copies, own / work.experts * work.flops / gpu, first, work.moved(own) / link)
 
 
 def split_seconds(work: LaneWork, rates: LaneRates, carried: int) -> Share:
@@ -129,7 +149,7 @@ def split_seconds(work: LaneWork, rates: LaneRates, carried: int) -> Share:
     part = carried / work.experts if work.experts else 0.0
     weights = work.experts * work.bytes / rates.memory
     cpu = max((1 - part) * work.flops / rates.cpu, weights)
-    lane = lane_parts(work, rates.link, rates.gpu, carried).seconds
+    lane = lane_parts(work, rates.link, rates.gpu, carried, rates.devices).seconds
     return Share(carried, part, cpu, lane, max(work.flops / rates.cpu, weights))
 
 
@@ -159,8 +179,9 @@ class ExpertSizes:
         slots = tokens * self.per_token * self.held / self.experts
         empty = (1 - self.per_token / self.experts) ** tokens
         busy = min(self.held, max(1, round(self.held * (1 - empty))))
-        moved = min(1.0, self.per_token * self.held / self.experts) * tokens * self.hidden * 6.0
-        return LaneWork(busy, self.bytes, 2.0 * self.params * slots, moved)
+        moved = tokens * self.hidden * 6.0
+        work = 2.0 * self.params * slots
+        return LaneWork(busy, self.bytes, work, moved, self.per_token, self.experts)
 
 
 def choose_shares(

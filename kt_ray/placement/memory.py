@@ -11,10 +11,12 @@ Expert actor with a share s of the experts (engine_memory.py has the engine's ow
                       least that size, which are whole huge pages
     staging           `expert_staging`
 Attention worker with n layers:
-    kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing
+    kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing. With
+                      rule.activations=host the inputs are on the socket, and here two of each token
     workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32, its dropout
-                      masks, q/k/v): all groups of a layer are recomputed before the first is released;
-                      what a LoRA module needs for a moment, of one micro-batch (`adapter_scratch_bytes`);
+                      masks, q/k/v): all groups of a layer are recomputed before the first is released,
+                      unless rule.activations has one micro-batch of each recomputed at a time; what a LoRA
+                      module needs for a moment, of one micro-batch (`adapter_scratch_bytes`);
                       T_r * data.max_length of attention masks, kept for the whole pass (`mask_bytes`)
     logits            rows of one chunk * vocabulary * (b + 8), on the last stage
     staging           `worker_staging`
@@ -30,7 +32,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from kt_ray.config.schema import Config, DataConfig, LoraConfig
 from kt_ray.dims.layer_params import WITHOUT_SDPA
@@ -47,6 +48,7 @@ from kt_ray.placement.generation_memory import (
     step_tokens,
 )
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
+from kt_ray.placement.lora_sizes import adapted, expert_lora_params, expert_rank, lora_params, trained_params
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, WorkerPlan
 from kt_ray.placement.staging import expert_staging, worker_staging
 
@@ -79,12 +81,17 @@ ITEMS = (
 )
 
 
+# Items of a worker that are in host memory wherever it computes, and the items of a budget that they are.
+ON_HOST = {"staging": "staging", "hidden states": "kept activations"}
+
+
 @dataclass(frozen=True)
 class Load:
     """Tokens of a wave, worst case.
 
     total: all replicas. replica: the largest replica. group: one group of all replicas. micro: one
-    micro-batch. row: the longest row.
+    micro-batch. row: the longest row. recomputed: of a replica, whose recomputed layers are held at once.
+    on_host: whether hidden states wait for backward in host memory.
     """
 
     total: int
@@ -92,6 +99,8 @@ class Load:
     group: int
     micro: int
     row: int
+    recomputed: int
+    on_host: bool = False
 
 
 def widest_row(data: DataConfig) -> int:
@@ -99,14 +108,15 @@ def widest_row(data: DataConfig) -> int:
     return math.ceil(data.max_length / data.pad_to_multiple_of) * data.pad_to_multiple_of
 
 
-def load_of(config: Config, wave: int, groups: int) -> Load:
+def load_of(config: Config, wave: int, groups: int, activations: str = "group") -> Load:
     """Tokens of a wave of `wave` micro-batches per replica, cut into `groups`; every row at data.max_length.
 
-    Of generation those of one step, each replica's an engine call of its own.
+    Of generation those of one step, each replica's an engine call of its own. activations: as
+    `Plan.activations`.
     """
     if generates(config):
         tokens = step_tokens(config)
-        return Load(tokens * config.rule.replica_count, tokens, tokens, tokens, tokens)
+        return Load(tokens * config.rule.replica_count, tokens, tokens, tokens, tokens, tokens)
     trainer, row = config.trainer, widest_row(config.data)
     replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)
@@ -118,51 +128,15 @@ def load_of(config: Config, wave: int, groups: int) -> Load:
     rows = min(first, wave * micro)
     group_rows = min(rows, math.ceil(math.ceil(rows / micro) / groups) * micro)
     total = min(trainer.batch_size, rows * replicas) * row
-    return Load(total, rows * row, min(total, group_rows * row * replicas), micro * row, row)
-
-
-def lora_params(dims: ModelDims, lora: LoraConfig, layer: int) -> int:
-    """LoRA parameters of layer `layer` outside the routed experts."""
-    return lora.rank * sum(n_in + n_out for n_in, n_out in adapted(dims, lora, layer))
-
-
-def adapted(dims: ModelDims, lora: LoraConfig, layer: int) -> tuple[tuple[int, int], ...]:
-    """(inputs, outputs) of every module of layer `layer` that has LoRA, routed experts aside."""
-    targets = lora.target_modules
-    return _adapted(dims.lora_in_out[layer], targets if isinstance(targets, str) else tuple(targets), layer)
-
-
-@cache  # a plan asks for every layer of every layout that it compares
-def _adapted(
-    modules: tuple[tuple[str, int, int], ...], targets: str | tuple[str, ...], layer: int
-) -> tuple[tuple[int, int], ...]:
-    return tuple((n_in, n_out) for module, n_in, n_out in modules if adapts(targets, layer, module))
-
-
-def adapts(targets: str | Sequence[str], layer: int, module: str) -> bool:
-    """Whether lora.target_modules name a module of a layer outside its routed experts."""
-    name = f"model.layers.{layer}.{module}"
-    below = f".layers.{layer}.{module}"  # of a name in full, whatever the language model is called
-    if isinstance(targets, str):
-        return targets == "auto" or (targets != "none" and re.fullmatch(targets, name) is not None)
-    return any(f".{target}".endswith(below) or name.endswith(f".{target}") for target in targets)
-
-
-def expert_lora_params(dims: ModelDims, lora: LoraConfig) -> int:
-    """LoRA parameters of one routed expert: gate if there is one, up and down."""
-    matrices = 3 if dims.gated else 2
-    return matrices * lora.rank * (dims.expert_width + dims.expert_intermediate) if lora.experts else 0
+    # One micro-batch of each group, and the gradients while one is differentiated.
+    at_once = rows if activations == "group" else min(rows, (groups + 1) * micro)
+    group = min(total, group_rows * row * replicas)
+    return Load(total, rows * row, group, micro * row, row, at_once * row, activations == "host")
 
 
 def lora_bytes(config: Config) -> int:
     """Of an actor per LoRA parameter that it computes with: value, gradient, and the reference's value."""
     return 12 if config.keeps_reference and not generates(config) else 8
-
-
-def trained_params(dims: ModelDims, lora: LoraConfig) -> int:
-    """LoRA parameters of the whole model."""
-    outside = sum(lora_params(dims, lora, layer) for layer in range(dims.num_layers))
-    return outside + len(dims.moe_layers) * dims.num_experts * expert_lora_params(dims, lora)
 
 
 def checkpoint_bytes(dims: ModelDims, config: Config) -> int:
@@ -196,9 +170,10 @@ def budgets(
     wave: int,
     groups: int,
     dtype: str,
+    activations: str = "group",
 ) -> tuple[Budget, ...]:
     """One budget per GPU in use and per socket in use, for waves of `wave` micro-batches per replica."""
-    load = load_of(config, wave, groups)
+    load = load_of(config, wave, groups, activations)
     stages = 1 + max(worker.stage for worker in workers)
     sums: dict[str, dict[str, int]] = {}
 
@@ -210,7 +185,8 @@ def budgets(
     for worker in workers:
         home = home_socket(worker, hardware)
         for item, size in worker_items(dims, config, load, worker, stages, dtype).items():
-            add(home if worker.device == "cpu" or item == "staging" else worker.device, item, size)
+            on_host = worker.device == "cpu" or item in ON_HOST
+            add(home if on_host else worker.device, ON_HOST.get(item, item), size)
         if worker.device != "cpu":
             add(worker.device, "runtime", GPU_RUNTIME)
         if config.cluster.name == "ray":
@@ -278,12 +254,18 @@ def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: s
     linear = element * sum(n_in + n_out for _, n_in, n_out in dims.lora_in_out[layer])
     # Its input and A x in float32; of a dropped input the mask besides, a byte per element.
     each = 5 if drops(config) else 4
-    lora = sum(each * n_in + 8 * config.lora.rank for n_in, _ in adapted(dims, config.lora, layer))
+    # DoRA keeps W x, B A x and its scaled sum besides.
+    dora = 12 if config.lora.dora else 0
+    lora = sum(each * i + dora * o + 8 * rank for i, o, rank in adapted(dims, config.lora, layer))
     norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
     scores = 0
-    if config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA:
-        row = longest_row(dims, config) if generates(config) else widest_row(config.data)
+    row = longest_row(dims, config) if generates(config) else widest_row(config.data)
+    if _eager(dims, config):
         scores = dims.num_heads * row * (element + 4)
+    elif not generates(config):
+        window = dims.pair_widths[layer][1] if dims.pair_widths else 0
+        # torch adds a mask in the type of the queries, and autograd keeps it.
+        scores = element * row if _partial(config) or 0 < window < row else 0
     return linear + lora + norms + element * dims.attention_width + scores
 
 
@@ -296,8 +278,21 @@ def adapter_scratch_bytes(dims: ModelDims, config: Config, layer: int) -> int:
     """
     sizes = adapted(dims, config.lora, layer)
     if drops(config):
-        return max((max(12 * n_out + 4 * n_in, 11 * n_in) for n_in, n_out in sizes), default=0)
-    return max((max(12 * n_out, 4 * (n_in + n_out)) for n_in, n_out in sizes), default=0)
+        return max((max(12 * n_out + 4 * n_in, 11 * n_in) for n_in, n_out, _ in sizes), default=0)
+    return max((max(12 * n_out, 4 * (n_in + n_out)) for n_in, n_out, _ in sizes), default=0)
+
+
+def dora_bytes(dims: ModelDims, config: Config, layer: int) -> int:
+    """Bytes that DoRA needs for weights while a layer is computed.
+
+    PEFT forms W, B A of the identity and their sum in float32 for the norms. Of a dropped input W itself is
+    kept until backward.
+    """
+    if not config.lora.dora:
+        return 0
+    sizes = adapted(dims, config.lora, layer)
+    kept = sum(4 * n_in * n_out for n_in, n_out, _ in sizes) if drops(config) else 0
+    return kept + max((4 * n_in * (4 * n_out + n_in) for n_in, n_out, _ in sizes), default=0)
 
 
 def drops(config: Config) -> bool:
@@ -312,18 +307,27 @@ def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str) -> int:
     window of them). Causal attention over whole rows needs none; packed rows and padding do, and so does
     eager attention, whose masks are added to scores and have their type.
     """
-    data, row = config.data, load.row
-    eager = config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA
-    partial = data.packing or data.pad_to_multiple_of > 1 or load.micro > row or config.packs_micro_batches
+    row, eager = load.row, _eager(dims, config)
     windows = {window for _, window in dims.pair_widths} or {0}
-    kinds = sum(1 for window in windows if eager or partial or 0 < window < row)
+    kinds = sum(1 for window in windows if eager or _partial(config) or 0 < window < row)
     return kinds * load.replica * row * (ELEMENT_BYTES[dtype] if eager else 1)
+
+
+def _eager(dims: ModelDims, config: Config) -> bool:
+    """Whether attention holds its scores."""
+    return config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA
+
+
+def _partial(config: Config) -> bool:
+    """Whether rows have positions that others must not see: padding, or other documents."""
+    data, several = config.data, config.micro_batch_rows(config.rule.replica_count) > 1
+    return data.packing or data.pad_to_multiple_of > 1 or several or config.packs_micro_batches
 
 
 def worker_items(
     dims: ModelDims, config: Config, load: Load, worker: WorkerPlan, stages: int, dtype: str
 ) -> dict[str, float]:
-    """Bytes of an attention worker by item; all on its device but "staging", which is host memory."""
+    """Bytes of an attention worker by item; all on its device but those `ON_HOST`."""
     start, stop = worker.layers
     own = range(start, stop)
     element, hidden = ELEMENT_BYTES[dtype], dims.hidden_size
@@ -333,7 +337,10 @@ def worker_items(
     adapters = sum(lora_params(dims, config.lora, layer) for layer in own)
     all_adapters = sum(lora_params(dims, config.lora, layer) for layer in range(dims.num_layers))
     root = worker.rank == 0
-    kept = (stop - start) * load.replica * dims.hidden_streams * hidden * element
+    states = (stop - start) * load.replica * dims.hidden_streams * hidden * element
+    # Of hidden states that wait on the host are here those between two layers, and the two being copied.
+    kept = 2 * (load.replica + load.micro) * dims.hidden_streams * hidden * element
+    kept = kept if load.on_host else states
     kept += moe * load.replica * dims.experts_per_token * 12
     if dims.hidden_streams > 1:  # not affine in the experts' output, which is then kept as well
         kept += moe * load.replica * hidden * 4
@@ -344,9 +351,10 @@ def worker_items(
     weights = element * sum(params.values()) + sum(q.bytes - element * q.params for q in stored)
     # What is dequantised when used, one matrix at a time.
     unpacked = element * max((q.largest for q in stored), default=0)
+    unpacked += max((dora_bytes(dims, config, layer) for layer in own), default=0)
     kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype) for layer in own}
     recompute = max(
-        load.replica * size + load.micro * adapter_scratch_bytes(dims, config, layer)
+        load.recomputed * size + load.micro * adapter_scratch_bytes(dims, config, layer)
         for layer, size in kept_by_layer.items()
     )
     logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
@@ -356,6 +364,7 @@ def worker_items(
         "LoRA": lora_bytes(config) * adapters + (8 * all_adapters if root else 0),
         "optimizer": 8 * all_adapters if root else 0,
         "kept activations": kept,
+        "hidden states": states if load.on_host else 0,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
         "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
         + mask_bytes(dims, config, load, dtype),
@@ -451,7 +460,7 @@ def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str, backend: str = "au
     return EngineShape(
         hidden=dims.expert_width,
         inter=dims.expert_intermediate,
-        rank=lora.rank if lora.experts else 0,
+        rank=expert_rank(dims, lora),
         isa=isa,
         float32=dims.expert_format == "f32" and not requantised,
         gated=dims.gated,

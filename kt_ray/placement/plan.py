@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kt_ray.config.fields import show
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
@@ -25,7 +26,7 @@ from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.stage_split import Ranges, balanced_stages
 from kt_ray.placement.traffic import traffic_notes
 from kt_ray.placement.transports import choose_transport
-from kt_ray.placement.wave import Fit, choose_groups, fit
+from kt_ray.placement.wave import Fit, Held, attention_kinds, choose_groups, fit
 
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
@@ -106,18 +107,22 @@ def _laid_out(
     def keeping(activations: str) -> tuple[ExpertActorPlan, ...]:
         return tuple(replace(actor, activations=activations) for actor in experts)
 
-    def budget_of(wave: int, activations: str) -> tuple[Budget, ...]:
-        groups = choose_groups(config, wave)
-        return budgets(dims, config, hardware, workers, keeping(activations), wave, groups, dtype)
+    def budget_of(wave: int, held: Held) -> tuple[Budget, ...]:
+        own, groups = keeping(held.experts), choose_groups(config, wave)
+        return budgets(dims, config, hardware, workers, own, wave, groups, dtype, held.attention)
 
     if generating:
-        chosen = Fit(1, "retain", budget_of(1, "retain"), _cache_notes(dims, config))
+        held = Held("retain")
+        chosen = Fit(1, held, budget_of(1, held), _cache_notes(dims, config))
     else:
-        chosen = fit(config, budget_of)
+        chosen = fit(config, budget_of, attention_kinds(config, dims, device))
     notes += [*expert_notes, *chosen.notes, *_room_notes(hardware, chosen.memory)]
+    if rule.gpu_memory != "auto" and all(budget.is_socket for budget in chosen.memory):
+        notes.append(f"rule.gpu_memory={show(rule.gpu_memory)} changes nothing: no GPU is used")
     notes += _backend_notes(rule, hardware)
     groups = choose_groups(config, chosen.wave)
-    workers, experts = staged(dims, config, workers, keeping(chosen.activations), chosen.wave, groups, dtype)
+    own = keeping(chosen.held.experts)
+    workers, experts = staged(dims, config, workers, own, chosen.wave, groups, dtype)
     plan = Plan(
         dims=dims,
         hardware=hardware,
@@ -127,6 +132,7 @@ def _laid_out(
         replicas=rule.replica_count,
         groups=groups,
         wave=chosen.wave,
+        activations=chosen.held.attention,
         overlap=rule.overlap,
         budgets=chosen.memory,
         rule=rule.name,
@@ -147,15 +153,16 @@ def _laid_out(
 def _room_notes(hardware: Hardware, memory: Sequence[Budget]) -> list[str]:
     """Why the capacity of a GPU is less than its memory."""
     used = {budget.device for budget in memory}
-    sizes: dict[int, list[Gpu]] = {}
+    sizes: dict[tuple[int, bool], list[Gpu]] = {}
     for gpu in hardware.gpus:
         if f"cuda:{gpu.index}" in used:
-            sizes.setdefault(gpu.memory_bytes, []).append(gpu)
+            sizes.setdefault((gpu.usable, gpu.usable < gpu.memory_bytes), []).append(gpu)
     return [
-        f"{', '.join(f'cuda:{gpu.index}' for gpu in gpus)}: CUDA gives {gib(size)}"
+        f"{', '.join(f'cuda:{gpu.index}' for gpu in gpus)}: "
+        f"{'rule.gpu_memory leaves' if capped else 'CUDA gives'} {gib(size)}"
         f"{' each' if len(gpus) > 1 else ''}, of which {GPU_FREE:.0%} stay free: "
         f"{gib(gpus[0].room)} to plan with"
-        for size, gpus in sizes.items()
+        for (size, capped), gpus in sizes.items()
     ]
 
 

@@ -16,8 +16,8 @@ class WorkerPlan:
     """One attention worker.
 
     rank: replica * stages + stage. layers: half-open range [start, stop). device: "cuda:i" (the
-    plan's ordinal) or "cpu". threads: torch threads. cpus: CPUs it may use (empty = any). staging: bytes of
-    shared memory for its messages, worst case.
+    plan's ordinal) or "cpu". threads: torch threads. cpus: CPUs it may use (empty = any). staging: bytes
+    of shared memory for its messages, worst case.
     """
 
     rank: int
@@ -54,20 +54,25 @@ class HoldsExperts:
 
 @dataclass(frozen=True)
 class LanePlan:
-    """What an expert actor computes on a GPU (docs/gpu_lane.md)."""
+    """What an expert actor computes on GPUs (docs/gpu_lane.md)."""
 
-    device: str  # "cuda:i" (the plan's ordinal) or "cpu", a stand-in
-    # (layer, global ids) of the actor's experts that stay in the device's memory
+    devices: tuple[str, ...]  # "cuda:i" (the plan's ordinals) or "cpu", a stand-in
+    # (layer, global ids) of the actor's experts that stay in the devices' memory, dealt out in turn
     resident: tuple[tuple[int, tuple[int, ...]], ...] = ()
     # (tokens of a call, share) ascending: from that many tokens on this share of the actor's other experts of
-    # the layer, those with most tokens, is carried to the device; none below the first
+    # the layer, those with most tokens, is carried to the devices; none below the first
     shares: tuple[tuple[int, float], ...] = ()
-    # the GPU's name in CUDA_VISIBLE_DEVICES, where the actor has a process of its own; "" = left as it is
+    # the GPUs' names in CUDA_VISIBLE_DEVICES, where the actor has a process of its own; "" = left as it is
     visible: str = ""
 
     @property
+    def cuda(self) -> bool:
+        """Whether these are GPUs."""
+        return "cpu" not in self.devices
+
+    @property
     def streams(self) -> bool:
-        """Whether experts are carried to the device at all."""
+        """Whether experts are carried to the devices at all."""
         return bool(self.shares)
 
     def share(self, tokens: int) -> float:
@@ -152,8 +157,9 @@ class Choice(NamedTuple):
     replicas: int
     groups: int
     wave: int
-    activations: str
+    activations: str  # of the expert actors
     seconds: float
+    attention: str = "group"  # `Plan.activations`
 
 
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
@@ -171,6 +177,8 @@ class Plan:
     replicas: int
     groups: int
     wave: int = 1  # micro-batches of a replica that pass the layers together
+    # "group", "micro_batch" or "host": what attention workers hold for backward (rule.activations)
+    activations: str = "group"
     overlap: bool = True  # False = attention and experts wait for each other
     budgets: tuple[Budget, ...] = ()
     notes: tuple[str, ...] = ()

@@ -99,6 +99,10 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
 
     if rule.experts.activations == "retain":
         yield change("rule.experts.activations", "recompute", "same results, slower expert backward")
+    if rule.activations in ("group", "micro_batch"):
+        yield change("rule.activations", "auto", "same results, less GPU memory")
+    if rule.gpu_memory != "auto":
+        yield change("rule.gpu_memory", "auto", "same results, all that the cards have")
     if isinstance(rule.wave, int):
         fewer = "same results, each pass over the experts' weights serves fewer tokens"
         yield change("rule.wave", "auto", fewer)

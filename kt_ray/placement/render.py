@@ -21,7 +21,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         *("vocab_size", "num_experts", "experts_per_token", "expert_intermediate", "expert_format"),
     )
     model = {key: getattr(dims, key) for key in sizes}
-    facts = ("stages", "replicas", "groups", "wave", "overlap", "tokens_per_step")
+    facts = ("stages", "replicas", "groups", "wave", "activations", "overlap", "tokens_per_step")
     return {
         "rule": plan.rule,
         "model": _lists({**model, "dtype": plan.dtype, "refusal": dims.refusal}),
@@ -146,7 +146,7 @@ def _lane(actor: ExpertActorPlan) -> str:
     parts = [f"{stays} stay"] if stays else []
     if lane.streams:
         parts.append(f"{max(share for _, share in lane.shares):.0%} streamed")
-    return f"{lane.device}: {', '.join(parts)}"
+    return f"{' '.join(lane.devices)}: {', '.join(parts)}"
 
 
 def experts_per_layer(plan: Plan, actor: HoldsExperts) -> str:
@@ -206,7 +206,8 @@ def layout_text(stages: int, replicas: int) -> str:
 def choice_text(choice: Choice) -> str:
     """ "2 stages x 1 replica, 2 groups, waves of 16 micro-batches, retain"."""
     layout, groups = layout_text(choice.stages, choice.replicas), counted(choice.groups, "group")
-    return f"{layout}, {groups}, waves of {counted(choice.wave, 'micro-batch')}, {choice.activations}"
+    held = choice.activations + ("" if choice.attention == "group" else f", {choice.attention}")
+    return f"{layout}, {groups}, waves of {counted(choice.wave, 'micro-batch')}, {held}"
 
 
 def counted(number: int, noun: str) -> str:

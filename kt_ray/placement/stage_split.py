@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
-from kt_ray.placement.memory import GPU_RUNTIME, Load, adapted, load_of, worker_items
+from kt_ray.placement.lora_sizes import adapted
+from kt_ray.placement.memory import GPU_RUNTIME, ON_HOST, Load, load_of, worker_items
 from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.placement.wave import choose_groups, micro_batches
 
@@ -53,9 +54,11 @@ def balanced_stages(
     room = {f"cuda:{gpu.index}": max(1, gpu.room - GPU_RUNTIME) for gpu in hardware.gpus}
     capacities = [min(room[names[stage]] for names in devices) for stage in range(stages)]
     micro, asked = micro_batches(config), config.rule.wave
+    # At auto the plan comes to one level or another; balanced for one, stages are nearly so for all.
+    held = "group" if config.rule.activations == "auto" else config.rule.activations
     ranges: Ranges = ()
     for wave in (min(asked, micro),) if isinstance(asked, int) else (micro, 1):
-        load = load_of(config, wave, choose_groups(config, wave))
+        load = load_of(config, wave, choose_groups(config, wave), held)
         sizes = layer_sizes(dims, config, load, stages, dtype)
         fullest, ranges = even_split(sizes, capacities)
         if fullest <= 1:
@@ -113,7 +116,7 @@ def layer_sizes(dims: ModelDims, config: Config, load: Load, stages: int, dtype:
         worker = WorkerPlan(rank, 0, stage, (layer, layer + 1), "cuda:0", 1)
         of_layer = worker_items(dims, config, load, worker, of, dtype)
         peak = of_layer["workspace"]
-        return sum(size for item, size in of_layer.items() if item != "staging") - peak, peak
+        return sum(size for item, size in of_layer.items() if item not in ON_HOST) - peak, peak
 
     kinds: dict[object, tuple[float, float]] = {}
     sizes = []

@@ -12,19 +12,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.placement.plan_types import Budget
 from kt_ray.placement.render import gib
 
 ROOM = 0.9  # of a socket's memory that a plan may fill by choice: the system and the page cache need some
 
-BudgetOf = Callable[[int, str], tuple[Budget, ...]]  # (micro-batches of a replica per wave, activations)
+
+class Held(NamedTuple):
+    """What is held for backward. experts: "retain" or "recompute". attention: as `Plan.activations`."""
+
+    experts: str
+    attention: str = "group"
+
+
+BudgetOf = Callable[[int, Held], tuple[Budget, ...]]  # of waves of so many micro-batches of a replica
 
 
 class Fit(NamedTuple):
-    """wave: micro-batches of a replica per wave. activations: "retain" or "recompute"."""
+    """wave: micro-batches of a replica per wave."""
 
     wave: int
-    activations: str
+    held: Held
     memory: tuple[Budget, ...]
     notes: tuple[str, ...]
 
@@ -46,15 +55,19 @@ def choose_groups(config: Config, wave: int) -> int:
     return min(groups if isinstance(groups, int) else 2, wave)
 
 
-def fit(config: Config, budget_of: BudgetOf) -> Fit:
-    """The fewest waves that fit; at equal numbers of waves retain, which computes less.
+def fit(config: Config, budget_of: BudgetOf, attention: Sequence[str] = ("group",)) -> Fit:
+    """The fewest waves that fit; at equal numbers of waves what holds most, which computes and copies least.
 
     What leaves a tenth of every socket free comes before what fits at all. Keys that are set leave only what
     they allow. When nothing fits: the least of all, so that the shortage that is reported is the true one.
+
+    Args:
+        attention: what attention workers may hold, in the order in which it is preferred.
     """
     micro = micro_batches(config)
     asked, activations = config.rule.wave, config.rule.experts.activations
-    kinds = ("retain", "recompute") if activations == "auto" else (activations,)
+    experts = ("retain", "recompute") if activations == "auto" else (activations,)
+    kinds = [Held(of_experts, of_attention) for of_experts in experts for of_attention in attention]
     largest = min(asked, micro) if isinstance(asked, int) else micro
     whole = {kind: budget_of(largest, kind) for kind in kinds}
     for room in (ROOM, 1.0):
@@ -62,15 +75,34 @@ def fit(config: Config, budget_of: BudgetOf) -> Fit:
             kind: largest if isinstance(asked, int) else _largest(budget_of, kind, micro, room)
             for kind in kinds
         }
-        for kind in sorted(kinds, key=lambda kind: -sizes[kind]):  # stable: retain first
+        for kind in sorted(kinds, key=lambda kind: -sizes[kind]):  # stable: those preferred first
             memory = budget_of(sizes[kind], kind)
             if not _lacking(memory, room):
                 return Fit(sizes[kind], kind, memory, _notes(config, micro, sizes[kind], kind, whole))
-    least, kind = largest if isinstance(asked, int) else 1, kinds[-1]
+    least = largest if isinstance(asked, int) else 1
+
+    def shortage(kind: Held) -> int:
+        return sum(max(0, b.total - b.capacity) for b in budget_of(least, kind) if b.capacity)
+
+    kind = min(reversed(kinds), key=shortage)
     return Fit(least, kind, budget_of(least, kind), _notes(config, micro, least, kind, whole))
 
 
-def _largest(budget_of: BudgetOf, kind: str, micro: int, room: float) -> int:
+def attention_kinds(config: Config, dims: ModelDims, device: str) -> tuple[str, ...]:
+    """What attention workers may hold for backward, in the order in which it is preferred.
+
+    Where the hidden state has several streams, dy is known only once a layer is recomputed: one micro-batch
+    at a time would compute all of it twice. On the CPU host memory is what they hold in anyway.
+    """
+    asked = config.rule.activations
+    if asked != "auto":
+        return (asked,)
+    if dims.hidden_streams > 1:
+        return ("group",)
+    return ("group", "micro_batch") if device == "cpu" else ("group", "micro_batch", "host")
+
+
+def _largest(budget_of: BudgetOf, kind: Held, micro: int, room: float) -> int:
     """Micro-batches per wave of the fewest waves that fit (1 where none does); waves of a step are alike."""
     low, high = 1, micro
     while low < high:
@@ -88,12 +120,12 @@ def _lacking(memory: Sequence[Budget], room: float) -> list[Budget]:
 
 
 def _notes(
-    config: Config, micro: int, wave: int, kind: str, whole: Mapping[str, tuple[Budget, ...]]
+    config: Config, micro: int, wave: int, kind: Held, whole: Mapping[Held, tuple[Budget, ...]]
 ) -> tuple[str, ...]:
     """whole: the memory of each kind with the whole step, or rule.wave, as one wave."""
     rule, notes = config.rule, []
 
-    def need(kind: str) -> str:
+    def need(kind: Held) -> str:
         full = _lacking(whole[kind], ROOM)
         worst = max(full, key=lambda b: b.total / b.capacity, default=None)
         return (
@@ -101,9 +133,12 @@ def _notes(
         )
 
     if rule.experts.activations == "auto":
-        retain = need("retain") if kind == "recompute" else ""
+        retain = need(kind._replace(experts="retain")) if kind.experts == "recompute" else ""
         choice = f"recompute; retain {retain}" if retain else "retain, which fits"
         notes.append(f"rule.experts.activations=auto: {choice}")
+    if rule.activations == "auto" and kind.attention != "group":
+        more = need(kind._replace(attention="group"))
+        notes.append(f"rule.activations=auto: {kind.attention}; with group the whole step {more}")
     if isinstance(rule.wave, int) and rule.wave > micro:
         notes.append(f"rule.wave={rule.wave} lowered to {micro}, the micro-batches of a replica in a step")
     waves = waves_of(micro, wave)

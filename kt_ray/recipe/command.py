@@ -15,6 +15,7 @@ from kt_ray.recipe.reading import Override, Reading
 from kt_ray.terminal import visible
 
 _PLAIN = re.compile(r"[A-Za-z_./][\w./@-]*|[\d.]+(epochs?|min|h|s)")
+_SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")  # what Hydra reads in a key of a mapping only after a backslash
 _WORDS = ("null", "true", "false", "nan", "inf")
 OWN_KEYS = ("recipe", "recipe.devices", "recipe.accelerate")
 _ROWS = (
@@ -176,7 +177,8 @@ def _hydra_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_hydra_text, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_hydra_text(part)}" for name, part in value.items()) + "}"
+        pairs = ((_SPECIAL.sub(r"\\\g<0>", str(name)), _hydra_text(part)) for name, part in value.items())
+        return "{" + ",".join(f"{name}:{text}" for name, text in pairs) + "}"
     word = str(value)
     if _PLAIN.fullmatch(word) and word.lower() not in _WORDS:
         return word

@@ -202,6 +202,13 @@ def _method(reading: Reading) -> str:
         reading.set("lora.rank", rank, "lora_rank")
         reading.set("lora.alpha", reading.number("lora_alpha", 2 * rank, "lora.alpha"), "lora_alpha")
         reading.set("lora.rslora", reading.flag("use_rslora"), "use_rslora")
+        if reading.flag("use_dora"):
+            reading.set("lora.dora", True, "use_dora")
+            note = "DoRA does not reach the routed experts"
+            reading.set("lora.experts", False, "use_dora", note=note)
+        for name in ("rank_pattern", "alpha_pattern"):
+            if reading.given(name):
+                reading.set(f"lora.{name}", reading.patterns(name) or None, name)
     reading.set("lora.dropout", reading.number("lora_dropout", 0.0, "lora.dropout"), "lora_dropout")
     if reading.given("loraplus_lr_ratio"):
         ratio = reading.number("loraplus_lr_ratio", 1.0)

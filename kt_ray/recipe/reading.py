@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from kt_ray.config.fields import show
 from kt_ray.config.secret_values import MASK, is_secret
+
+_NO_KEY = re.compile(r"[^\w\-/+.$%*@?|\\()\[\]{}:=, \t]")  # what no key of a mapping holds in Hydra's grammar
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,21 @@ class Reading:
             self.refuse(name, "is none of " + ", ".join(words), *keys)
             value = default
         return words[value] if isinstance(words, Mapping) else value
+
+    def patterns(self, name: str) -> dict[str, float]:
+        """A field of PEFT that maps patterns of modules' names to numbers."""
+        value = self.get(name, {})
+        given: Mapping[Any, Any] = value if isinstance(value, Mapping) else {"": None}
+        numbers = [isinstance(v, int | float) and not isinstance(v, bool) for v in given.values()]
+        if not all(numbers):
+            self.refuse(name, "is no mapping of patterns to numbers")
+            return {}
+        # Hydra knows no ^ in a key, and \\A says the same at the beginning.
+        patterns = {re.sub(r"^\^", r"\\A", str(pattern)): number for pattern, number in given.items()}
+        if foreign := [pattern for pattern in patterns if _NO_KEY.search(pattern)]:
+            self.refuse(name, f"has a pattern that no key may be: {foreign[0]}", f"lora.{name}")
+            return {}
+        return patterns
 
     def names(self, name: str) -> list[str]:
         """A field that lists names: a YAML list, or text with commas."""

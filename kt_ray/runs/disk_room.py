@@ -11,7 +11,8 @@ from kt_ray.config.interval import SPANS, ends_until, seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
-from kt_ray.placement.memory import checkpoint_bytes, trained_params
+from kt_ray.placement.lora_sizes import trained_params
+from kt_ray.placement.memory import checkpoint_bytes
 
 
 @dataclass(frozen=True)
@@ -96,19 +97,27 @@ def shortage(need: DiskNeed, place: Path, reused: int) -> UserError | None:
 
 
 def check_next(need: int, root: Path) -> None:
-    """Refuse to begin a checkpoint of `need` bytes that will not fit.
+    """Refuse to begin a checkpoint of `need` bytes that will not fit; see `require_room`."""
+    require_room("checkpoint cannot be written", need, root, "run.root to another disk")
+
+
+def require_room(what: str, need: int, place: Path, other: str) -> None:
+    """Refuse to write `need` bytes where there is less room.
+
+    Args:
+        what: the fault; other: what to set so that they go elsewhere.
 
     Raises:
         UserError: the disk has too little room.
     """
-    free = free_bytes(root)
+    free = free_bytes(place)
     if need > free:
         raise UserError(
-            "checkpoint cannot be written",
-            where=str(root),
+            what,
+            where=str(place),
             observed=f"{gigabytes(free)} free",
             required=f"{gigabytes(need)} of free space",
-            remedy="free space, or set run.root to another disk",
+            remedy=f"free space, or set {other}",
         )
 
 

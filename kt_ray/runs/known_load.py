@@ -68,6 +68,7 @@ def resumed_choice(config: Config) -> Choice | None:
             groups=int(plan["groups"]),
             wave=int(plan["wave"]),
             activations=str(plan["experts"][0]["activations"]),
+            attention=str(plan.get("activations", "group")),  # plans of earlier versions have no such key
             seconds=0.0,
         )
     except (UserError, ValueError, LookupError, TypeError, OverflowError):

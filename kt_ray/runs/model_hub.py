@@ -19,7 +19,7 @@ from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.errors import TryAgain, UserError
 from kt_ray.parse import read_json
-from kt_ray.runs.disk_room import free_bytes, gigabytes
+from kt_ray.runs.disk_room import gigabytes, require_room
 
 T = TypeVar("T")
 _SNAPSHOT = re.compile(
@@ -97,17 +97,12 @@ def complete(model_dir: str, check: Callable[[], None]) -> None:
             where=repo,
             remedy="name the repository with the weights in safetensors, or convert them",
         )
-    size, free = sum(file.file_size for file in missing), free_bytes(folder)
-    if size > free:
-        raise UserError(
-            "the disk has no room for this model",
-            where=str(folder),
-            observed=f"{gigabytes(free)} free",
-            required=f"{gigabytes(size)} for {len(missing)} files of {repo}",
-            remedy="free space, or set HF_HOME to a directory on a larger disk",
-        )
+    size = sum(file.file_size for file in missing)
+    require_room(
+        "the disk has no room for this model", size, folder, "HF_HOME to a directory on a larger disk"
+    )
     print(
-        f"downloading {repo}: {len(missing)} files, {gigabytes(size)} ({gigabytes(free)} free), to {folder}; "
+        f"downloading {repo}: {len(missing)} files, {gigabytes(size)}, to {folder}; "
         "if this is interrupted, the same command goes on with the files that are missing",
         flush=True,
     )

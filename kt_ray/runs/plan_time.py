@@ -13,7 +13,7 @@ from rich.table import Table
 from kt_ray.batch import MicroBatch
 from kt_ray.config.schema import Config
 from kt_ray.data.held_out_split import as_split
-from kt_ray.data.sources import count_rows
+from kt_ray.data.sources import count_rows, require_files
 from kt_ray.errors import UserError
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
@@ -28,20 +28,37 @@ from kt_ray.timing.simulate import Micro, WaveShape
 SOURCE_WIDTH = 70  # characters of a rate's source in the table
 
 
-def show_time(console: Console, config: Config, plan: Plan, load: ExpertLoad | None = None) -> Prediction:
+def run_rows(config: Config) -> int | str:
+    """Training rows of an epoch, or why they are not known: planning downloads nothing, and the files may be
+    on another machine.
+
+    Raises:
+        UserError: a file that is here cannot be read, or all rows would be held out.
+    """
+    try:
+        require_files(config.data)
+    except UserError as error:
+        return f"{error.what} ({error.where})"
+    rows = count_rows(as_split(config))
+    return "rows on the hub are not counted" if rows is None else rows
+
+
+def show_time(
+    console: Console, config: Config, plan: Plan, rows: int | str, load: ExpertLoad | None = None
+) -> Prediction:
     """Print the prediction for `plan`, rows as long as data.max_length allows.
 
     Args:
+        rows: as `run_rows` counts them.
         load: tokens per expert that the plan was made with.
     """
     rates = rates_for(config, plan.hardware)
     prediction = predict(plan, config, rates)
-    row = config.data.max_length
-    changes = neighbours(plan, config, rates, prediction, row, load)
+    changes = neighbours(plan, config, rates, prediction, config.data.max_length, load)
     if len(plan.compared) > 1:
         console.print(_compared_table(plan))
     console.print(_table(prediction))
-    for line in (*_summary(config, plan, prediction, rates), *_changes(changes)):
+    for line in (*_summary(config, plan, prediction, rates, rows), *_changes(changes)):
         console.print(line, markup=False, soft_wrap=True)
     return prediction
 
@@ -60,7 +77,7 @@ def predicted_run(config: Config, plan: Plan, rates: Rates, waves: Sequence[Sequ
 
 
 def run_line(prediction: Prediction, rates: Rates) -> str:
-    """One line for the start of a run."""
+    """One line about the run's own rows."""
     how = rates.source + (f", {rates.date}" if rates.date else "")
     if not prediction.measured:
         how += "; run mode=doctor to measure them"
@@ -124,7 +141,7 @@ def _clip(text: str) -> str:
     return text if len(text) <= SOURCE_WIDTH else text[: SOURCE_WIDTH - 1] + "…"
 
 
-def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates) -> list[str]:
+def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, rows: int | str) -> list[str]:
     simulated = prediction.simulated
     lines = [
         f"predicted  {_figure(prediction.tokens_per_s)} tokens/s: {simulated.seconds:.3g} s per step of "
@@ -133,7 +150,7 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates) -
         f"loading    {duration(prediction.load_seconds)} at {rates.disk.value / 1e9:.2g} GB/s "
         f"({rates.disk.source})",
     ]
-    steps, line = _length(config, prediction)
+    steps, line = _length(config, prediction, rows)
     lines += [line, *_disk(config, plan, prediction, steps)]
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
@@ -152,25 +169,21 @@ def _disk(config: Config, plan: Plan, prediction: Prediction, steps: int | None)
     return lines
 
 
-def _length(config: Config, prediction: Prediction) -> tuple[int | None, str]:
+def _length(config: Config, prediction: Prediction, rows: int | str) -> tuple[int | None, str]:
     """Optimizer steps of the run, as far as they are known, and a line about its time."""
     trainer = config.trainer
     if trainer.max_steps is not None:
         seconds = trainer.max_steps * prediction.simulated.seconds
         line = f"run        {duration(seconds)} for {trainer.max_steps} steps (trainer.max_steps)"
         return trainer.max_steps, line
-    try:
-        rows = count_rows(as_split(config))
-    except UserError as error:
-        return None, f"run        length unknown: {error.what} ({error.where})"
-    if rows is None:
-        return None, "run        length unknown: no data are named (data.path)"
+    if isinstance(rows, str):
+        return None, f"run        length unknown: {rows}"
     steps = max(1, math.ceil(trainer.epochs * math.ceil(rows / trainer.batch_size)))
     seconds = steps * prediction.simulated.seconds
     return steps, (
         f"run        at most {duration(seconds)} for {trainer.epochs:g} "
         f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}; "
-        "shorter rows take less"
+        "shorter rows take less (mode=preview reads yours)"
     )
 
 

@@ -9,21 +9,24 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from kt_ray.adapter.from_peft import AdapterReader
-from kt_ray.adapter.peft_config import AdapterInfo, load_limits
+from kt_ray.adapter.peft_config import AdapterInfo, load_limits, module_of
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import Manifest
+from kt_ray.checkpoint.names import one_expert
 from kt_ray.checkpoint.safetensors_file import damaged
-from kt_ray.config.checks import value_of
+from kt_ray.config.faults import value_of
 from kt_ray.config.fields import show
 from kt_ray.config.interval import ends_until, evaluation_interval
+from kt_ray.config.lora_patterns import check_patterns, expert_lora, module_lora
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.data.batches import flat
@@ -111,7 +114,7 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     resolve_targets(config.lora.target_modules, model.module_names)
     data = for_stage(config.trainer.stage, load_data(config, model.model_dir, config.seed))
     _check_held_out(config, data)
-    batches = _batches(config, model.plan, data)
+    batches = step_batches(config, model.plan, data)
     load = resumed_load(config, model.plan.dims) or ExpertLoad()
     return Prepared(**vars(model), data=data, batches=batches, load=load)
 
@@ -172,7 +175,13 @@ def prepare_model(config: Config, *, training: bool, manifest: Manifest | None =
         config, line = fitted(config, reader, whole, layout, dims)
         notes.append(line)
     if training:
-        notes += _adapter_limits(config, model_dir, layout, whole)
+        check_patterns(
+            config.lora,
+            resolve_targets(config.lora.target_modules, whole.lora_names),
+            dims.moe_layers,
+            dims.num_experts,
+        )
+        notes += _adapter_limits(config, model_dir, layout, whole, dims)
     check_content(index)
     return PreparedModel(
         config=config,
@@ -189,29 +198,49 @@ def prepare_model(config: Config, *, training: bool, manifest: Manifest | None =
     )
 
 
-def _adapter_limits(config: Config, model_dir: str, layout: ExpertLayout, whole: StageModel) -> list[str]:
+def _adapter_limits(
+    config: Config, model_dir: str, layout: ExpertLayout, whole: StageModel, dims: ModelDims
+) -> list[str]:
     """Where the adapter to come will not load."""
     names = list(resolve_targets(config.lora.target_modules, whole.lora_names))
     if config.lora.experts:
         names += [
             name for layer in layout.moe_layers[:1] for name in layout.names(layer, 0, whole.root).values()
         ]
-    return [f"adapter: {line}" for line in load_limits(names, adapter_info(config, model_dir))]
+    return [f"adapter: {line}" for line in load_limits(names, adapter_info(config, model_dir, names, dims))]
 
 
-def adapter_info(config: Config, model_dir: str, notes: tuple[str, ...] = ()) -> AdapterInfo:
-    """What the adapter's files will say of this run."""
+def adapter_info(
+    config: Config, model_dir: str, names: Iterable[str], dims: ModelDims, notes: tuple[str, ...] = ()
+) -> AdapterInfo:
+    """What the adapter's files will say of this run.
+
+    Args:
+        names: of its tensors or modules.
+    """
     lora, family = config.lora, read_family(model_dir)
     if lora.adapter is not None:
         notes = (f"started from the adapter {lora.adapter}", *notes)
     wider = 2 if lora.init.startswith("pissa") else 1  # relative to the weights as they are in the checkpoint
+    modules = {module_of(name) for name in names if one_expert(module_of(name)) is None}
+    settings = {m: (own.rank, own.alpha) for m in sorted(modules) for own in [module_lora(lora, m)]}
+    of_experts = expert_lora(lora, dims.moe_layers, dims.num_experts)
+    rank, alpha = of_experts.rank, of_experts.alpha
+    if settings and not lora.experts:
+        rank, alpha = Counter(settings.values()).most_common(1)[0][0]
     return AdapterInfo(
         base_model=model_dir,
         model_type=family.text_type,
-        rank=wider * lora.rank,
+        rank=wider * rank,
         # With rsLoRA the scale falls with the root of the rank.
-        alpha=(wider**0.5 if lora.rslora else wider) * lora.alpha,
+        alpha=(wider**0.5 if lora.rslora else wider) * alpha,
+        others={
+            module: (wider * r, wider * a * (r**0.5 if lora.rslora else 1))
+            for module, (r, a) in settings.items()
+            if (r, a) != (rank, alpha)
+        },
         rslora=lora.rslora,
+        dora=lora.dora,
         dropout=lora.dropout,
         notes=notes,
         whole_type="" if family.whole is None else family.model_type,
@@ -394,12 +423,18 @@ def without_padding(prepared: Prepared, moves: str) -> tuple[Prepared, str]:
     """
     if prepared.config.trainer.stage in STAGES:
         return prepared, f"padding moves this model ({moves}): so do losses of pairs of unequal length"
-    batches = _batches(prepared.config, prepared.plan, prepared.data, unpadded=True)
+    batches = step_batches(prepared.config, prepared.plan, prepared.data, unpadded=True)
     line = f"padding moves this model ({moves}): micro-batches hold rows of one length only"
     return replace(prepared, batches=batches), line
 
 
-def _batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool = False) -> StepBatches:
+def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool = False) -> StepBatches:
+    """The rows of every step of a run with this plan.
+
+    Args:
+        data: of the stage (`for_stage`).
+        unpadded: rows of one length only in each micro-batch.
+    """
     trainer = config.trainer
     sizes = (trainer.batch_size, config.micro_batch_rows(plan.replicas), plan.replicas, plan.groups)
     budget = config.micro_batch_tokens(plan.replicas)

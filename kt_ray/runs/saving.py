@@ -14,7 +14,7 @@ from kt_ray.checkpoint.manifest import Manifest, ShardInfo, step_name
 from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
 from kt_ray.config.mapping import with_keys
-from kt_ray.config.schema import Config
+from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
@@ -189,7 +189,7 @@ def write_adapter(
     shapes = cluster.parameter_shapes()
     if prepared.config.lora.init.startswith("pissa"):
         shapes = {name: doubled_shape(name, shape) for name, shape in shapes.items()}
-    info = adapter_info(prepared.config, prepared.model_dir, notes)
+    info = adapter_info(prepared.config, prepared.model_dir, shapes, prepared.plan.dims, notes)
     layout = adapter_layout(shapes, info.model_type)
     with writing("adapter", directory, layout.size):
         create_adapter(directory, layout)
@@ -199,9 +199,13 @@ def write_adapter(
         )
 
 
+# Values of lora's keys that earlier versions did not have
+_UNSET = {"init": "default", "dora": False, "rank_pattern": None, "alpha_pattern": None}
+
+
 def _fields(prepared: Prepared) -> dict[str, Any]:
     """Settings that decide what a step number means. Placement is not among them."""
-    config, lora = prepared.config, prepared.config.lora
+    config = prepared.config
     quantised = config.rule.experts.backend
     return {
         # Only where it is set: checkpoints of versions without the key stay valid.
@@ -209,18 +213,25 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
         "seed": config.seed,
         # These backends change the frozen weights; the others compute the checkpoint's own.
         "rule.experts.backend": quantised if quantised in BACKEND_STORAGE else "auto",
-        # lora.init, too, only where it is set; of lora.adapter not where it lies, but what it is.
-        **{
-            f"lora.{key}": value
-            for key, value in vars(lora).items()
-            if key != "adapter" and (key, value) != ("init", "default")
-        },
+        **lora_fields(config.lora),
         **({} if prepared.start is None else {DIGEST: prepared.start.digest}),
         **_stage_fields(config),
         "optim.name": config.optim.name,
         "trainer.batch_size": config.trainer.batch_size,
         "data.shuffle": config.data.shuffle,
         "data (digest of the tokenised training rows)": prepared.rows_digest,
+    }
+
+
+def lora_fields(lora: LoraConfig) -> dict[str, Any]:
+    """Settings of the adapters; init, dora and patterns only where they are set.
+
+    Of lora.adapter counts what it is, not where it lies. Patterns are pairs: the first that matches counts.
+    """
+    return {
+        f"lora.{key}": list(value.items()) if isinstance(value, dict) else value
+        for key, value in vars(lora).items()
+        if key != "adapter" and (key not in _UNSET or value != _UNSET[key])
     }
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory, digest_of
+from kt_ray.adapter.peft_config import EXPERT_LEAVES
 from kt_ray.checkpoint import ExpertLayout
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import Manifest
+from kt_ray.config.checks import check
 from kt_ray.config.fields import show
+from kt_ray.config.lora_patterns import shortest_patterns
 from kt_ray.config.mapping import from_dict
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.model_dims import ModelDims
@@ -21,7 +25,7 @@ from kt_ray.model.stage_spec import StartAdapter
 
 DIGEST = "lora.adapter (digest of its weights)"  # field of a checkpoint's manifest
 _DEFAULT = LoraConfig()
-_SETTINGS = ("rank", "alpha", "rslora", "target_modules", "experts")
+_SETTINGS = ("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "target_modules", "experts", "dora")
 
 
 def open_start(
@@ -47,7 +51,10 @@ def open_start(
         _check_same(config.lora.adapter, str(manifest.fields[DIGEST]))
         return replace(config, lora=_as_before(config.lora, manifest)), None
     reader = AdapterReader(adapter_directory(config.lora.adapter, "lora.adapter"), model_dir)
-    return replace(config, lora=_of_adapter(config.lora, reader)), reader
+    config = replace(config, lora=_of_adapter(config.lora, reader))
+    if config.lora.dora:
+        check(config)  # what does not go together with it
+    return config, reader
 
 
 def _check_same(named: str, digest: str) -> None:
@@ -75,30 +82,50 @@ def _check_same(named: str, digest: str) -> None:
 def _as_before(given: LoraConfig, manifest: Manifest) -> LoraConfig:
     unset = {key for key in _SETTINGS if getattr(given, key) == getattr(_DEFAULT, key)}
     before: dict[str, Any] = {
-        key: value for key in unset if (value := manifest.fields.get(f"lora.{key}")) is not None
+        key: dict(value) if key.endswith("_pattern") else value
+        for key in unset
+        if (value := manifest.fields.get(f"lora.{key}")) is not None
     }
     return replace(given, **{key: getattr(from_dict({"lora": before}).lora, key) for key in before})
 
 
 def _of_adapter(given: LoraConfig, reader: AdapterReader) -> LoraConfig:
-    scales = sorted({scale for _, scale in reader.kinds})
-    if not math.isclose(scales[0], scales[-1], rel_tol=1e-6):
-        kinds = [f"{module}: rank {rank}, scale {scale:g}" for (rank, scale), module in reader.kinds.items()]
+    kinds = reader.expert_kinds
+    scales = sorted({scale for _, scale in kinds})
+    if scales and not math.isclose(scales[0], scales[-1], rel_tol=1e-6):
+        seen = [f"{module}: rank {rank}, scale {scale:g}" for (rank, scale), module in kinds.items()]
         raise UserError(
-            "the adapter's modules have several scales (alpha / rank)",
+            "the adapter's routed experts have several scales (alpha / rank)",
             where=str(reader.lora.path),
-            observed=some(kinds, 4),
+            observed=some(seen, 4),
             required="one scale; ranks may differ",
             remedy="merge it into the model first (python -m kt_ray.tools merge) and train a new adapter",
         )
     rslora = given.rslora or bool(reader.lora.config.get("use_rslora"))
-    alpha = scales[0] * (reader.rank**0.5 if rslora else reader.rank)
-    alpha = round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-9) else alpha
-    wrong = []
-    if given.rank not in (_DEFAULT.rank, reader.rank):
-        wrong.append((f"lora.rank={given.rank}", f"rank {reader.rank}"))
+
+    def setting(rank: int, scale: float) -> tuple[int, float]:
+        alpha = scale * (rank**0.5 if rslora else rank)
+        return rank, float(round(alpha)) if math.isclose(alpha, round(alpha), rel_tol=1e-9) else alpha
+
+    modules = {pair.module: setting(pair.rank, pair.scale) for pair in reader.lora.linear.values()}
+    experts = [setting(reader.expert_rank, scales[0])] if scales else []
+    usual = rank, alpha = Counter([*modules.values(), *experts]).most_common(1)[0][0]
+    patterns: dict[str, Any] = {}
+    for i, key in enumerate(("rank_pattern", "alpha_pattern")):
+        own = shortest_patterns({name: value[i] for name, value in modules.items()}, usual[i], EXPERT_LEAVES)
+        first = {"experts": experts[0][i]} if experts and experts[0][i] != usual[i] else {}
+        patterns[key] = {**first, **own} or None
+    wrong = [
+        (f"lora.{key}={show(value)}", show(own))
+        for key, own in patterns.items()
+        if (value := getattr(given, key)) not in (None, own)
+    ]
+    if given.rank not in (_DEFAULT.rank, rank):
+        wrong.append((f"lora.rank={given.rank}", f"rank {rank}"))
     if given.alpha != _DEFAULT.alpha and not math.isclose(given.alpha, alpha, rel_tol=1e-6):
         wrong.append((f"lora.alpha={given.alpha:g}", f"alpha {alpha:g}{' with rsLoRA' if rslora else ''}"))
+    if given.dora and not reader.lora.dora:
+        wrong.append(("lora.dora=true", "plain LoRA"))
     if reader.adapts_experts and not given.experts:
         wrong.append(("lora.experts=false", "routed experts"))
     if wrong:
@@ -114,9 +141,13 @@ def _of_adapter(given: LoraConfig, reader: AdapterReader) -> LoraConfig:
     return replace(
         given,
         adapter=str(reader.lora.path),
-        rank=reader.rank,
-        alpha=float(alpha),
+        rank=rank,
+        alpha=alpha,
         rslora=rslora,
+        **patterns,
+        dora=reader.lora.dora,
+        # DoRA is of other modules alone; true is the default, so nobody need have asked for it.
+        experts=given.experts and not reader.lora.dora,
         target_modules=(sorted(reader.lora.linear) or "none") if targets == "auto" else targets,
     )
 
@@ -159,7 +190,9 @@ def fitted(
     line = (
         f"LoRA starts from {lora.adapter} ({' and '.join(parts)}): rank {lora.rank}, alpha {lora.alpha:g}"
         + (" with rsLoRA" if lora.rslora else "")
+        + (f", other ranks {show(lora.rank_pattern)}" if lora.rank_pattern else "")
         + (f"; new: {' and '.join(anew)}" if anew else "")
+        + ("; it is DoRA: routed experts stay as they are" if lora.dora else "")
         + ("; model and adapter are the reference" if config.keeps_reference else "")
     )
     return replace(config, lora=lora), line

@@ -69,18 +69,27 @@ def choose_plan(
     if generates(config) or dims.refusal or not plan.fits:
         return plan
     host_rates = rates or rates_for(config, hardware)
+    simulated = {choice_of(plan)}
 
     def simulate_fitting(configs: Iterable[Config]) -> list[_Candidate]:
         """Those of the configurations that fit, simulated."""
-        plans = [(changed, make_plan(dims, changed, hardware, load, lane)) for changed in configs]
-        return [_Candidate(c, p, step_seconds(p, c, host_rates)) for c, p in plans if p.fits]
+        found = []
+        for changed in configs:
+            other = make_plan(dims, changed, hardware, load, lane)
+            shape = choice_of(other)
+            if other.fits and shape not in simulated:  # more groups than micro-batches are as many
+                simulated.add(shape)
+                found.append(_Candidate(changed, other, step_seconds(other, changed, host_rates)))
+        return found
 
     choices = layouts(dims, config, hardware)
     if before is not None and before[:2] in (choices or [(plan.stages, plan.replicas)]):
+        simulated.clear()
         earlier = simulate_fitting([with_choice(config, before)])
         if earlier:
             plan = replace(earlier[0].plan, compared=(earlier[0].choice,))
             return _beside_resumed(plan, before)
+        simulated.add(choice_of(plan))
     best = _Candidate(config, plan, step_seconds(plan, config, host_rates))
     simulations = [best]
     if choices:
@@ -89,7 +98,7 @@ def choose_plan(
         simulations += others
         best = _faster(best, others)
         best = replace(best, config=with_layout(config, (best.plan.stages, best.plan.replicas)))
-    for alternatives in (_other_activations, _other_groups):
+    for alternatives in (_other_activations, _other_attention, _other_groups):
         others = simulate_fitting(alternatives(best))
         simulations += others
         best = _faster(best, others)
@@ -108,7 +117,8 @@ def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
 
 def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     """What the plan has where a rule may leave it at auto."""
-    return Choice(plan.stages, plan.replicas, plan.groups, plan.wave, plan.experts[0].activations, seconds)
+    shape = (plan.stages, plan.replicas, plan.groups, plan.wave)
+    return Choice(*shape, plan.experts[0].activations, seconds, plan.activations)
 
 
 def with_choice(config: Config, choice: Choice) -> Config:
@@ -120,6 +130,8 @@ def with_choice(config: Config, choice: Choice) -> Config:
         keys["rule.groups"] = choice.groups
     if rule.experts.activations == "auto":
         keys["rule.experts.activations"] = choice.activations
+    if rule.activations == "auto":
+        keys["rule.activations"] = choice.attention
     return with_keys(config, keys)
 
 
@@ -146,6 +158,13 @@ def _other_activations(best: _Candidate) -> Iterator[Config]:
     if best.config.rule.experts.activations == "auto" and not (activations == "retain" and whole):
         other = "recompute" if activations == "retain" else "retain"
         yield with_keys(best.config, {"rule.experts.activations": other})
+
+
+def _other_attention(best: _Candidate) -> Iterator[Config]:
+    """Smaller waves, of which attention workers hold more: a group's layers are computed again at once, while
+    the experts work, and hidden states need not be copied to the host and back."""
+    if best.config.rule.activations == "auto" and best.plan.activations != "group":
+        yield with_keys(best.config, {"rule.activations": "group"})
 
 
 def _other_groups(best: _Candidate) -> Iterator[Config]:

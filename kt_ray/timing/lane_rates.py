@@ -7,7 +7,9 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
+from kt_ray.placement.lane_plan import lane_devices
 from kt_ray.placement.lane_share import LaneRates
+from kt_ray.placement.lora_sizes import expert_rank
 from kt_ray.placement.memory import held_format
 
 
@@ -23,7 +25,7 @@ def lane_rates(
         UserError: as `rates_for`.
     """
     rule = config.rule.experts
-    if rule.stream != "auto" or rule.lane_device == "cpu" or not hardware.gpus:
+    if rule.stream != "auto" or "cpu" in rule.lane_devices or not hardware.gpus:
         return None
     return from_rates(rates or rates_for(config, hardware), config, hardware, dims)
 
@@ -31,7 +33,7 @@ def lane_rates(
 def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims) -> LaneRates | None:
     """The rates at a step's rows per expert, which is more than a call of it has.
 
-    Actors on one socket, and all actors on the GPU, divide what there is.
+    Actors on one socket, and those on one GPU, divide what there is.
     """
     if rates.gpu is None or rates.link is None:
         return None
@@ -40,15 +42,18 @@ def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims
     neighbours = max(1, -(-actors // len(sockets)))
     threads = rule.threads if isinstance(rule.threads, int) else max(1, sockets[0].cores // neighbours)
     rows = config.trainer.batch_size * config.data.max_length * dims.experts_per_token / dims.num_experts
-    rank = config.lora.rank if config.lora.experts else 0
+    rank = expert_rank(dims, config.lora)
     shape = dims.expert_width, dims.expert_intermediate
     expert = rates.expert(rule.isa, held_format(dims, rule.backend), *shape)
     kind = "float32" if dims.expert_format == "f32" else "bfloat16"
     gemm = rates.gpu.gemm[kind]
+    gpus = len(lane_devices(config, hardware))
+    sharing = -(-actors // gpus)
     return LaneRates(
-        link=rates.link.to_device.value / actors,
-        gpu=gemm(max(1.0, rows)) / actors,
+        link=rates.link.to_device.value / sharing,
+        gpu=gemm(max(1.0, rows)) / sharing,
         cpu=expert.flops("forward", max(1.0, rows), threads, rank),
         memory=rates.memory.read_all.value / neighbours,
         source=rates.source,
+        devices=max(1, gpus // actors),
     )

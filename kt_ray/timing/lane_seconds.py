@@ -15,6 +15,7 @@ from kt_ray.config.schema import Config
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.lane_plan import expert_sizes
 from kt_ray.placement.lane_share import ExpertSizes, lane_parts, whole_experts
+from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan
 from kt_ray.timing.layer_work import dispatch_seconds
 from kt_ray.timing.simulate import LaneCall
@@ -42,43 +43,49 @@ class LaneSeconds:
         streamed = others * carried / busy if busy else 0.0
         return stays / (stays + others), streamed / (stays + others)
 
-    def call(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
-        """A call's lane; None where the CPU computes all of it, or the stand-in on its cores does."""
+    def calls(self, actor: int, layer: int, direction: str, tokens: int) -> tuple[LaneCall, ...]:
+        """A call's lane, by GPU; nothing where the CPU computes all of it, or the stand-in on its cores does.
+
+        Experts are dealt out evenly, so every GPU takes as long as the one that gets most.
+        """
         if not tokens or not self._runs(actor):
-            return None
+            return ()
         assert self.rates.gpu is not None and self.rates.link is not None
         here, dims = self.plan.experts[actor], self.plan.dims
+        assert here.lane is not None
+        devices = len(here.lane.devices)
         stays, others, carried = self._counts(actor, layer, tokens)
         link = self.rates.link.to_device.value
         rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
         gpu = self.rates.gpu.gemm["float32" if dims.expert_format == "f32" else "bfloat16"](rows)
         copies = products = first = moved = experts = 0.0
         if others and carried:
-            found = lane_parts(self._sizes(actor, others).work(tokens), link, gpu, carried)
+            found = lane_parts(self._sizes(actor, others).work(tokens), link, gpu, carried, devices)
             copies, products, first, moved = found.copies, found.products, found.first, found.moved
-            experts += carried
+            experts += -(-carried // devices)
         if stays:  # only their adapters are copied
             kept = replace(self._sizes(actor, stays), bytes=self._adapter)
             work = kept.work(tokens)
-            found = lane_parts(work, link, gpu, work.experts)
+            found = lane_parts(work, link, gpu, work.experts, devices)
             copies, products = copies + found.copies, products + found.products
             first, moved = max(first, found.first), moved + found.moved
-            experts += work.experts
+            experts += -(-work.experts // devices)
         if not experts:
-            return None
+            return ()
         kernels = KERNELS[direction]
         if direction == "backward" and here.activations == "recompute":
             products *= 1 + (2 / 3 if dims.gated else 1 / 2)
             kernels += KERNELS_AGAIN
         dispatch = dispatch_seconds(kernels * experts, self.rates.gpu, self.rates.cpu_one)
-        assert here.lane is not None
         ahead, back = first + MOVED_IN * moved, (1 - MOVED_IN) * moved
-        return LaneCall(here.lane.device, ahead, copies, products, dispatch, back)
+        return tuple(
+            LaneCall(device, ahead, copies, products, dispatch, back) for device in here.lane.devices
+        )
 
     def _runs(self, actor: int) -> bool:
         lane = self.plan.experts[actor].lane
         known = self.rates.gpu is not None and self.rates.link is not None
-        return lane is not None and lane.device != "cpu" and known
+        return lane is not None and lane.cuda and known
 
     def _counts(self, actor: int, layer: int, tokens: int) -> tuple[int, int, int]:
         """Experts of a layer that stay on the device; in host memory; of these carried for such a call."""
@@ -96,10 +103,7 @@ class LaneSeconds:
     @property
     def _adapter(self) -> float:
         """Bytes of one expert's LoRA."""
-        dims, lora = self.plan.dims, self.config.lora
-        matrices = 3 if dims.gated else 2
-        size = 4 * matrices * lora.rank * (dims.expert_width + dims.expert_intermediate)
-        return float(size) if lora.experts else 0.0
+        return 4.0 * expert_lora_params(self.plan.dims, self.config.lora)
 
     @cached_property
     def _of_actor(self) -> tuple[ExpertSizes, ...]:

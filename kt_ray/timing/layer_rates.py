@@ -33,8 +33,8 @@ def layer_signature(work: LayerWork) -> str:
         dims.hidden_streams,
         dims.num_heads,
         (dims.num_experts, dims.experts_per_token) if work.moe else (),
-        work.lora.rank,
         work.lora.dropout > 0,
+        work.lora.dora,
         work.dtype,
         work.attention,
     )

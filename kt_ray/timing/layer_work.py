@@ -23,7 +23,7 @@ from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.layer_params import WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.rates import DeviceRate
-from kt_ray.placement.memory import adapts
+from kt_ray.placement.lora_sizes import module_ranks
 from kt_ray.placement.plan_types import Plan
 
 # Kernels that are dispatched, forward and backward, views not counted (torch.profiler).
@@ -84,15 +84,13 @@ class LayerWork:
         return self.layer in self.dims.moe_layers
 
     @cached_property
-    def modules(self) -> tuple[tuple[str, int, int, bool, bool], ...]:
-        """(name, in, out, whether it has LoRA, whether it is of attention)."""
-        modules = []
-        for name, n_in, n_out in self.dims.lora_in_out[self.layer]:
-            of_attention = "attn" in name or (name.startswith("mixer.") and name[6:7] in "qkvo")
-            modules.append(
-                (name, n_in, n_out, adapts(self.lora.target_modules, self.layer, name), of_attention)
-            )
-        return tuple(modules)
+    def modules(self) -> tuple[tuple[str, int, int, int, bool], ...]:
+        """(name, in, out, rank of its LoRA or 0, whether it is of attention)."""
+        modules, ranks = self.dims.lora_in_out[self.layer], module_ranks(self.dims, self.lora, self.layer)
+        return tuple(
+            (name, n_in, n_out, rank, "attn" in name or (name.startswith("mixer.") and name[6:7] in "qkvo"))
+            for (name, n_in, n_out), rank in zip(modules, ranks, strict=True)
+        )
 
     @cached_property
     def heads(self) -> tuple[float, float]:
@@ -104,22 +102,21 @@ class LayerWork:
         return (self.dims.attention_width - value) / 2, value
 
     @property
-    def unequal(self) -> bool:
-        """Whether torch materialises attention's scores: eager, or sdpa where keys and values differ in
-        width (its fused kernels want one width)."""
+    def softmax(self) -> str:
+        """How torch attends: "eager" holds all scores; "fused" never; "unequal", where keys and values differ
+        in width, holds them on the CPU, while CUDA's memory-efficient kernel takes both (torch's
+        check_head_dim_size_mem_efficient)."""
+        if self.attention == "eager" or self.dims.model_type in WITHOUT_SDPA:
+            return "eager"
         query, value = self.heads
-        return (
-            self.attention == "eager"
-            or self.dims.model_type in WITHOUT_SDPA
-            or abs(query - value) > 0.01 * query
-        )
+        return "unequal" if abs(query - value) > 0.01 * query else "fused"
 
     def forward(self, rows: int, width: int) -> tuple[Counts, Counts]:
         """What is counted until the experts get their tokens, and after it (the shared expert)."""
         m = rows * width
         first, rest = Counts(), Counts()
-        for name, n_in, n_out, adapted, of_attention in self.modules:
-            work = self._linear(n_in, n_out, adapted, m, 0)
+        for name, n_in, n_out, rank, of_attention in self.modules:
+            work = self._linear(n_in, n_out, rank, m, 0)
             if of_attention or not self.moe or "latent" in name:
                 first = first.plus(work)
             else:
@@ -136,8 +133,8 @@ class LayerWork:
         """Counts of autograd through the layer, after it was run under grad."""
         m = rows * width
         total = self._between(m, 1).plus(self._pairs(rows, width)).plus(self._activation(m, 1))
-        for name, n_in, n_out, adapted, _ in self.modules:
-            work = self._linear(n_in, n_out, adapted, m, 1)
+        for name, n_in, n_out, rank, _ in self.modules:
+            work = self._linear(n_in, n_out, rank, m, 1)
             if self.layer == 0 and name.rpartition(".")[2] in _FIRST:
                 # Nothing before the first layer trains: its input needs no gradient.
                 work = work._replace(products=0.0, adapted=work.adapted / 2, operations=work.operations / 2)
@@ -146,11 +143,16 @@ class LayerWork:
 
     # -- parts -------------------------------------------------------------------------------
 
-    def _linear(self, n_in: int, n_out: int, adapted: bool, m: int, back: int) -> Counts:
+    def _linear(self, n_in: int, n_out: int, rank: int, m: int, back: int) -> Counts:
         product = 2.0 * m * n_in * n_out
-        if not adapted:
+        if not rank:
             return Counts(products=product, operations=BARE_LINEAR_OPS[back])
-        elements = m * (n_in + n_out) * max(1.0, self.lora.rank / 8)
+        elements = m * (n_in + n_out) * max(1.0, rank / 8)
+        if self.lora.dora:  # the norms of W + scale * B A, in float32, once per call; two sums per output
+            formed = 0.0 if back else n_in * (5.0 * n_out + n_in)
+            elements += 3.0 * m * n_out
+            product += 0.0 if back else 2.0 * rank * n_in * (n_in + n_out)
+            return Counts(products=product, passes=formed, adapted=elements, operations=LINEAR_OPS[back])
         return Counts(products=product, adapted=elements, operations=LINEAR_OPS[back])
 
     def _between(self, m: int, back: int) -> Counts:
@@ -162,7 +164,7 @@ class LayerWork:
         return Counts(normed=m * (2.0 * hidden + compressed), passes=m * passes, operations=LAYER_OPS[back])
 
     def _pairs(self, rows: int, width: int) -> Counts:
-        scores = rows * float(width) ** 2 * self.dims.num_heads if self.unequal else 0.0
+        scores = 0.0 if self.softmax == "fused" else rows * float(width) ** 2 * self.dims.num_heads
         return Counts(pairs=self.dims.attention_flops(self.layer, rows, width), scores=scores)
 
     def _activation(self, m: int, back: int) -> Counts:
@@ -193,17 +195,19 @@ def seconds(
     m: int,
     *,
     back: bool = False,
-    unequal: bool = False,
+    softmax: str = "fused",
     grad: bool = False,
 ) -> float:
     """Seconds of `work` for a micro-batch of `m` positions.
 
     Args:
         rate: of the device. host: of the CPU that dispatches to it (the same, without a GPU).
-        back: autograd's work. unequal: keys and values differ in width. grad: forward under grad.
+        back: autograd's work. softmax: of `LayerWork`. grad: forward under grad.
     """
     block = rate.block
-    if unequal:
+    if softmax == "unequal" and rate.threads == 0 and rate.blocks is None:
+        work = work._replace(scores=0.0)  # what was measured on a GPU has a part for each score
+    if softmax != "fused":
         attention = block.unequal_backward if back else block.unequal
     else:
         attention = block.sdpa_backward if back else rate.sdpa

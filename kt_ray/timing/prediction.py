@@ -162,7 +162,7 @@ def _plainly(resource: str) -> str:
 def _left_out(plan: Plan, config: Config) -> tuple[str, ...]:
     """What the prediction does not know of this plan."""
     notes = []
-    if any(actor.lane is not None and actor.lane.device == "cpu" for actor in plan.experts):
+    if any(actor.lane is not None and not actor.lane.cuda for actor in plan.experts):
         notes.append("predicted as without the lane: rule.experts.lane_device=cpu is a stand-in for tests")
     if plan.hardware.hosts > 1:
         notes.append(
@@ -197,7 +197,7 @@ def _terms(
         for layer, direction, g in expert_order(plan, "train"):
             calls[direction] += durations.expert(seat.actors[0], layer, direction, tokens[g])
             lane = durations.lane(seat.actors[0], layer, direction, tokens[g])
-            on_gpu += lane.products if lane is not None else 0.0
+            on_gpu += max((call.products for call in lane), default=0.0)
     device, expert, transport = durations.device, durations.expert_rate, rates.transport
     layers = "; layers: measured" if durations.corrected else ""
     on = (
@@ -299,6 +299,8 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, 
         for activations in ("retain", "recompute"):
             if activations != rule.experts.activations:
                 yield {"rule.experts.activations": activations}, same
+    if rule.activations != "auto":
+        yield {"rule.activations": "auto"}, same
     if rule.experts.answers == "float32":
         yield {"rule.experts.answers": "bfloat16"}, "y and dx rounded on their way, docs/numerics.md"
     if isinstance(rule.wave, int):
@@ -313,7 +315,7 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, 
     for backend in ("AMXINT8", "AMXINT4"):
         if backend != rule.experts.backend and config.model.experts_path is None:
             yield {"rule.experts.backend": backend}, "experts quantised"
-    if hardware.gpus and rule.experts.stream == "off" and rule.experts.lane_device != "cpu":
+    if hardware.gpus and rule.experts.stream == "off" and "cpu" not in rule.experts.lane_devices:
         yield {"rule.experts.stream": "auto"}, f"{rounding}; untested on hardware, docs/gpu_lane.md"
     if not hardware.gpus or rule.device == "cpu":
         for threads in sorted({1, max(1, min(s.cores for s in sockets) // 2)}):

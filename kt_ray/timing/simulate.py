@@ -119,8 +119,8 @@ class Durations(Protocol):
     def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
         """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas."""
 
-    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
-        """The same call's part on a GPU, at the same time; None = there is none."""
+    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> tuple[LaneCall, ...]:
+        """The same call's parts on GPUs, at the same time; one per GPU that has one."""
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
         """Tokens of one worker, or their gradients, on the way to a class of expert actors."""
@@ -130,6 +130,9 @@ class Durations(Protocol):
 
     def stage(self, worker: int, to: int, tokens: int) -> Carriage:
         """Hidden states or their gradients from stage to stage."""
+
+    def shelf(self, worker: int, group: Group, way: str) -> Carriage:
+        """A group's hidden states before a layer to host memory ("out") and back ("in")."""
 
     def pass_end(self) -> float:
         """The driver's seconds between passes."""
@@ -326,15 +329,15 @@ class _Step:
         workers = [self._worker(rank, wave) for rank in range(len(self.plan.workers))]
         calls = [self._experts(c, wave) for c in self.machine.experts]
         lanes = [
-            Actor(f"lane {c.actors[0]}", Seat(device), self._lane(c, wave))
+            Actor(f"lane {c.actors[0]} {device}", Seat(device), self._lane(c, device, wave))
             for c in self.machine.experts
-            if (device := self._lane_device(c))
+            for device in self._lane_devices(c)
         ]
         return self._play(workers, calls, offset, self.durations.pass_end(), "end of pass", lanes)
 
-    def _lane_device(self, c: ExpertClass) -> str | None:
+    def _lane_devices(self, c: ExpertClass) -> tuple[str, ...]:
         lane = self.plan.experts[c.actors[0]].lane
-        return lane.device if lane is not None and lane.device != "cpu" else None
+        return lane.devices if lane is not None and lane.cuda else ()
 
     def phase(self, phase: Phase, offset: float) -> Stretch:
         def only(seconds: float) -> Program:
@@ -407,6 +410,10 @@ class _Step:
                 direction = "forward" if kind == "join" else "backward"
                 for c in self.machine.experts:
                     yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
+            # Copied behind the computation, and back ahead of it: what waits for them is the link.
+            if plan.activations == "host" and kind in ("forward", "recompute"):
+                way = "out" if kind == "forward" else "in"
+                self._send(("shelf", way, layer, g, rank), durations.shelf(rank, groups[g], way))
             before, after = durations.attention(kind, layer, groups[g])
             if before:
                 yield Busy(f"{kind} {layer}.{g}", "attention", before)
@@ -423,6 +430,8 @@ class _Step:
                 self._send((kind[5:], replica, to, g), durations.stage(rank, rank + to - stage, tokens[g]))
             if after:
                 yield Busy(f"{kind} {layer}.{g}", "attention", after)
+            if plan.activations == "host" and kind == "backward":
+                yield Wait(("shelf", "in", layer, g, rank), "transfer")
 
     def _experts(self, c: ExpertClass, wave: WaveShape) -> Program:
         plan, actor = self.plan, c.actors[0]
@@ -439,26 +448,27 @@ class _Step:
             together = sum(part[g] for part in tokens)
             seconds = self.durations.expert(actor, layer, direction, together)
             lane = self.durations.lane(actor, layer, direction, together)
-            if lane is not None:
-                self._send(("lane", layer, direction, g, actor), Carriage())
+            for call in lane:
+                self._send(("lane", layer, direction, g, actor, call.device), Carriage())
             yield Busy(f"{direction} {layer}.{g}", "experts", seconds)
-            if lane is not None:
-                yield Wait(("lane done", layer, direction, g, actor), "lane")
+            for call in lane:
+                yield Wait(("lane done", layer, direction, g, actor, call.device), "lane")
             for replica in range(plan.replicas):
                 worker = owner[replica, layer]
                 carriage = self.durations.reply(worker, c, direction, tokens[replica][g])
                 self._send(("reply", direction, layer, g, actor, replica), carriage)
 
-    def _lane(self, c: ExpertClass, wave: WaveShape) -> Program:
+    def _lane(self, c: ExpertClass, device: str, wave: WaveShape) -> Program:
         """The thread that has a GPU compute its part of the actor's calls."""
         actor = c.actors[0]
         tokens = [sum(m.tokens for part in wave for m in part[g]) for g in range(self.plan.groups)]
         for layer, direction, g in expert_order(self.plan, "train"):
-            call = self.durations.lane(actor, layer, direction, tokens[g])
+            calls = self.durations.lane(actor, layer, direction, tokens[g])
+            call = next((call for call in calls if call.device == device), None)
             if call is None:
                 continue
-            about = (layer, direction, g, actor)
-            into, back = f"pcie {call.device} in", f"pcie {call.device} out"
+            about = (layer, direction, g, actor, device)
+            into, back = f"pcie {device} in", f"pcie {device} out"
             yield Wait(("lane", *about), "experts")
             self._send(("lane ahead", *about), Carriage((Leg(into, call.ahead),)))
             yield Wait(("lane ahead", *about), "transfer")

@@ -22,7 +22,8 @@ from functools import cached_property
 from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
-from kt_ray.placement.memory import expert_lora_params, held_format, home_socket, logit_rows, lora_params
+from kt_ray.placement.lora_sizes import expert_lora_params, expert_rank, lora_params
+from kt_ray.placement.memory import held_format, home_socket, logit_rows
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.traffic import touched
 from kt_ray.timing.lane_seconds import LaneSeconds
@@ -97,9 +98,13 @@ class PlanDurations:
     def _attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
         moe = layer in self.plan.dims.moe_layers
         before = after = 0.0
-        for m in group:
-            one, two = self._counted(kind, layer, m, self.device, self.host)
-            factor = self._correction(kind, layer, m)
+        parts = [(kind, m) for m in group]
+        if self.plan.activations != "group":  # backward recomputes all but the first micro-batch
+            parts = parts[:1] if kind == "recompute" else parts
+            parts += [("recompute", m) for m in group[1:]] if kind == "backward" else []
+        for part, m in parts:
+            one, two = self._counted(part, layer, m, self.device, self.host)
+            factor = self._correction(part, layer, m)
             before, after = before + one * factor, after + two * factor
         if moe and kind in ("forward", "recompute"):
             # Experts get the whole group at its last micro-batch: shared experts of the others ran before.
@@ -123,12 +128,12 @@ class PlanDurations:
         if kind in ("forward", "recompute"):
             first, rest = work.forward(m.rows, m.width)
             grad = kind == "recompute"
-            one = seconds(first, device, host, dtype, positions, unequal=work.unequal, grad=grad)
+            one = seconds(first, device, host, dtype, positions, softmax=work.softmax, grad=grad)
             two = seconds(rest, device, host, dtype, positions, grad=grad)
             return (0.0, one + two) if grad else (one, two)
         if kind == "backward":
             through = work.backward(m.rows, m.width)
-            return 0.0, seconds(through, device, host, dtype, positions, back=True, unequal=work.unequal)
+            return 0.0, seconds(through, device, host, dtype, positions, back=True, softmax=work.softmax)
         if kind == "join":
             joined = Counts(passes=5.0 * positions * plan.dims.hidden_size, operations=JOIN_OPS)
             return 0.0, seconds(joined, device, host, dtype, positions)
@@ -204,8 +209,8 @@ class PlanDurations:
     def lanes(self) -> LaneSeconds:
         return LaneSeconds(self.plan, self.config, self.rates)
 
-    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
-        return self.lanes.call(actor, layer, direction, tokens)
+    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> tuple[LaneCall, ...]:
+        return self.lanes.calls(actor, layer, direction, tokens)
 
     @cached_property
     def _calls(self) -> dict[tuple[int, int, str, int], float]:
@@ -232,8 +237,8 @@ class PlanDurations:
     def _kernel(self, direction: str, slots: float, rows: float, threads: int) -> float:
         """Engine seconds. What does not multiply frozen matrices (LoRA, activation, adding to tokens) grows
         with H + I, the products with H * I: the measured share of it is scaled to this shape."""
-        dims, lora, rate = self.plan.dims, self.config.lora, self.expert_rate
-        rank = lora.rank if lora.experts else 0
+        dims, rate = self.plan.dims, self.expert_rate
+        rank = expert_rank(dims, self.config.lora)
         hidden, inter = dims.expert_width, dims.expert_intermediate
         flop = (6.0 if dims.gated else 4.0) * hidden * inter * slots
         plain = (rate.plain_forward if direction == "forward" else rate.plain_backward).value
@@ -301,6 +306,12 @@ class PlanDurations:
         if self._under_ray and not self._shares_memory:
             legs = (*legs, Leg(self._host_seat(worker), size / self.rates.transport.ray_bytes.value))
         return Carriage(legs)
+
+    def shelf(self, worker: int, group: Group, way: str) -> Carriage:
+        dims = self.plan.dims
+        positions = sum(m.rows * m.width for m in group)
+        size = positions * dims.hidden_size * dims.hidden_streams * ELEMENT_BYTES[self.plan.dtype]
+        return Carriage(self._pcie(worker, size, way))
 
     def _carriage(self, worker: int, actors: ExpertClass, tokens: int, row: int, way: str) -> Carriage:
         """Device to host, to the actors; or back. Actors of the worker's host read shared memory; to far

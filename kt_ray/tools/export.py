@@ -88,6 +88,14 @@ def export(
     source = _base(lora, base)
     config = {} if source is None else source.config
     lora = Lora.open(adapter, family(config))
+    if lora.dora:
+        raise damaged(
+            "a DoRA adapter has no other form",
+            lora.path / CONFIG,
+            "use_dora: true",
+            "plain LoRA",
+            "load it with PEFT, or merge it: python -m kt_ray.tools merge",
+        )
     lora.check_finite()
     linear = [_item(pair) for pair in lora.linear.values()]
 
@@ -261,11 +269,9 @@ def _single_config(
         return _plain_config(lora, linear, _common(linear))
     what, required = "adapter's experts have several ranks or scales", "one, as PEFT merges per-expert keys"
     rank, scale = _one(lora, experts, what, required, "train with one rank for all experts")
-    info = AdapterInfo(lora.base, family(base), rank, rank * scale, whole_type=str(base.get("model_type")))
     names = [f"{i.module}.lora_{half}.weight" for i in (*linear, *experts) for half in "AB"]
-    config = adapter_config(names, info)
-    _add_own_settings(config, linear, (rank, scale))
-    return config
+    info = _info(lora, linear, (rank, scale), family(base), str(base.get("model_type")))
+    return adapter_config(names, info)
 
 
 def _server_config(lora: Lora, items: list[Item]) -> dict[str, Any]:
@@ -295,25 +301,22 @@ def _one(lora: Lora, items: Iterable[Item], what: str, required: str, remedy: st
 
 
 def _add_pattern(config: dict[str, Any], name: str, setting: tuple[int, float]) -> None:
-    if f"{name}.weight" in (config["target_parameters"] or ()):
-        name += ".weight"  # PEFT compares patterns with the parameter there
     config["rank_pattern"][name] = setting[0]
     alpha = setting[0] * setting[1]
     config["alpha_pattern"][name] = int(alpha) if float(alpha).is_integer() else alpha
 
 
-def _add_own_settings(config: dict[str, Any], linear: list[Item], default: tuple[int, float]) -> None:
-    for item in linear:
-        if (item.rank, item.scale) != default:
-            _add_pattern(config, item.module, (item.rank, item.scale))
+def _info(
+    lora: Lora, linear: list[Item], default: tuple[int, float], model_type: str = "", whole_type: str = ""
+) -> AdapterInfo:
+    others = {i.module: (i.rank, i.scale * i.rank) for i in linear if (i.rank, i.scale) != default}
+    rank, scale = default
+    return AdapterInfo(lora.base, model_type, rank, rank * scale, whole_type=whole_type, others=others)
 
 
 def _plain_config(lora: Lora, linear: list[Item], default: tuple[int, float]) -> dict[str, Any]:
-    rank, scale = default
     names = [f"{i.module}.lora_{half}.weight" for i in linear for half in "AB"]
-    config = adapter_config(names, AdapterInfo(lora.base, "", rank, rank * scale))
-    _add_own_settings(config, linear, default)
-    return config
+    return adapter_config(names, _info(lora, linear, default))
 
 
 def _write(target: Path, items: list[Item], dtype: torch.dtype, prefix: str, config: dict[str, Any]) -> None:

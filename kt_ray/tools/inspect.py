@@ -162,6 +162,7 @@ def _adapter(path: Path) -> dict[str, Any]:
         "experts": form,
         "ranks": sorted({pair.rank for pair in pairs}),
         "scales": sorted({pair.scale for pair in pairs}),
+        "dora": lora.dora,
         "rslora": bool(lora.config.get("use_rslora")),
         "dtypes": sorted({info.dtype for pair in pairs for info in (pair.a, pair.b)}),
         "bytes": sum(info.nbytes for pair in pairs for info in (pair.a, pair.b)),
@@ -193,7 +194,9 @@ def _adapter_takes(lora: Lora, model_type: str | None) -> dict[str, str]:
         merges = model_type is not None and converts_keys(model_type)
         peft = "yes" if merges else "not known to merge this family's keys (export --form peft-fused)"
         server = _UNTESTED
-    if len(settings) > 1 and not lora.fused:
+    if lora.dora:
+        server = "no: they do not read DoRA (merge it)"
+    elif len(settings) > 1 and not lora.fused:
         server = "no: one rank and one alpha are required"
     return {"kt_ray merge": "yes", "PEFT": peft, "vLLM": server, "SGLang": server}
 
@@ -238,10 +241,11 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def _show_adapter(report: dict[str, Any], console: Console) -> None:
+    kind = "DoRA" if report["dora"] else "LoRA"
     counts = ", ".join(f"{count} {kind}" for kind, count in report["pairs"].items() if count)
     _line(
         console,
-        f"{report['path']}: LoRA for {report['base']} ({report['model_type'] or 'base not here'}), experts "
+        f"{report['path']}: {kind} for {report['base']} ({report['model_type'] or 'base not here'}), experts "
         f"{report['experts']}, {counts} pairs, rank {report['ranks']}, scale {report['scales']}, "
         f"{report['bytes'] / 1e9:.3f} GB {report['dtypes']}",
     )

@@ -1,5 +1,7 @@
 """`merge BASE ADAPTER OUT`: W + scale * B A in place of W, in the base's own formats or in BF16.
 
+With DoRA every row of the result gets its magnitude as its norm.
+
 A quantised weight is dequantised, changed and quantised again as it was stored; weights that the adapter
 does not touch are copied byte by byte. One expert is held at a time.
 """
@@ -24,7 +26,7 @@ from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_ro
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import KeyNames, tensors_made
 from kt_ray.checkpoint.names import expert_name, family, fused_release, layer_of
-from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
 from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Unit, finish, write_shards
 from kt_ray.errors import UserError
 from kt_ray.model import layer_calls
@@ -266,7 +268,11 @@ def _half(pair: Pair, expert: int, half: int, interleaved: bool) -> Callable[[],
 
 def _add_rows(value: Tensor, pair: Pair, first: int) -> Tensor:
     a, b = pair.factors()
-    return value + pair.scale * (b[first : first + value.shape[0]] @ a)
+    rows = slice(first, first + value.shape[0])
+    whole = value + pair.scale * (b[rows] @ a)
+    if pair.magnitude is None:
+        return whole
+    return (read_tensor(pair.magnitude)[rows].float() / torch.linalg.norm(whole, dim=1))[:, None] * whole
 
 
 def show(report: dict[str, Any], console: Console) -> None:

@@ -28,17 +28,16 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from kt_ray.gpu import PageLock
 from kt_ray.timeline import name_thread
 
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # bytes; torch's own CPU allocator aligns to this, and kernels may depend on it
 MIN_SEGMENT = 1 << 20
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
 
 Block = tuple[int, int, int]  # segment, offset, bytes
 
@@ -92,60 +91,6 @@ class _Segment:
             else:
                 merged.append((start, length))
         self.free = merged
-
-
-class PageLock:
-    """Registers mappings of this process with CUDA (`cudaHostRegister`), each once: the GPU copies straight
-    out of them and into them.
-
-    Args:
-        runtime: what `torch.cuda.cudart()` returns; None = that, at first use.
-
-    Registering makes the pages resident, so a segment then takes all of its memory. Each process registers
-    its own mapping of the same pages. Untested on hardware: the logic is tested with a stand-in for the CUDA
-    runtime.
-    """
-
-    def __init__(self, runtime: Any = None) -> None:
-        self._runtime = runtime
-        self._registered: dict[int, int] = {}  # address -> bytes
-
-    def register(self, address: int, size: int) -> None:
-        """Page-lock a mapping; again for the same one, does nothing.
-
-        Raises:
-            RuntimeError: CUDA refuses (a limit of locked memory, say).
-        """
-        if size == 0 or address in self._registered:
-            return
-        self._check(self._cuda().cudaHostRegister(address, size, _PORTABLE), f"page-lock {size} bytes")
-        self._registered[address] = size
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`, if it was; before the mapping goes away, and with no copy under way."""
-        if self._registered.pop(address, None) is not None:
-            self._check(self._cuda().cudaHostUnregister(address), "unlock pages")
-
-    def close(self) -> None:
-        for address in list(self._registered):
-            self.unregister(address)
-
-    @property
-    def bytes(self) -> int:
-        return sum(self._registered.values())
-
-    def _cuda(self) -> Any:
-        if self._runtime is None:
-            self._runtime = torch.cuda.cudart()
-        return self._runtime
-
-    @staticmethod
-    def _check(code: Any, what: str) -> None:
-        if int(code) != 0:
-            raise RuntimeError(
-                f"CUDA cannot {what} of shared memory: cudaError {int(code)}; the limit of locked memory "
-                "(ulimit -l) may be too low: raise it, or set rule.transport=ray"
-            )
 
 
 class Arena:

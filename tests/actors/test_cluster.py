@@ -18,7 +18,7 @@ from kt_ray.actors.specs import ActorSpecs
 from kt_ray.actors.watch import Status
 from kt_ray.batch import PassSpec
 from kt_ray.config.schema import ClusterConfig, RayRule
-from kt_ray.errors import UserError
+from kt_ray.errors import TryAgain, UserError
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.transport.messages import Address
@@ -157,14 +157,16 @@ def test_who_does_not_say_where_it_is_counts_as_lost(monkeypatch: pytest.MonkeyP
         return "node", None, None
 
     table = {"state": "CREATED"}
-    pretended = SimpleNamespace(get=get, available_resources=dict, nodes=list)
+    node = {"Alive": True}
+    pretended = SimpleNamespace(get=get, available_resources=dict, nodes=lambda: [node])
     monkeypatch.setattr(ray_cluster, "ray", pretended)
     monkeypatch.setattr(ray_cluster, "placement_group_table", lambda group: table)
-    cluster = RayCluster(cast(Plan, None), cast(ActorSpecs, None), ClusterConfig(), RayRule(), "test")
+    config = ClusterConfig(start_timeout=4.0)
+    cluster = RayCluster(cast(Plan, None), cast(ActorSpecs, None), config, RayRule(), "test")
     for rank, place in enumerate(["fine", "frozen"]):
         remote = SimpleNamespace(place=SimpleNamespace(remote=lambda place=place: place))
         cluster.experts.append(RayHandle(("experts", rank), remote))
-    with pytest.raises(ActorLost, match="expert actor 1 did not answer for 120 s"):
+    with pytest.raises(ActorLost, match="expert actor 1 did not answer for 4 s"):
         cluster._introduce()
     assert cluster._lost == {("experts", 1)}
     table["state"] = "RESCHEDULING"
@@ -172,3 +174,7 @@ def test_who_does_not_say_where_it_is_counts_as_lost(monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match="no node has room for expert actor 1") as raised:
         cluster._introduce()
     assert not isinstance(raised.value, ActorLost)
+    # The only node of a Ray of our own: nothing to wait for.
+    node["Alive"], cluster.config = False, ClusterConfig(start_timeout=60.0)
+    with pytest.raises(TryAgain, match=r"Ray's node is dead.*trainer\.restarts"):
+        cluster._introduce()

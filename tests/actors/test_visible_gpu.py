@@ -19,15 +19,20 @@ def spec(lane: LanePlan | None) -> LocalExpertsSpec:
     )  # fmt: skip
 
 
-def test_an_actor_sees_the_gpu_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_sees_the_gpus_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUDA_VISIBLE, "")
     cards = {"cuda:0": "GPU-aa", "cuda:1": "GPU-bb"}
     for device, name in cards.items():
-        made = own_lane(spec(LanePlan(device, ((0, (1,)),))), cards)
-        assert made.lane is not None and made.lane.device == "cuda:0" and made.lane.resident == ((0, (1,)),)
+        made = own_lane(spec(LanePlan((device,), ((0, (1,)),))), cards)
+        assert made.lane is not None and made.lane.devices == ("cuda:0",)
+        assert made.lane.resident == ((0, (1,)),)
         show_own_gpu(made)
         assert os.environ[CUDA_VISIBLE] == name
-    for lane in (None, LanePlan("cpu")):
+    both = own_lane(spec(LanePlan(("cuda:1", "cuda:0"))), cards)
+    show_own_gpu(both)
+    assert both.lane is not None and both.lane.devices == ("cuda:0", "cuda:1")
+    assert os.environ[CUDA_VISIBLE] == "GPU-bb,GPU-aa"
+    for lane in (None, LanePlan(("cpu",))):
         monkeypatch.setenv(CUDA_VISIBLE, "7")
         made = own_lane(spec(lane), {})
         show_own_gpu(made)
@@ -37,4 +42,4 @@ def test_an_actor_sees_the_gpu_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> N
 def test_too_late_for_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="too late"):
-        show_own_gpu(own_lane(spec(LanePlan("cuda:0")), {"cuda:0": "GPU-aa"}))
+        show_own_gpu(own_lane(spec(LanePlan(("cuda:0",))), {"cuda:0": "GPU-aa"}))

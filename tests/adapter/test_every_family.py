@@ -25,7 +25,9 @@ from torch import Tensor
 
 from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.from_peft import AdapterReader
-from kt_ray.adapter.peft_config import TESTED, AdapterInfo, converts_keys, load_limits
+from kt_ray.adapter.peft_config import TESTED, AdapterInfo, converts_keys, load_limits, module_of
+from kt_ray.checkpoint.names import one_expert
+from kt_ray.config.lora_patterns import expert_lora
 from kt_ray.generate.requests import Sampling
 from kt_ray.model.family import read_family
 from kt_ray.runs.prepare import PreparedModel, prepare_model
@@ -64,12 +66,12 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trained]
     yield train(request.param, tmp_path)
 
 
-def train(family: str, tmp_path: Path) -> Trained:
+def train(family: str, tmp_path: Path, *overrides: str) -> Trained:
     base = write_config(tmp_path / "base", family)
     save_whole(base)
     if family == "kimi_k25":
         name_as_released(base)
-    config = config_for(base, "rule=cpu_1worker_1socket", "trainer.micro_batch_size=4")
+    config = config_for(base, "rule=cpu_1worker_1socket", "trainer.micro_batch_size=4", *overrides)
     prepared = prepare_model(config, training=True)
     with local_cluster(base, config) as cluster:
         shapes = cluster.parameter_shapes()
@@ -121,9 +123,13 @@ def in_peft(kind: Any, base: Path, adapter: Path) -> Any:
 
 
 def read_back(adapter: Path, trained: Trained) -> None:
-    targets = [(name, torch.empty_like(value)) for name, value in trained.values.items()]
-    AdapterReader(str(adapter), str(trained.base)).read_into(targets, SCALE)
-    for name, value in targets:
+    lora, dims = trained.prepared.config.lora, trained.prepared.plan.dims
+    reader = AdapterReader(str(adapter), str(trained.base))
+    found = {name: torch.empty_like(value) for name, value in trained.values.items()}
+    experts = {name: value for name, value in found.items() if one_expert(module_of(name))}
+    reader.read_into(experts.items(), expert_lora(lora, dims.moe_layers, dims.num_experts))
+    reader.read_into(((name, v) for name, v in found.items() if name not in experts), lora)
+    for name, value in found.items():
         torch.testing.assert_close(value, trained.values[name], rtol=0, atol=1e-6, msg=name)
 
 
@@ -155,6 +161,45 @@ def test_what_is_written_is_read(trained: Trained, tmp_path: Path) -> None:
             assert distance(logits(in_peft(kind, trained.base, tmp_path / form)), trained.logits) < 2e-5
     export(trained.adapter, tmp_path / "kt", "sglang-kt")
     check_servers(trained, tmp_path)
+
+
+# Families whose configuration PEFT rewrites, whose keys it merges, and whose it does not; shared experts have
+# last names that routed experts have, too.
+PATTERNS = {
+    "deepseek_v3": "{experts: 2, o_proj: 6, layers.2.mlp.shared_experts.down_proj: 3}",
+    "qwen2_moe": "{experts: 3, shared_expert.gate_proj: 2, q_proj: 7}",
+    "granitemoe": "{q_proj: 1, experts: 6}",
+    "minimax_m2": "{1.self_attn.q_proj: 2}",
+}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("family", PATTERNS)
+def test_modules_with_ranks_of_their_own(family: str, rslora: bool, tmp_path: Path) -> None:
+    alphas = "lora.alpha_pattern={.*self_attn.k.*: 5, experts: 3}"
+    flag = f"lora.rslora={str(rslora).lower()}"
+    trained = train(family, tmp_path, f"lora.rank_pattern={PATTERNS[family]}", alphas, flag)
+    ranks = {min(value.shape) for value in trained.values.values()}
+    assert len(ranks) >= 2
+    read_back(trained.adapter, trained)
+    tuned = in_peft(named_class(trained.adapter), trained.base, trained.adapter)
+    assert distance(logits(tuned), trained.logits) < 2e-5
+    unset = ["lora.rank=8", "lora.alpha=16"]  # the keys' defaults
+    config = config_for(trained.base, f"lora.adapter={trained.adapter}", *unset)
+    again = prepare_model(config, training=True)
+    with local_cluster(trained.base, again.config) as cluster:
+        assert cluster.parameter_shapes() == {n: tuple(t.shape) for n, t in trained.values.items()}
+    merge(trained.base, trained.adapter, tmp_path / "merged")
+    merged = named_class(trained.adapter).from_pretrained(
+        tmp_path / "merged", dtype=torch.float32, attn_implementation="eager"
+    )
+    assert distance(logits(merged.eval()), trained.logits) < 5e-5
+    export(trained.adapter, tmp_path / "fused", "peft-fused")
+    read_back(tmp_path / "fused", trained)
+    server = inspect(trained.adapter)["takes"]["vLLM"]
+    assert server.startswith("no: ") and any(
+        "vLLM and SGLang: not as it is" in n for n in trained.prepared.notes
+    )
 
 
 # SGLang 0.5.23, srt/lora/utils.py and lora.py: every key belongs to a layer by its number; routed experts are

@@ -15,7 +15,7 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory
 from kt_ray.adapter.peft_config import AdapterInfo
-from kt_ray.config.schema import Config
+from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.tools import __main__ as tools
 from tests.helpers.hf_reference import FAMILIES, build_checkpoint
@@ -102,7 +102,9 @@ def test_smaller_ranks_and_other_scales_compute_the_same(adapter: tuple[Path, Pa
         torch.ones(4, tensors[f"{key}.lora_A.weight"].shape[1]),
         torch.ones(tensors[f"{key}.lora_B.weight"].shape[0], 4),
     )
-    assert reader.read_into([(f"{plain}.lora_A.weight", a), (f"{plain}.lora_B.weight", b)], 2.0) == len(small)
+    assert reader.read_into(
+        [(f"{plain}.lora_A.weight", a), (f"{plain}.lora_B.weight", b)], LoraConfig(rank=4, alpha=8)
+    ) == len(small)
     expected = 10 / 2 * tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"]
     torch.testing.assert_close(2.0 * b @ a, expected)
 

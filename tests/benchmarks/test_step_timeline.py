@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from kt_ray.demo import ensure_demo_model
 from kt_ray.dims.config_json import dims_from_dir
+from kt_ray.model.stage_spec import StageSpec
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -61,7 +63,7 @@ def test_a_run_ends_in_a_record_and_a_trace(case: str, clusters: list[str], tmp_
 
 def test_a_failed_run_says_why(bench: Any, tmp_path: Path) -> None:
     tool = bench("step_timeline")
-    job = tool.Job("broken", ["model=custom", "model.path=/nowhere", "cluster=local"], 1, 0, 2)
+    job = tool.Job("broken", ["model=custom", "model.path=/nowhere", "data=demo", "cluster=local"], 1, 0, 2)
     with pytest.raises(tool.JobFailed, match="nowhere"):
         tool.run_job(job, tmp_path, 0.1, 100)
 
@@ -122,8 +124,8 @@ def test_the_stand_in_sends_what_a_stage_would(bench: Any, tmp_path: Path) -> No
     paced = bench("paced_stage")
     dims = dims_from_dir(ensure_demo_model("demo", cache_dir=tmp_path))
     fast = paced.pace_of(dims, 8, {"bf16_flops": 1e18, "use": 1.0, "pcie_bytes": 1e18})
-    spec = SimpleNamespace(first=True, last=True)
-    stage = paced.PacedStage(fast, spec)
+    whole = StageSpec("", (0, dims.num_layers), dims.num_layers)
+    stage = paced.PacedStage(fast, whole)
     sent: list[tuple[Any, ...]] = []
     exchange = SimpleNamespace(
         submit_forward=lambda *a: sent.append(a), submit_backward=lambda *a: sent.append(a)
@@ -140,4 +142,16 @@ def test_the_stand_in_sends_what_a_stage_would(bench: Any, tmp_path: Path) -> No
     assert all(len(set(row.tolist())) == len(row) for row in chosen)
     assert torch.allclose(weights.sum(1), torch.ones(6)) and keys.shape == (6,)
     with pytest.raises(ValueError, match="one stage"):
-        paced.PacedStage(fast, SimpleNamespace(first=True, last=False))
+        paced.PacedStage(fast, replace(whole, layers=(0, 1)))
+    # One micro-batch of two is recomputed early, and as much in all.
+    exchange.join_backward = lambda *a: None
+    waits = {}
+    for kind in ("group", "micro_batch"):
+        stage = paced.PacedStage(fast, replace(whole, activations=kind))
+        loop = stage.begin(PassSpec(1, 0, "train", 0, (((micro, micro),),), 5), 0, exchange)
+        loop.recompute(layer, 0)
+        early = loop.seconds()["attention"]
+        loop.backward(layer, 0)
+        waits[kind] = (early, loop.seconds()["attention"])
+    assert waits["micro_batch"][0] == pytest.approx(waits["group"][0] / 2)
+    assert waits["micro_batch"][1] == pytest.approx(waits["group"][1])

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.checks import check, value_of
+from kt_ray.config.checks import check
+from kt_ray.config.faults import value_of
 from kt_ray.config.fields import fields, type_name
 from kt_ray.config.limits import BOUNDS, WORDS, Bound
 from kt_ray.config.mapping import from_dict

@@ -61,6 +61,13 @@ BAD: list[tuple[list[str], list[str]]] = [
     # malformed arguments
     (["trainer"], ["malformed argument trainer", "KEY=VALUE", "write trainer=<value>"]),
     (["data.path=a=b.jsonl"], ["malformed argument data.path=a=b.jsonl", "'data.path=\"a=b.jsonl\"'"]),
+    (
+        ["lora.rank_pattern={'q_proj':16}"],
+        ["malformed", "'lora.rank_pattern={NAME:VALUE}'", "without quotes"],
+    ),
+    (["lora.rank_pattern.q_proj=16"], ["one mapping", "write 'lora.rank_pattern={q_proj:16}'"]),
+    (["lora.rank_pattern={q_proj:16.5}"], ["wrong type", "'lora.rank_pattern={NAME:VALUE}'"]),
+    (["lora.rank_pattern={}"], ["lora.rank_pattern={} is empty", "set lora.rank_pattern=null"]),
     (["lora.rank=8,16"], ["lora.rank=8,16 gives several values", "write lora.rank=[8,16]", "add -m"]),
     (["--lora.rank=8"], ["unknown flag --lora.rank=8", "write lora.rank=8, without dashes"]),
     (["--multi-run"], ["unknown flag --multi-run", "write --multirun"]),
@@ -108,7 +115,10 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["data.format=sharegtp"],
         ["data.format=sharegtp", "auto or alpaca or sharegpt or messages", "set data.format=sharegpt"],
     ),
-    (["data=jsonl"], ["data.path=null", "mode=train needs rows", "set data.path="]),
+    *(
+        (given, ["data.path=null", "mode=train needs rows", "set data.path=<file.jsonl> or data=demo"])
+        for given in (["data=jsonl"], ["model.path=some/model"], ["model=org/name"])
+    ),
     (
         ["model=deepseek_v3"],
         [
@@ -129,7 +139,7 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["rule.experts.backend=llamafile", "set model.experts_path=<file.gguf>"],
     ),
     (
-        ["model.path=x", "model.experts_path=a.gguf", "rule.experts.backend=AMXINT4"],
+        ["model.path=x", "data=demo", "model.experts_path=a.gguf", "rule.experts.backend=AMXINT4"],
         ["rule.experts.backend=AMXINT4", "again", "set rule.experts.backend=llamafile"],
     ),
     (["model.experts_path=a.gguf"], ["model.experts_path=", "model=demo, which is built", "set model.path="]),
@@ -286,6 +296,13 @@ def _raiser(error: BaseException) -> Any:
 def test_exit_code_of_the_mode_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     _mode_that(monkeypatch, lambda config: 7)
     assert cli.main([]) == 7
+
+
+def test_a_run_says_something_before_it_loads_anything(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _mode_that(monkeypatch, lambda config: len(capfd.readouterr().out.splitlines()))
+    assert cli.main([]) == 1, "one line, before the mode is begun"
 
 
 def test_bad_input_found_by_a_mode(

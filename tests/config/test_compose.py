@@ -130,7 +130,8 @@ def test_paths_choose_the_generic_options() -> None:
     assert (config.model.name, config.model.build) == ("model", None)
     assert config.data.builtin is None
     assert config.optim == Config().optim  # not the demo's learning rate
-    assert expand(["model=deepseek_v3", "model.path=x"]) == ["model=deepseek_v3", "model.path=x"]
+    chosen = ["model=deepseek_v3", "model.path=x"]
+    assert expand(chosen) == ["data=jsonl", *chosen]
     assert expand(["experiment=smoke", "data.path=x"]) == ["experiment=smoke", "data.path=x"]
 
 
@@ -140,7 +141,7 @@ def test_a_plan_without_data_is_not_for_the_rows_of_the_demo() -> None:
         assert data.builtin is None and data.max_length * Config().trainer.batch_size >= 8192, given
     for given in (["model=demo"], ["model=mini"], [], ["model=deepseek_v3", "data=demo"]):
         assert compose(["mode=plan", *given]).data.builtin == "demo", given
-    assert compose(["model.path=some/model"]).data.builtin == "demo"  # mode=train says which rows it takes
+    assert compose(["model.path=some/model", "data=demo"]).data.builtin == "demo"
 
 
 def test_options_of_a_users_own_directory(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_options_of_a_users_own_directory(tmp_path: Path) -> None:
     (tmp_path / "model" / "mine.yaml").write_text(
         "defaults: [custom, _self_]\nname: mine\npath: /models/mine\n"
     )
-    config = compose(["model=mine"], config_dir=str(tmp_path))
+    config = compose(["model=mine", "data=demo"], config_dir=str(tmp_path))
     assert (config.model.name, config.model.path) == ("mine", "/models/mine")
 
 

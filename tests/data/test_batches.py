@@ -15,7 +15,6 @@ from kt_ray.data.batches import (
     eval_waves,
     micro_batch,
     step_waves,
-    wave,
 )
 from kt_ray.data.row_types import Row
 
@@ -150,7 +149,7 @@ def test_rows_as_long_as_may_be_are_cut_as_the_plan_counts_them() -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_wave_deals_round_robin_and_cuts_evenly(n: int, micro: int, replicas: int, groups: int) -> None:
     rows = ROWS[:n]
-    waves = wave(rows, micro, replicas, groups)
+    (waves,) = step_waves(rows, micro, replicas, groups)
     assert [len(replica) for replica in waves] == [groups] * replicas
     expected = [ids(rows[i : i + micro]) for i in range(0, n, micro)]
     for r, replica in enumerate(waves):

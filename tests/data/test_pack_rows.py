@@ -11,7 +11,7 @@ import pytest
 
 from kt_ray.batch import IGNORE, trained_tokens
 from kt_ray.config.schema import Config
-from kt_ray.data.batches import micro_batch, wave
+from kt_ray.data.batches import micro_batch, step_waves
 from kt_ray.data.pack_rows import join, pack
 from kt_ray.data.row_types import Row
 from kt_ray.errors import UserError
@@ -57,7 +57,8 @@ def test_no_document_is_predicted_from_the_one_before() -> None:
         assert (packed.labels[start + 1 : start + length] != IGNORE).all()
         start += length
     assert rows[1].labels[0] != IGNORE, "the rows themselves are left alone"
-    assert trained_tokens(wave([packed], 1)) == trained_tokens(wave(rows, 1))
+    together, apart = step_waves([packed], 1)[0], step_waves(rows, 1)[0]
+    assert trained_tokens(together) == trained_tokens(apart)
 
 
 def test_micro_batches_know_documents_and_keep_padding_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,13 +100,20 @@ def test_mode_preview_needs_a_tokenizer_or_a_model(config: Build) -> None:
         preview.run(config(builtin="demo", model={"tokenizer": None}))
 
 
-def test_mode_preview_shows_the_layout(config: Build) -> None:
-    """What rule.stages and rule.replicas come to on the machine, or why there is no plan."""
+def test_mode_preview_shows_the_layout_and_the_time(config: Build) -> None:
+    """What rule.stages and rule.replicas come to on the machine and how long its rows take, or why not."""
     chosen = config(builtin="demo", model={"tokenizer": None, "build": "demo"})
     file = conf_dir() / "hardware/2x4090_2x8488c.yaml"
     chosen = replace(chosen, plan=replace(chosen.plan, hardware=str(file)))
-    rule, why = preview.layout_lines(chosen)
+    bundle = load_data(config(builtin="demo", limit=40), "", 0)
+    rule, why, speed, length = preview.run_lines(chosen, bundle)
     assert rule.startswith("rule ") and "1 stage, 2 replicas" in rule and "2x4090_2x8488c" in rule
     assert "1 stage x 2 replicas" in why
-    (unknown,) = preview.layout_lines(config(builtin="demo", model={"tokenizer": None}))
+    steps = -(-len(bundle.train) // chosen.trainer.batch_size)
+    each = re.search(r"([\d.]+) s per step", speed)
+    whole = re.match(rf"{steps} steps like the first: ([\d.]+) s, ", length)
+    assert each and whole and float(whole[1]) == pytest.approx(steps * float(each[1]), rel=0.05)
+    other = replace(chosen, trainer=replace(chosen.trainer, stage="dpo"))
+    assert preview.run_lines(other, bundle)[-1].startswith("no prediction: the data is not what")
+    (unknown,) = preview.run_lines(config(builtin="demo", model={"tokenizer": None}), bundle)
     assert unknown.startswith("no plan: ")

@@ -27,7 +27,7 @@ pytestmark = [
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_format(name: str, recompute: bool) -> None:
     case = expected(name, 0.2)
-    case.check(run_in_lane(case, recompute=recompute, device="cuda:0"))
+    case.check(run_in_lane(case, recompute=recompute, devices=("cuda:0",)))
 
 
 @pytest.mark.parametrize("activations", ["retain", "recompute"])
@@ -37,7 +37,7 @@ def test_a_lane_changes_nothing_but_rounding(
     tmp_path: Path, name: str, dtype: torch.dtype, activations: str
 ) -> None:
     path = build_checkpoint(tmp_path, "qwen3_moe", expert_dtype=dtype)
-    lane = replace(LANES[name], device="cuda:0")
+    lane = replace(LANES[name], devices=("cuda:0",))
     found, host = results(path, lane, 0.2, activations)
     host.close()
     again, host = results(path, lane, 0.2, activations)
@@ -61,7 +61,7 @@ def test_streams_keep_experts_apart() -> None:
     """Many experts through two buffers, each large enough that copies and products overlap."""
     shape = Shape(tokens=512, slots=4, experts=24, hidden=1024, inter=512)
     case = make_case(shape, torch.bfloat16)
-    first = run_in_lane(case, device="cuda:0")
+    first = run_in_lane(case, devices=("cuda:0",))
     for _ in range(20):
-        again = run_in_lane(case, device="cuda:0")
+        again = run_in_lane(case, devices=("cuda:0",))
         assert all(torch.equal(first[name], again[name]) for name in first)

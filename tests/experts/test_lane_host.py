@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kt_ray.config.schema import LoraConfig, OptimConfig
-from kt_ray.experts import ExpertCounters, LocalExperts, LocalExpertsSpec
+from kt_ray.experts import ExpertCounters, LocalExperts, LocalExpertsSpec, lane_routing
+from kt_ray.experts.lane import all_started
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.plan_types import LanePlan
 from tests.helpers.hf_reference import build_checkpoint
@@ -21,12 +25,13 @@ HELD = (1, 2, 4, 5, 7)
 SOME = ((0, (2, 7)), (2, (1,)))  # MoE layers are 0 and 2
 ALL = ((0, HELD), (2, HELD))
 LANES = {
-    "resident": LanePlan("cpu", SOME),
-    "streamed": LanePlan("cpu", (), ((0, 0.5),)),
-    "both": LanePlan("cpu", SOME, ((0, 0.5),)),
-    "all resident": LanePlan("cpu", ALL),
-    "all streamed": LanePlan("cpu", (), ((0, 1.0),)),
-    "streamed large calls only": LanePlan("cpu", (), ((20, 0.5),)),
+    "resident": LanePlan(("cpu",), SOME),
+    "streamed": LanePlan(("cpu",), (), ((0, 0.5),)),
+    "both": LanePlan(("cpu",), SOME, ((0, 0.5),)),
+    "all resident": LanePlan(("cpu",), ALL),
+    "all streamed": LanePlan(("cpu",), (), ((0, 1.0),)),
+    "both, on two devices": LanePlan(("cpu", "cpu"), SOME, ((0, 0.5),)),
+    "streamed large calls only": LanePlan(("cpu",), (), ((20, 0.5),)),
 }
 
 
@@ -93,6 +98,29 @@ def checkpoint(
 
 @pytest.mark.parametrize("activations", ["retain", "recompute"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_rows_in_parts_change_nothing_but_rounding(
+    checkpoint: tuple[Path, torch.dtype], dropout: float, activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert with more rows than a GPU computes at a time: their adapter gradients add up."""
+    path, dtype = checkpoint
+    parts: list[int] = []
+    route = lane_routing._parts
+
+    def counted(at: Tensor, first: int, end: int) -> tuple[lane_routing.RowPart, ...]:
+        made = route(at, first, end)
+        parts.append(len(made))
+        return made
+
+    monkeypatch.setattr(lane_routing, "LANE_ROWS", 7)
+    monkeypatch.setattr(lane_routing, "_parts", counted)
+    found, host = results(path, LANES["both"], dropout, activations)
+    host.close()
+    assert max(parts) > 1
+    close_to(found, _plain(path, dropout, activations)[0], dtype)
+
+
+@pytest.mark.parametrize("activations", ["retain", "recompute"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("name", LANES)
 def test_a_lane_changes_nothing_but_rounding(
     checkpoint: tuple[Path, torch.dtype], name: str, dropout: float, activations: str
@@ -113,13 +141,15 @@ def test_a_lane_changes_nothing_but_rounding(
     assert counters.kept_bytes_peak > 0
 
 
-def test_every_run_gives_the_same_bits(checkpoint: tuple[Path, torch.dtype]) -> None:
+@pytest.mark.parametrize("name", ["both", "both, on two devices"])
+def test_every_run_gives_the_same_bits(checkpoint: tuple[Path, torch.dtype], name: str) -> None:
     path, _ = checkpoint
-    first, host = results(path, LANES["both"], 0.2, "retain")
+    first, host = results(path, LANES[name], 0.2, "retain")
+    assert host.lane is not None and all(part.carried for part in host.lane.parts)
     host.close()
-    second, host = results(path, LANES["both"], 0.2, "retain")
+    second, host = results(path, LANES[name], 0.2, "retain")
     host.close()
-    recomputed, host = results(path, LANES["both"], 0.2, "recompute")
+    recomputed, host = results(path, LANES[name], 0.2, "recompute")
     host.close()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(torch.equal(first[name], recomputed[name]) for name in first)
@@ -168,7 +198,7 @@ def test_formulas_and_biases(tmp_path: Path) -> None:
     path = build_checkpoint(tmp_path, "gpt_oss")
     formula = ExpertFormula("swiglu_oai", 1.702, 7.0)
     made = []
-    for lane in (None, LanePlan("cpu", ((0, (1,)),), ((0, 0.5),))):
+    for lane in (None, LanePlan(("cpu",), ((0, (1,)),), ((0, 0.5),))):
         spec = LocalExpertsSpec(
             0, -1, (), 1, (0, 1, 2, 3), "auto", "auto", "retain", lane=lane,
             model_dir=str(path), lora=LoraConfig(rank=4), optim=OptimConfig(), seed=5,
@@ -228,3 +258,18 @@ def test_an_error_in_the_lane_is_the_caller_s(checkpoint: tuple[Path, torch.dtyp
     monkeypatch.setattr("kt_ray.experts.lane.project_in", broken)
     with pytest.raises(RuntimeError, match="no device"):
         results(checkpoint[0], LANES["both"], 0.0, "retain")
+
+
+def test_what_has_started_is_awaited_where_another_does_not() -> None:
+    """It reads the caller's tensors, which may be used again once the caller has its error."""
+    done: list[str] = []
+
+    def parts(pool: ThreadPoolExecutor) -> Iterator[Future[None]]:
+        yield pool.submit(lambda: (time.sleep(0.2), done.append("first"))[1])
+        raise RuntimeError("no thread")
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="no thread"):
+        try:
+            all_started(parts(pool))
+        finally:
+            assert done == ["first"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kt_ray.experts.lane import DeviceLane
+from kt_ray.experts.lane import Lane, LaneInput
 from kt_ray.experts.lane_formats import matrix_values
 from kt_ray.experts.lane_math import slopes
 from kt_ray.experts.lane_routing import add_rows, route
@@ -50,9 +50,11 @@ def test_slopes_are_the_derivatives(name: str) -> None:
         assert d_gate is None
 
 
-def run_in_lane(case: Case, *, recompute: bool = False, device: str = "cpu") -> dict[str, Tensor]:
+def run_in_lane(
+    case: Case, *, recompute: bool = False, devices: tuple[str, ...] = ("cpu",)
+) -> dict[str, Tensor]:
     """Forward and backward of a case, every expert streamed through the lane; named as `Case.run` does."""
-    lane = DeviceLane(LanePlan(device, (), ((0, 1.0),)), 1, recompute=recompute)
+    lane = Lane(LanePlan(devices, (), ((0, 1.0),)), 1, recompute=recompute)
     weights, lora = case.weights, case.lora[0] if case.lora else None
     try:
         lane.add_layer(weights.layer, weights.expert_ids, weights, None)
@@ -60,13 +62,14 @@ def run_in_lane(case: Case, *, recompute: bool = False, device: str = "cpu") -> 
         chosen = lane.choose(weights.layer, counts, len(case.x))
         y, dx = torch.zeros(len(case.x), weights.H), torch.zeros(len(case.x), weights.H)
         dw, grads = torch.zeros(case.ids.shape), None if lora is None else lora.zeros_like()
-        if chosen:
-            arguments = case.x, case.ids, case.weights_TK, lora, case.dropout, case.keys
-            forward = lane.forward(weights.layer, chosen, *arguments, keep=True).result()
+        call = LaneInput(case.x, case.ids, case.weights_TK, lora, case.dropout, case.keys, True)
+        for started in lane.forward(weights.layer, chosen, call):
+            forward = started.result()
             assert forward.saved is not None and bool(forward.saved.ups) != recompute
-            y[forward.tokens] = forward.y
-            back = lane.backward(weights.layer, forward.saved, case.dy, lora).result()
-            dx[back.tokens] = back.dx
+            y[forward.tokens] += forward.y
+            (ended,) = lane.backward(weights.layer, [forward.saved], case.dy, lora)
+            back = ended.result()
+            dx[back.tokens] += back.dx
             dw.view(-1)[back.slots] = back.dw
             for expert, own in back.lora:
                 for name, tensor in own.items():
@@ -90,6 +93,16 @@ def test_every_format(name: str, recompute: bool) -> None:
     """Within the engine's own tolerance of float64 on the dequantised values."""
     case = expected(name, 0.2)
     case.check(run_in_lane(case, recompute=recompute))
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_several_devices(devices: int, recompute: bool) -> None:
+    """Also more of them than a call has experts."""
+    case = expected("fp8-128x128", 0.2)
+    case.check(run_in_lane(case, recompute=recompute, devices=("cpu",) * devices))
+    few = make_case(Shape(slots=3), torch.bfloat16, routing="one").expect()
+    few.check(run_in_lane(few, recompute=recompute, devices=("cpu",) * devices))
 
 
 @pytest.mark.parametrize("routing", ["random", "one", "none", "twice", "sparse"])
@@ -147,13 +160,14 @@ def test_rows_are_sorted_and_repeats_are_told_apart() -> None:
     ids = torch.tensor([[2, 0, 2], [1, 3, 0], [0, 0, 0], [3, 3, 3]])
     weights = torch.arange(12.0).view(4, 3)
     routed = route(ids, weights, (2, 0), none=3)
-    assert routed.slots.tolist() == [0, 2, 1, 5, 6, 7, 8] and routed.ends == (2, 7)
+    assert routed.slots.tolist() == [0, 2, 1, 5, 6, 7, 8]
+    assert [[part.rows for part in parts] for parts in routed.parts] == [[slice(0, 2)], [slice(2, 7)]]
     assert routed.tokens.tolist() == [0, 1, 2] and routed.at.tolist() == [0, 0, 0, 1, 2, 2, 2]
     assert routed.weight.tolist() == [0, 2, 1, 5, 6, 7, 8]
-    first, second = routed.turns
+    first, second = (parts[0].turns for parts in routed.parts)
     assert first is not None and [t.tolist() for t in first] == [[0], [1]]
     assert second is not None and [t.tolist() for t in second] == [[0, 1, 2], [3], [4]]
     out = torch.zeros(3, 1)
-    add_rows(out, routed.at[routed.rows(1)], torch.ones(5, 1), second)
+    add_rows(out, routed.at[2:7], torch.ones(5, 1), second)
     assert out.flatten().tolist() == [1, 1, 3]
-    assert route(torch.tensor([[0], [1]]), torch.ones(2, 1), (1,), none=2).turns == (None,)
+    assert route(torch.tensor([[0], [1]]), torch.ones(2, 1), (1,), none=2).parts[0][0].turns is None

@@ -136,6 +136,7 @@ _MATRICES: dict[str, Callable[[str, str, int, int], Tensor | ExpertMatrix]] = {
 STEPS = 4
 SETTINGS = (
     "model=demo_random",
+    "data=demo",
     "model.dtype=float32",
     "cluster=local",
     "rule=cpu_2workers_2sockets",

@@ -17,7 +17,7 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
-from kt_ray.data.batches import Wave, step_waves, wave
+from kt_ray.data.batches import Wave, step_waves
 from kt_ray.data.row_types import Row as DataRow
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.hardware.describe import this_host
@@ -27,6 +27,7 @@ from kt_ray.train.trainer import StepBatches, Trainer
 from tests.helpers.hf_reference import ExpertIds, Row, find_router, forced_routing
 
 COMMON = (
+    "data=demo",
     "cluster=local",
     "model.dtype=float32",
     "seed=3",
@@ -65,7 +66,8 @@ def waves_of(rows: Sequence[Row], config: Config, plan: Plan, *, unpadded: bool 
     data = [DataRow(np.array(r.ids), np.array(r.labels), r.sample) for r in rows]
     multiple = config.data.pad_to_multiple_of
     size = config.micro_batch_rows(plan.replicas)
-    return wave(data, size, plan.replicas, plan.groups, multiple=multiple, unpadded=unpadded)
+    (wave,) = step_waves(data, size, plan.replicas, plan.groups, multiple=multiple, unpadded=unpadded)
+    return wave
 
 
 def one_pass(

@@ -1,4 +1,4 @@
-"""Families without "sdpa" attention run "eager" by themselves, and the plan counts that memory."""
+"""Families without "sdpa" attention: what they run by themselves; the plan counts the memory of "eager"."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from kt_ray.dims.layer_params import WITHOUT_SDPA
+from kt_ray.model import sinks
 from kt_ray.model.family import build_causal, read_family
 from tests.helpers.families import dispatched
 from tests.helpers.hf_reference import SMALL
@@ -15,7 +16,8 @@ from tests.helpers.hf_reference import SMALL
 @pytest.mark.parametrize(
     ("family", "asked", "used"),
     [
-        ("gpt_oss", "sdpa", "eager"),
+        ("gpt_oss", "sdpa", sinks.NAME),
+        ("deepseek_v4", "sdpa", "eager"),
         ("gpt_oss", "eager", "eager"),
         ("qwen3_moe", "sdpa", "sdpa"),
         ("qwen3_moe", "eager", "eager"),
@@ -30,4 +32,4 @@ def test_kind(tmp_path: Path, family: str, asked: str, used: str) -> None:
 def test_the_plan_knows_them() -> None:
     known = {c.model_type: model for c, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()}
     without = {name for name in dispatched() if name in known and not known[name]._supports_sdpa}
-    assert without == WITHOUT_SDPA - {"deepseek_ref"}
+    assert without == WITHOUT_SDPA - {"deepseek_ref"} | sinks.FAMILIES

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from kt_ray.config.schema import LoraConfig
+from kt_ray.model.hidden_shelf import HostShelf
+from kt_ray.model.sinks import attend
 from tests.helpers.hf_reference import random_rows
 from tests.helpers.stages import pass_spec, run
+from tests.model.test_sinks import exact, made
 from tests.model.test_stage_parity import assert_close, assert_logits, ready
 
 pytestmark = [
@@ -37,3 +40,70 @@ def test_parity(checkpoint: Callable[..., Path], family: str, cuts: tuple[int, .
     assert seconds["attention"] > 0 and seconds["loss"] > 0
     want = reference.run(ROWS, train=False)
     assert_logits(run(stages, pass_spec(ROWS, kind="eval"), reference), ROWS, want, 1e-4)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_hidden_states_come_back_from_the_host(checkpoint: Callable[..., Path], family: str) -> None:
+    """The same bits on the card, whatever is recomputed when and wherever hidden states wait."""
+    found = {}
+    for kind in ("group", "micro_batch", "host"):
+        lora = LoraConfig(rank=4, dropout=0.1)
+        reference, stages = ready(checkpoint(family), lora, (0, 3), device="cuda:0", activations=kind)
+        spec = pass_spec(ROWS, groups=2, micro=1, step=3)
+        found[kind] = run(stages, spec, reference)
+        again = run(stages, spec, reference)  # the memory is used again
+        assert again.loss == found[kind].loss
+        for stage in stages:
+            assert stage.shelf is None or stage.shelf._memory.is_pinned()
+    for kind in ("micro_batch", "host"):
+        assert found[kind].loss == found["group"].loss
+        for name, grad in found["group"].grads.items():
+            assert torch.equal(found[kind].grads[name].cpu(), grad.cpu()), name
+
+
+def test_copies_wait_for_the_device() -> None:
+    """A device far behind the host: nothing is copied before it is there, or overwritten too early."""
+    shelf = HostShelf(torch.device("cuda:0"))
+    shape, most = (64, 1024, 1024), []
+    for turn in range(3):
+        shelf.clear([shape] * 4, torch.float32)
+        kept = []
+        for number in range(4):
+            torch.cuda._sleep(200_000_000)
+            hidden = torch.full(shape, float(turn * 4 + number), device="cuda:0")
+            kept.append(shelf.keep(hidden))
+            del hidden  # its memory may be used again at once
+        if turn == 1:
+            kept[0].fetch()
+            continue  # a pass that is given up
+        for number, one in enumerate(kept):
+            if number < 3:
+                kept[number + 1].fetch()
+            torch.cuda._sleep(200_000_000)
+            back = one.take()
+            assert bool((back == turn * 4 + number).all())
+        most.append(torch.cuda.max_memory_allocated())
+    assert most[1] <= most[0] + 1024  # blocks of the copies are used again
+    shelf.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["causal", "window"])
+def test_sinks_by_fused_kernels(dtype: torch.dtype, kind: str) -> None:
+    """gpt-oss's shape; torch is not allowed the kernels that hold scores."""
+    module, tensors = made(3, 64, 64, dtype)
+    n = torch.arange(tensors[0].shape[2])
+    seen = (n[:, None] >= n[None])[None, None]
+    if kind == "window":
+        seen = seen & (n[:, None] - n[None] < 5)
+    want, gradients = exact(module, tensors, seen, 0.125)
+    leaves = [t.cuda().requires_grad_() for t in tensors]
+    given = None if kind == "causal" else seen.cuda()
+    with torch.nn.attention.sdpa_kernel(
+        [torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]
+    ):
+        out, _ = attend(module, *leaves, given, scaling=0.125, s_aux=module.sinks.cuda())
+        found = torch.autograd.grad(out.double().square().sum(), leaves)
+    most = 1e-5 if dtype == torch.float32 else 3e-2
+    for own, value in zip((out.detach(), *found), (want, *gradients), strict=True):
+        assert float((own.cpu().double() - value).norm()) <= most * float(value.norm())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from kt_ray.batch import IGNORE, PassSpec
 from kt_ray.config.schema import LoraConfig
 from kt_ray.dims.config_json import dims_from_config
+from kt_ray.errors import BadStep
+from kt_ray.model.layer_loop import LayerLoop
 from kt_ray.model.stage import Stage, StageSpec
 from kt_ray.placement.memory import layer_activation_bytes
 from kt_ray.placement.order import Op
@@ -164,6 +167,53 @@ def test_non_affine_layers(
     assert_logits(
         run(stages, pass_spec(ROWS, groups=groups, micro=micro, kind="eval"), reference), ROWS, want
     )
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("cuts", [(0, 3), (0, 2, 3)])
+def test_one_micro_batch_at_a_time(
+    checkpoint: Checkpoint, cuts: tuple[int, ...], affine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits, while no more than one graph of each group is held."""
+    if not affine:
+        _post_norm(monkeypatch)
+    held: list[int] = []
+    outs: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    recomputed = LayerLoop._recomputed
+
+    def counted(self: LayerLoop, *arguments: Any) -> Any:
+        held.append(len(outs))
+        graph = recomputed(self, *arguments)
+        outs.add(graph.out)
+        return graph
+
+    monkeypatch.setattr(LayerLoop, "_recomputed", counted)
+    lora, spec = LoraConfig(rank=4, dropout=0.1), pass_spec(ROWS, groups=2, micro=1, step=1)
+    found = {}
+    for kind in ("group", "micro_batch", "host"):
+        reference, stages = ready(checkpoint("qwen3_moe"), lora, cuts, activations=kind)
+        held.clear()
+        found[kind] = run(stages, spec, reference)
+        # When one is recomputed: all others of both groups, or the first ones of both.
+        assert max(held) == (3 if kind == "group" else 2 if not affine else 1)
+        for stage in stages:
+            states = spec.wave[0][0] + spec.wave[0][1]
+            size = sum(-(-m.input_ids.size * 48 * 4 // 256) * 256 for m in states) * len(stage.model.layers)
+            assert kind != "host" or (stage.shelf is not None and stage.shelf.nbytes == size)
+    assert_close(found["group"], reference.run(ROWS, step=1))
+    for kind in ("micro_batch", "host"):
+        assert found[kind].loss == found["group"].loss
+        for name, grad in found["group"].grads.items():
+            assert torch.equal(found[kind].grads[name], grad), name
+
+
+def test_a_loss_that_is_not_finite_is_traced_on_the_host(checkpoint: Checkpoint) -> None:
+    reference, (stage,) = ready(checkpoint("qwen3_moe"), LORA, (0, 3), activations="host")
+    with torch.no_grad():
+        next(stage.model.layers[1].parameters()).fill_(math.nan)
+    reference.set_pass(0, True)
+    with pytest.raises(BadStep, match="layer 1 or before"):
+        forward([stage], pass_spec(ROWS), TorchExchange(reference))
 
 
 @pytest.mark.parametrize("cuts", [(0, 3), (0, 2, 3)])

@@ -101,7 +101,15 @@ def test_a_stage_computes_the_same_and_exports_for_the_unchanged_weights(checkpo
     [
         (["lora.init=pissa"], r"lora\.init=pissa with lora\.experts=true .*weights stay as stored"),
         (["lora.init=pissa", "lora.experts=false", "model.keep_quantized=true"], "keep_quantized"),
-        (["+lora.rank_pattern={q_proj: 4}"], r"lora\.rank_pattern was removed"),
+        (["lora.dora=true"], r"lora\.dora=true does not reach the routed experts.*set lora\.experts=false"),
+        (
+            ["lora.dora=true", "lora.experts=false", "lora.init=pissa"],
+            r"weights that lora\.init=pissa changes",
+        ),
+        (["lora.dora=true", "lora.experts=false", "optim=muon"], r"trains vectors, and optim\.name=muon"),
+        (["lora.rank_pattern={q_proj: 300}"], r"lora\.rank_pattern\.q_proj=300 is out of range"),
+        (["lora.alpha_pattern={q_proj: 0}"], r"lora\.alpha_pattern\.q_proj=0 is out of range"),
+        (["lora.rank_pattern={*proj: 4}"], r"is not a regular expression .*correct lora\.rank_pattern"),
         (["optim=deepspeed_cpu_adam", "lora.experts=false"], r"experts' LoRA, but lora\.experts=false"),
         (["optim.decay=2.5"], r"optim\.decay=2\.5 is neither a share"),
     ],

@@ -80,6 +80,26 @@ def test_family(checkpoint: Checkpoint, family: str, kinds: set[str], attention:
     assert all(stage.dtype == torch.float32 for stage in stages)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])  # without biases, with them
+def test_dora(checkpoint: Checkpoint, family: str, dropout: float) -> None:
+    lora = LoraConfig(rank=4, alpha=6.0, dropout=dropout, experts=False, dora=True)
+    reference, stages = ready(checkpoint(family), lora, (0, 1, 3))
+    generator = torch.Generator().manual_seed(4)
+    moved = {n: p for n, p in reference.parameters.items() if n.endswith("magnitude_vector")}
+    for name, value in moved.items():  # at first they are the norms, bit for bit
+        stage = next(s for s in stages if name in s.parameters)
+        torch.testing.assert_close(stage.parameters[name].data, value.data)
+        value.data.mul_(1 + 0.3 * torch.randn(value.shape, generator=generator))
+        stage.load_parameters({name: value})
+    want = reference.run(ROWS, step=3)
+    got = run(stages, pass_spec(ROWS, groups=2, micro=2, step=3), reference)
+    assert_close(got, want)
+    assert {n for n, g in got.grads.items() if g.any()} >= moved.keys()
+    want = reference.run(ROWS, train=False)
+    assert_logits(run(stages, pass_spec(ROWS, groups=2, micro=2, kind="eval"), reference), ROWS, want)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize(
     ("groups", "micro", "cuts", "rslora"),

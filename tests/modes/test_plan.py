@@ -80,6 +80,14 @@ def test_plan_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "cuda:0" in text
 
 
+def test_a_pattern_that_means_nothing_is_refused_before_any_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(UserError, match=r"lora\.rank_pattern has a pattern that means no module.*nonsense"):
+        run(compose(["mode=plan", "model=qwen3_30b_a3b", "lora.rank_pattern={nonsense:4}"]))
+    assert not capsys.readouterr().out
+
+
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = output(capsys)
     assert code == 0 and "model     demo (deepseek_v3)" in text and "experts (bf16)" in text
@@ -248,6 +256,8 @@ def test_hours_are_those_of_the_data_set(tmp_path: Path, capsys: pytest.CaptureF
     assert "for 7 steps (trainer.max_steps)" in text
     _, text = output(capsys, *given[:2], f"data.path={tmp_path}/absent.jsonl", "trainer.max_steps=null")
     assert "run        length unknown: the data file does not exist" in text
+    with pytest.raises(UserError, match=r"no row would be left.*eval_fraction=500.*100 rows"):
+        output(capsys, *given, "data.eval_fraction=500")
 
 
 def test_faster_links_are_predicted_faster() -> None:

@@ -285,7 +285,10 @@ def test_a_question_longer_than_the_caches_is_refused(
 
 def test_a_chat(model: Path) -> None:
     config = compose(
-        ["mode=chat", f"model.path={model}", *SMALL, "generate.max_new_tokens=8", "generate.system=Be"]
+        [
+            *("mode=chat", f"model.path={model}", "data=demo", *SMALL),
+            *("generate.max_new_tokens=8", "generate.system=Be"),
+        ]
     )
     generation, out = prepare_generation(config), io.StringIO()
     script = iter(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kt_ray.config.checks import check
-from kt_ray.config.schema import Config
+from kt_ray.config.schema import Config, ExpertsRule, RuleConfig
 from kt_ray.errors import UserError
+from kt_ray.placement.devices import with_gpus
 from kt_ray.placement.memory import GPU_RUNTIME
 from kt_ray.placement.plan import make_plan
 from tests.placement.configs import make_config, make_hardware, small_dims
@@ -69,6 +71,23 @@ def test_the_remedy_names_sharing() -> None:
     with pytest.raises(UserError) as caught:
         make_plan(small_dims(), make_config(rule={"device": "cuda", "replicas": 2}), make_hardware(gpus=1))
     assert "share a GPU" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize(
+    ("rule", "gpus", "remedy"),
+    [("auto", 0, "rule.gpus=auto"), ("amx_4gpu", 0, "rule=auto"), ("amx_4gpu", 1, "rule.gpus=auto")],
+)
+def test_fewer_gpus_than_the_rule_says_have_a_way_out(rule: str, gpus: int, remedy: str) -> None:
+    with pytest.raises(UserError, match="more GPUs than there are") as caught:
+        with_gpus(RuleConfig(name=rule, gpus=4), make_hardware(gpus=gpus))
+    assert f"set {remedy}," in str(caught.value.remedy)
+
+
+def test_rule_gpus_counts_for_a_lane_beside_attention_on_the_cpu() -> None:
+    rule = RuleConfig(device="cpu", gpus=1)
+    assert len(with_gpus(rule, make_hardware(gpus=4)).gpus) == 4
+    streamed = replace(rule, experts=ExpertsRule(stream=0.5))
+    assert len(with_gpus(streamed, make_hardware(gpus=4)).gpus) == 1
 
 
 def config(rule: dict[str, Any]) -> Config:

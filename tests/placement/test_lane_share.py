@@ -21,6 +21,8 @@ from kt_ray.placement.lane_share import (
     LaneWork,
     best_share,
     choose_shares,
+    dealt,
+    lane_parts,
     resident_experts,
     split_seconds,
     streamed_experts,
@@ -55,7 +57,7 @@ def test_resident_experts_are_the_most_used_of_a_layer() -> None:
 
 
 def test_the_split_in_which_both_end_together() -> None:
-    work = LaneWork(experts=10, bytes=1e9, flops=100e12, moved=0)
+    work = LaneWork(experts=10, bytes=1e9, flops=100e12, tokens=0, per_token=8, layer=20)
     split = split_seconds(work, RATES, 4)
     assert split.cpu == pytest.approx(0.6 * 100 / 20)  # what is left, at 20 TFLOP/s
     assert split.lane == pytest.approx(0.4 * 100 / 80 + 1 / 25)  # 40 TFLOP at 80; the first expert's copy
@@ -65,9 +67,15 @@ def test_the_split_in_which_both_end_together() -> None:
     assert best.plain == 5.0 and best.gain == pytest.approx(1 - 1.04 / 5)
 
 
+def test_the_gpu_that_gets_most_counts() -> None:
+    work = LaneWork(experts=10, bytes=1e9, flops=100e12, tokens=0, per_token=8, layer=20)
+    copies = [lane_parts(work, 1e9, 1e12, n, devices=8).copies for n in (1, 4, 8, 9, 10)]
+    assert copies == [1.0, 1.0, 1.0, 2.0, 2.0]
+
+
 def test_carrying_relieves_no_memory() -> None:
     """Weights that go to the device are read from the same memory: a socket that waits for it gains none."""
-    work = LaneWork(experts=10, bytes=1e9, flops=1e9, moved=0)
+    work = LaneWork(experts=10, bytes=1e9, flops=1e9, tokens=0, per_token=8, layer=20)
     assert best_share(work, RATES).carried == 0
     assert split_seconds(work, RATES, 5).cpu == work.experts * work.bytes / RATES.memory
 
@@ -82,9 +90,9 @@ def test_shares_begin_where_they_pay_and_grow() -> None:
     assert split.gain > 0.2 and parts[-1] == pytest.approx(split.carried / 256, abs=1e-4)
     slow = LaneRates(link=1e9, gpu=80e12, cpu=20e12, memory=200e9)
     assert choose_shares(sizes, slow, 4096)[0] == ()
-    plan = LanePlan("cuda:0", (), shares)
+    plan = LanePlan(("cuda:0",), (), shares)
     assert plan.share(tokens[0] - 1) == 0 and plan.share(tokens[0]) == parts[0]
-    assert plan.share(10**9) == parts[-1] and not LanePlan("cpu").streams
+    assert plan.share(10**9) == parts[-1] and not LanePlan(("cpu",)).streams
 
 
 def planned(
@@ -118,13 +126,32 @@ def test_plans() -> None:
     assert set(residents_of(more.experts)[layers[0]]) == {0, 1, 5, 6}, "another number: the most used again"
     values = plan_to_dict(plan)["experts"][1]
     assert values["lane"] == {
-        "device": "cpu",
+        "devices": ["cpu"],
         "resident": {str(n): "5-6" for n in layers},
         "shares": [[0, 0.25]],
     }
     assert "lane" not in plan_to_dict(planned())["experts"][0]
-    assert planned(gpus=2, gpu_resident=1).experts[0].lane.device == "cuda:0"
-    assert planned(gpus=2, gpu_resident=1, lane_device="cuda:1").experts[0].lane.device == "cuda:1"
+
+
+def test_actors_divide_the_gpus() -> None:
+    def devices(gpus: int, **rule: Any) -> list[tuple[str, ...]]:
+        made = planned(gpus=gpus, gpu_resident=8, **rule)
+        return [actor.lane.devices for actor in made.experts if actor.lane is not None]
+
+    assert devices(1) == [("cuda:0",), ("cuda:0",)]
+    assert devices(2) == [("cuda:0",), ("cuda:1",)]
+    assert devices(3) == [("cuda:0",), ("cuda:1", "cuda:2")]
+    assert devices(4) == [("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")]
+    assert devices(3, sockets=8, lane_device=["cuda:0", "cuda:2"]) == [("cuda:0",)] * 4 + [("cuda:2",)] * 4
+    assert devices(2, lane_device="cuda:1") == [("cuda:1",), ("cuda:1",)]
+    assert devices(2, lane_device=["cpu", "cpu"]) == [("cpu", "cpu")] * 2
+
+
+def test_carried_experts_are_dealt_by_number_and_rows() -> None:
+    counts = [9, 1, 8, 2, 7, 3, 6, 4]
+    assert dealt(range(8), counts, 1) == (tuple(range(8)),)
+    assert dealt(range(8), counts, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # 9 + 6 + 4 + 1, 8 + 7 + 3 + 2
+    assert dealt((3, 5), counts, 3) == ((5,), (3,), ())
 
 
 def test_a_gpu_serves_the_actors_of_its_host() -> None:
@@ -192,6 +219,8 @@ def test_refusals_name_the_remedy() -> None:
         text = str(caught.value)
         assert "not there" in text and seen in text and "rule.experts.lane_device=cpu" in text
         assert all(f"rule.experts.{key}={value}" in text for key, value in rule.items())
+    with pytest.raises(UserError, match=r"name one of cuda:0, or set rule\.experts\.lane_device=cpu"):
+        planned(gpus=1, gpu_resident=2, lane_device="cuda:3")
     with pytest.raises(UserError, match=r"found 9.*at most 8"):
         planned(gpu_resident=9, lane_device="cpu")
     model = {"config": {}}
@@ -219,10 +248,13 @@ def test_rates_of_a_described_machine_decide() -> None:
             data={"max_length": 1024},
         )
 
-    two, one = (from_rates(nominal, config(sockets=n), hardware, V3) for n in (2, 1))
-    assert two is not None and one is not None and two.source == nominal.source
-    assert two.link == nominal.link.to_device.value / 2 == one.link / 2 and two.gpu == one.gpu / 2
+    four, two, one = (from_rates(nominal, config(sockets=n), hardware, V3) for n in (4, 2, 1))
+    assert four is not None and two is not None and one is not None and two.source == nominal.source
+    assert two.link == nominal.link.to_device.value == one.link == 2 * four.link
+    assert two.gpu == one.gpu == 2 * four.gpu and [r.devices for r in (four, two, one)] == [1, 1, 2]
     assert two.cpu == one.cpu and two.memory == one.memory
+    alone = from_rates(nominal, config(sockets=2, lane_device="cuda:1"), hardware, V3)
+    assert alone is not None and alone.link == two.link / 2
     plan = make_plan(V3, config(), hardware, None, lane_rates(config(), hardware, V3))
     assert any(f"rates: {nominal.source}" in note for note in plan.notes)
     assert lane_rates(config(lane_device="cpu"), hardware, V3) is None

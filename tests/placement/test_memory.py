@@ -12,7 +12,8 @@ from kt_ray.config.schema import LoraConfig, RuleConfig
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.hardware.describe import hardware_for, nominal_hardware
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.memory import GIB, expert_lora_params, load_of, lora_params, mask_bytes
+from kt_ray.placement.lora_sizes import expert_lora_params, lora_params
+from kt_ray.placement.memory import GIB, layer_activation_bytes, load_of, mask_bytes
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import remedies, shortage
@@ -87,6 +88,27 @@ def test_deepseek_v3_on_the_gpus() -> None:
     start, stop = plan.workers[1].layers
     assert on[1]["kept activations"] == (stop - start) * 8192 * (7168 * 2 + 8 * 12)
     assert plan.fits and all("staging" in items(plan, f"socket {n}") for n in (0, 1))
+
+
+def test_one_micro_batch_at_a_time_and_hidden_states_on_the_host() -> None:
+    """Eight micro-batches of 1,024 tokens on one stage per GPU, in two groups."""
+    kept = {
+        name: v3_plan(activations=name, layers=[16, 15, 15, 15]) for name in ("group", "micro_batch", "host")
+    }
+    group, micro, host = (items(plan, "cuda:1") for plan in kept.values())
+    start, stop = kept["group"].workers[1].layers
+    assert micro["kept activations"] == group["kept activations"]
+    layer = max(layer_activation_bytes(V3, make_config(), layer, "bfloat16") for layer in range(start, stop))
+    # One of each of the two groups, and what the gradients of a third take meanwhile.
+    assert group["workspace"] - micro["workspace"] == (8 - 3) * 1024 * layer
+    assert host["workspace"] == micro["workspace"]
+    # Routing of every layer; of the hidden states those between two layers, and two being copied.
+    assert host["kept activations"] == (stop - start) * 8192 * 8 * 12 + 2 * 9 * 1024 * 7168 * 2
+    sockets = [
+        sum(items(kept[name], f"socket {n}")["kept activations"] for n in (0, 1))
+        for name in ("group", "host")
+    ]
+    assert sockets[1] - sockets[0] == 61 * 8192 * 7168 * 2
 
 
 def test_replicas_divide_the_tokens() -> None:
@@ -215,6 +237,21 @@ def test_tied_embeddings_count_once_on_one_stage() -> None:
 def test_lora_targets(targets: str | list[str], expected: int) -> None:
     dims = small_dims("qwen3_moe")  # heads 4 x 24 = 96, kv 2 x 24 = 48
     assert lora_params(dims, LoraConfig(rank=8, target_modules=targets), 0) == expected
+
+
+def test_ranks_of_single_modules() -> None:
+    dims = small_dims("qwen3_moe")
+    lora = LoraConfig(rank=8, rank_pattern={r"layers\.0\..*q_proj": 4, "o_proj": 2, "experts": 3})
+    shared = 8 * 2 * (64 + 48)
+    assert lora_params(dims, lora, 0) == shared + 4 * (64 + 96) + 2 * (64 + 96)
+    assert lora_params(dims, lora, 1) == shared + 8 * (64 + 96) + 2 * (64 + 96)
+    assert expert_lora_params(dims, lora) == expert_lora_params(dims, LoraConfig(rank=3))
+    plan, uniform = (
+        make_plan(dims, make_config(lora=changed), make_hardware())
+        for changed in ({"rank_pattern": {"experts": 40}}, {})
+    )
+    for item in ("LoRA", "optimizer", "kept activations"):
+        assert items(plan, "socket 0")[item] > items(uniform, "socket 0")[item]
 
 
 def test_expert_lora() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ from kt_ray.config.schema import Config
 from kt_ray.placement.memory import load_of
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Budget, Plan
-from kt_ray.placement.wave import ROOM, BudgetOf, choose_groups, fit
+from kt_ray.placement.wave import ROOM, BudgetOf, Held, attention_kinds, choose_groups, fit
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 DIMS = small_dims()
@@ -20,8 +21,8 @@ DIMS = small_dims()
 def linear(retain: int, recompute: int, capacity: int, base: int = 10, device: str = "socket 0") -> BudgetOf:
     """A device that needs `base` and so many bytes per micro-batch."""
 
-    def budget_of(wave: int, kind: str) -> tuple[Budget, ...]:
-        each = retain if kind == "retain" else recompute
+    def budget_of(wave: int, held: Held) -> tuple[Budget, ...]:
+        each = retain if held.experts == "retain" else recompute
         return (Budget(device, {"kept activations": base + each * wave}, capacity),)
 
     return budget_of
@@ -45,7 +46,7 @@ def config_of(rows: int, length: int = 16, **rule: Any) -> Config:
 )
 def test_fewest_waves_then_retain(capacity: int, expected: tuple[int, str]) -> None:
     chosen = fit(config_of(8), linear(20, 8, capacity))
-    assert (chosen.wave, chosen.activations) == expected
+    assert (chosen.wave, chosen.held.experts) == expected
     used = chosen.memory[0].total
     if capacity >= 20:
         assert used <= ROOM * capacity
@@ -56,8 +57,8 @@ def test_fewest_waves_then_retain(capacity: int, expected: tuple[int, str]) -> N
 
 def test_retain_comes_first_where_both_need_as_many_waves() -> None:
     chosen = fit(config_of(8), linear(20, 18, 100))  # 4 micro-batches of either kind leave a tenth free
-    assert (chosen.wave, chosen.activations) == (4, "retain")
-    assert fit(config_of(8), linear(20, 8, 29)).activations == "recompute"  # retain would leave no room
+    assert (chosen.wave, chosen.held.experts) == (4, "retain")
+    assert fit(config_of(8), linear(20, 8, 29)).held.experts == "recompute"  # retain would leave no room
 
 
 def test_a_gpu_may_be_filled_but_not_overfilled() -> None:
@@ -68,14 +69,54 @@ def test_a_gpu_may_be_filled_but_not_overfilled() -> None:
 
 def test_keys_that_are_set_leave_only_what_they_allow() -> None:
     given = fit(config_of(8, experts={"activations": "retain"}), linear(20, 8, 100))
-    assert (given.wave, given.activations) == (4, "retain")
+    assert (given.wave, given.held.experts) == (4, "retain")
     assert not any("activations=auto" in n for n in given.notes)
     given = fit(config_of(8, wave=8), linear(20, 8, 100))
-    assert (given.wave, given.activations) == (8, "recompute")
+    assert (given.wave, given.held.experts) == (8, "recompute")
     given = fit(config_of(8, wave=8, experts={"activations": "retain"}), linear(20, 8, 100))
-    assert (given.wave, given.activations) == (8, "retain") and given.memory[0].total > 100
+    assert (given.wave, given.held.experts) == (8, "retain") and given.memory[0].total > 100
     lowered = fit(config_of(8, wave=20), linear(20, 8, 0))
     assert lowered.wave == 8 and any("rule.wave=20 lowered to 8" in n for n in lowered.notes)
+
+
+def of_levels(group: int, micro_batch: int, host: int, capacity: int) -> BudgetOf:
+    """A GPU that needs so many bytes per micro-batch of a wave."""
+    each = {"group": group, "micro_batch": micro_batch, "host": host}
+
+    def budget_of(wave: int, held: Held) -> tuple[Budget, ...]:
+        return (Budget("cuda:0", {"kept activations": each[held.attention] * wave}, capacity),)
+
+    return budget_of
+
+
+@pytest.mark.parametrize(
+    ("capacity", "expected"),
+    [
+        (800, (8, "group")),
+        (400, (8, "micro_batch")),  # whole groups would need two waves
+        (90, (8, "host")),
+        (50, (4, "host")),
+        (5, (1, "host")),  # does not fit: the least of all
+    ],
+)
+def test_attention_holds_what_needs_the_fewest_waves(capacity: int, expected: tuple[int, str]) -> None:
+    levels = ("group", "micro_batch", "host")
+    chosen = fit(config_of(8), of_levels(100, 50, 10, capacity), levels)
+    assert (chosen.wave, chosen.held.attention, chosen.held.experts) == (
+        *expected,
+        "retain" if capacity > 5 else "recompute",
+    )
+    notes = [note for note in chosen.notes if note.startswith("rule.activations=auto: ")]
+    assert len(notes) == (expected[1] != "group")
+    assert all(f"{expected[1]}; with group the whole step would need" in note for note in notes)
+
+
+def test_what_attention_may_hold() -> None:
+    assert attention_kinds(config_of(8), DIMS, "cpu") == ("group", "micro_batch")
+    assert attention_kinds(config_of(8), DIMS, "cuda") == ("group", "micro_batch", "host")
+    assert attention_kinds(config_of(8, activations="host"), DIMS, "cpu") == ("host",)
+    streams = dataclasses.replace(DIMS, hidden_streams=4)  # everything would be computed twice
+    assert attention_kinds(config_of(8), streams, "cuda") == ("group",)
 
 
 def test_groups_follow_the_wave() -> None:

@@ -125,10 +125,10 @@ def test_yaml_output_stays_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_refused_recipe_is_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([f"recipe={recipe(tmp_path, use_dora=True, shift_attn=True)}", "mode=plan"]) == 2
+    assert cli.main([f"recipe={recipe(tmp_path, use_mca=True, shift_attn=True)}", "mode=plan"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
-    assert "use_dora=true" in captured.err and "shift_attn=true" in captured.err
+    assert "use_mca=true" in captured.err and "shift_attn=true" in captured.err
 
 
 def test_the_page_is_what_the_tables_say() -> None:

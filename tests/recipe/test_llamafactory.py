@@ -197,14 +197,25 @@ def test_an_optimize_rule_on_a_model_within_one_device(tmp_path: Path) -> None:
     assert got["rule.stages"] == 1 and "rule.layers" not in got  # its 27 layers are all on cuda:0
 
 
+def test_patterns_arrive_as_they_were(tmp_path: Path) -> None:
+    ranks = {"^model.layers.0.self_attn.q_proj": 4, "experts": 6, r"layers\.(1|2)\..*[qk]_proj$": 2}
+    path = recipe(tmp_path, rank_pattern=ranks, alpha_pattern={"o_proj": 1.5})
+    lora = compose(with_recipe([f"recipe={path}", "mode=plan"], io.StringIO())).lora
+    assert lora.alpha_pattern == {"o_proj": 1.5} and lora.rank_pattern is not None
+    assert [re.sub("^" + re.escape(r"\A"), "^", key) for key in lora.rank_pattern] == list(ranks)
+    assert list(lora.rank_pattern.values()) == list(ranks.values())
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_dora": True}, "use_dora=true: not among the adapters"),
+        ({"use_mca": True}, "use_mca=true: not among the adapters"),
         (
             {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 10},
             "lr_scheduler_kwargs.num_decay_steps=null: leaves the length of the decay open",
         ),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern={q_proj: 8}: is no mapping of patterns to numbers"),
+        ({"rank_pattern": {"[^a].*": 8}}, "rank_pattern={[^a].*: 8}: has a pattern that no key may be"),
         ({"fp16": True}, "fp16=true: computing in float16"),
         ({"quantization_bit": 4}, "quantization_bit=4: weights outside the experts"),
         ({"finetuning_type": "full"}, "finetuning_type=full: kt_ray trains LoRA"),
@@ -241,7 +252,7 @@ def test_what_is_not_mapped_is_refused_by_name(tmp_path: Path, fields: dict[str,
 
 def test_fields_that_are_off_are_not_refused(tmp_path: Path) -> None:
     off = {
-        "use_dora": False,
+        "use_mca": False,
         "quantization_bit": None,
         "pref_ftx": 0.0,
         "fp16": False,
@@ -250,13 +261,13 @@ def test_fields_that_are_off_are_not_refused(tmp_path: Path) -> None:
 
 
 def test_one_error_lists_every_field_and_options_lift_it(tmp_path: Path) -> None:
-    path = recipe(tmp_path, template="vicuna", use_dora=True, do_eval=True)
+    path = recipe(tmp_path, template="vicuna", use_mca=True, do_eval=True)
     with pytest.raises(UserError) as error:
         with_recipe([f"recipe={path}"], io.StringIO())
     line = error.value.line()
     assert "3 fields of the recipe cannot be mapped" in line
-    assert all(name in line for name in ("template=vicuna", "use_dora=true", "do_eval=true", str(path)))
-    with pytest.raises(UserError, match=r"^1 field of the recipe cannot be mapped: use_dora=true"):
+    assert all(name in line for name in ("template=vicuna", "use_mca=true", "do_eval=true", str(path)))
+    with pytest.raises(UserError, match=r"^1 field of the recipe cannot be mapped: use_mca=true"):
         with_recipe([f"recipe={path}", "data.template=null", "trainer.eval_every=0"], io.StringIO())
 
 

@@ -38,11 +38,14 @@ TYPED: list[tuple[str, str, str]] = [
     ("neftune_noise_alpha=5", "trainer.neftune_noise_alpha=5", ""),
     # PEFT and TRL
     ("lora.r=8", "lora.rank=8", ""),
+    ("lora.from=runs/a/adapter", "lora.adapter=runs/a/adapter", ""),
     ("r=8", "lora.rank=8", ""),
     ("lora_alpha=16", "lora.alpha=16", ""),
     ("target_modules=all-linear", "lora.target_modules=auto lora.experts=true", ""),
     ("target_modules=q_proj,v_proj", "", "a list is taken as it is"),
-    ("use_dora=true", "", "not among the adapters"),
+    ("use_dora=true", "lora.experts=false lora.dora=true", ""),
+    ("rank_pattern={q_proj: 4}", "'lora.rank_pattern={q_proj:4}'", ""),
+    (r"alpha_pattern={layers\\.\(0|1\)\\..*: 4}", r"'lora.alpha_pattern={layers\\.\(0|1\)\\..*:4}'", ""),
     ("max_seq_length=2048", "data.max_length=2048", ""),
     ("beta=0.2", "preference.beta=0.2", ""),
     # LLaMA-Factory
@@ -104,7 +107,8 @@ def test_every_answer_is_right(
     proposed = re.search(r"To fix: write (.*)$", error)
     assert (proposed[1] if proposed else "") == written, error
     if not written.startswith(("model.path", "data.path")):
-        compose(shlex.split(written))  # what is proposed works
+        rows = ["data=demo"] if written.startswith("model=") else []
+        compose([*rows, *shlex.split(written)])  # what is proposed works
 
 
 def test_all_of_a_command_line_are_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:

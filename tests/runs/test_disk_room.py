@@ -59,10 +59,10 @@ def test_checkpoints_at_once(
 
 
 def test_mode_plan_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.main(["mode=plan"]) == 0
+    assert cli.main(["mode=plan", "plan.rates=nominal"]) == 0
     assert "disk       5.2 MB: a checkpoint of 3.9 MB, the adapter 1.3 MB" in capsys.readouterr().out
     monkeypatch.setattr("kt_ray.runs.disk_room.free_bytes", lambda _: 10**6)
-    assert cli.main(["mode=plan"]) == 0
+    assert cli.main(["mode=plan", "plan.rates=nominal"]) == 0
     assert "note: the disk has no room for this run's checkpoints" in capsys.readouterr().out
     assert cli.main(["mode=plan", "plan.hardware=laptop_16gb"]) == 0  # another machine's disk
     assert "no room" not in capsys.readouterr().out

@@ -29,7 +29,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["data.sources=[{path: absent.jsonl}]"], "data.sources[0].path="),
     (["mode=preview", "data.path=nothing"], "the data file does not exist"),
     (["model.path=absent", "data.path=rows.jsonl"], "the model directory does not exist"),
-    (["model.path=nothing"], "the model directory does not exist"),
+    (["model.path=nothing", "data=demo"], "the model directory does not exist"),
     (["model=org/name", "data.path=rows.jsonl"], "hf download org/name"),
     (["mode=chat", "model.path=."], "holds no config.json"),
     (["run.name=taken"], "this directory already holds a run"),
@@ -60,7 +60,7 @@ def test_what_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch: Any) -> 
         capture_output=True,
         check=True,
     )
-    codes, loaded = json.loads(done.stdout)
+    codes, loaded = json.loads(done.stdout.splitlines()[-1])
     assert codes == [2] * len(REFUSED) and loaded == []
     lines = done.stderr.splitlines()
     assert len(lines) == len(REFUSED)

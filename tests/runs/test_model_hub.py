@@ -22,7 +22,7 @@ from kt_ray.config.compose import compose, expand
 from kt_ray.config.schema import Config
 from kt_ray.errors import TryAgain, UserError
 from kt_ray.modes import plan
-from kt_ray.runs import model_hub
+from kt_ray.runs import disk_room
 from kt_ray.runs.model_hub import complete, located
 from kt_ray.runs.prepare import prepare_model
 from tests.helpers.hf_reference import build_checkpoint
@@ -139,8 +139,8 @@ def test_a_name_of_the_hub_is_a_path() -> None:
     assert expand(["model=hf://Qwen/Qwen3-235B-A22B", "mode=plan"]) == implied
     config = compose(["mode=plan", "model=some-org/Tiny.MoE-v1@main"])
     assert (config.model.path, config.model.name) == ("hf://some-org/Tiny.MoE-v1@main", "Tiny.MoE-v1")
-    assert expand(["model=kt_ray/dims"]) == ["model=kt_ray/dims"]  # a directory: the error names model.path
-    assert expand(["model=/data/a"]) == ["model=/data/a"]
+    assert expand(["model=kt_ray/dims"])[-1] == "model=kt_ray/dims"  # a directory: the error names model.path
+    assert expand(["model=/data/a"])[-1] == "model=/data/a"
 
 
 def test_a_plan_needs_config_json_only(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +152,7 @@ def test_a_plan_needs_config_json_only(hub: Hub, capsys: pytest.CaptureFixture[s
 def test_training_fetches_the_files_it_needs_once(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = compose([f"model.path=hf://{REPO}@main", "cluster=local", f"run.root={tmp_path}"])
+    given = compose(["data=demo", f"model.path=hf://{REPO}@main", "cluster=local", f"run.root={tmp_path}"])
     config = located(given)
     assert not any(name.endswith(".safetensors") for name in hub.served)
     prepared = prepare_model(config, training=True)
@@ -169,7 +169,7 @@ def test_a_model_that_does_not_fit_is_not_downloaded(hub: Hub) -> None:
     def refuse() -> None:
         raise UserError("the plan does not fit")
 
-    folder = here(compose(["mode=train", f"model={REPO}"]))
+    folder = here(compose(["mode=train", "data=demo", f"model={REPO}"]))
     with pytest.raises(UserError, match="does not fit"):
         complete(str(folder), refuse)
     assert "model.safetensors" not in hub.served
@@ -188,7 +188,7 @@ def shards(hub: Hub) -> list[str]:
 
 def test_only_the_shards_of_the_index(hub: Hub) -> None:
     names = shards(hub)
-    folder = here(compose(["mode=train", f"model={REPO}"]))
+    folder = here(compose(["mode=train", "data=demo", f"model={REPO}"]))
     complete(str(folder), lambda: None)
     assert sorted(p.name for p in folder.glob("*.safetensors")) == names
     complete(str(folder), lambda: pytest.fail("nothing is missing"))
@@ -198,7 +198,7 @@ def test_a_download_that_breaks_off_goes_on_with_the_files_that_are_missing(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = shards(hub)
-    folder = here(compose(["mode=train", f"model={REPO}"]))
+    folder = here(compose(["mode=train", "data=demo", f"model={REPO}"]))
     get = huggingface_hub.file_download.http_get
 
     def half(url: str, *args: Any, **options: Any) -> None:
@@ -219,9 +219,9 @@ def test_a_download_that_breaks_off_goes_on_with_the_files_that_are_missing(
 
 
 def test_too_small_a_disk_is_refused_before_the_first_byte(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_hub, "free_bytes", lambda path: 1000)
-    folder = here(compose(["mode=train", f"model={REPO}"]))
-    with pytest.raises(UserError, match=r"no room for this model.*required .* for 1 files.*HF_HOME"):
+    monkeypatch.setattr(disk_room, "free_bytes", lambda path: 1000)
+    folder = here(compose(["mode=train", "data=demo", f"model={REPO}"]))
+    with pytest.raises(UserError, match=r"no room for this model.*required .* of free space.*HF_HOME"):
         complete(str(folder), lambda: None)
     assert "model.safetensors" not in hub.served
 
@@ -250,9 +250,9 @@ def test_terms_that_were_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_network_the_cache_serves_or_the_command_is_named(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = here(compose(["mode=train", f"model={REPO}"]))
+    folder = here(compose(["mode=train", "data=demo", f"model={REPO}"]))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert here(compose(["mode=train", f"model={REPO}"])) == folder
+    assert here(compose(["mode=train", "data=demo", f"model={REPO}"])) == folder
     with pytest.raises(UserError, match=rf"hf download {REPO} --revision.*--include '\*\.safetens"):
         complete(str(folder), lambda: None)
     with pytest.raises(UserError, match=r"hf download a/b --include 'config\.json' --local-dir.*=DIR"):

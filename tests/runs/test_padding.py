@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kt_ray import cli
-from kt_ray.data.batches import wave
+from kt_ray.data.batches import step_waves
 from kt_ray.data.row_types import Row
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
@@ -44,7 +44,7 @@ def test_the_loss_does_not_depend_on_micro_batches(
 
 def test_micro_batches_of_rows_of_one_length() -> None:
     rows = [Row(np.ones(n, np.int64), np.ones(n, np.int64), i) for i, n in enumerate((7, 7, 3, 7, 5, 5, 5))]
-    (replica,) = wave(rows, 3, multiple=8, unpadded=True)
+    ((replica,),) = step_waves(rows, 3, multiple=8, unpadded=True)
     micro = [m for group in replica for m in group]
     assert [m.sample_ids.tolist() for m in micro] == [[0, 1], [2], [3], [4, 5], [6]]
     assert all((m.lengths == m.input_ids.shape[1]).all() for m in micro)

@@ -182,6 +182,16 @@ def test_preference_checkpoints_of_versions_without_gamma_stay_valid() -> None:
     assert simpo["preference"]["gamma"] == 0.5
 
 
+def test_patterns_in_another_order_are_another_adapter() -> None:
+    """The first pattern that matches counts, so their order is a setting."""
+    one, other = (
+        compose([f"lora.rank_pattern={{{patterns}}}"]).lora
+        for patterns in ("q_proj:4,proj:2", "proj:2,q_proj:4")
+    )
+    assert one.rank_pattern == other.rank_pattern  # as mappings compare
+    assert saving.lora_fields(one) != saving.lora_fields(other)
+
+
 def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     flat = prepare.flat

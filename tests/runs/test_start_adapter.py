@@ -187,6 +187,8 @@ def test_options_that_disagree_are_named(model: Path, first: Path, prepared: Mak
     match = r"options disagree.*found lora\.rank=16, lora\.experts=false; required rank 4, routed experts"
     with pytest.raises(UserError, match=match):
         prepared(first, "lora.rank=16", "lora.experts=false")
+    with pytest.raises(UserError, match=r"found lora\.rank_pattern=\{o_proj: 2\}; required null"):
+        prepared(first, "lora.rank_pattern={o_proj: 2}")
     with pytest.raises(UserError, match=r"found lora\.alpha=32; required alpha 24"):
         prepared(first, "lora.alpha=32")
     with pytest.raises(
@@ -228,13 +230,13 @@ def test_adapters_that_do_not_fit(model: Path, first: Path, tmp_path: Path, prep
         next(iter(tensors.values()))[0, 0] = float("nan")
 
     def scaled(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-        config["alpha_pattern"] = {"o_proj": 99}
+        config["alpha_pattern"] = {r"experts\.3\.down_proj": 99}
 
     for name, change, match in (
         ("narrower", narrower, r"does not fit this model.*q_a_proj \d+→\d+"),
         ("fewer", fewer, r"does not fit this model.*nothing for .*experts\.7\..*every routed expert"),
         ("broken", broken, r"not finite"),
-        ("scaled", scaled, r"several scales.*o_proj.*one scale"),
+        ("scaled", scaled, r"routed experts have several scales.*experts\.3\.down_proj.*one scale"),
     ):
         with pytest.raises(UserError, match=match):
             prepared(changed(name, change))

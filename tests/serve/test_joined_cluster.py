@@ -1,4 +1,4 @@
-"""mode=serve on a cluster that was there before: it ends what it started there, and nothing else."""
+"""mode=serve in a cluster that ends without it, and in one that it outlives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,28 @@ from openai import OpenAI
 from tests.helpers.ray_place import fetch, free_ports, head_node, ray_place, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_server_outlives_its_ray(tmp_path: Path) -> None:
+    """trainer.restarts: with Ray's head gone, another driver serves on the same port."""
+    (port,) = free_ports(1)
+    log = tmp_path / "log.txt"
+    settings = ("cluster.address=local", "cluster.dashboard=false", "trainer.restarts=3")
+    with ray_place() as place:
+        process = place.launch("mode=serve", f"serve.port={port}", *settings, log=log)
+        address = f"http://127.0.0.1:{port}/health"
+        until(lambda: fetch(address)[0] == 200 or process.poll() is not None, 240)
+        heads = [p for p in place.processes() if "gcs_server" in " ".join(p.cmdline())]
+        assert len(heads) == 1, log.read_text()
+        heads[0].kill()
+        until(lambda: "restart 1 of 3" in log.read_text() or process.poll() is not None, 120)
+        until(lambda: fetch(address)[0] == 200 or process.poll() is not None, 240)
+        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
+            answer = client.completions.create(model="demo", prompt="a", max_tokens=2)
+        assert answer.usage is not None and answer.usage.completion_tokens <= 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+        until(lambda: place.left() == [], 30)
 
 
 def test_a_server_on_a_running_cluster_ends_without_it(tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ def host(gpus: int, gib: float, memory: int = 2048 * GIB) -> Hardware:
 
 
 def v3_config(batch_size: int = 16, **rule: Any) -> Config:
+    """Whole groups are recomputed at once unless the rule says otherwise: it is memory that decides here."""
     return make_config(
-        rule=rule,
+        rule={"activations": "group", **rule},
         data={"max_length": 512},
         trainer={"batch_size": batch_size, "micro_batch_size": 1},
     )
@@ -192,3 +193,16 @@ def test_what_changes_no_bit_changes_no_choice(rule: dict[str, Any]) -> None:
         for r in ({}, rule)
     )
     assert chosen(usual) == chosen(other) and usual.compared == other.compared
+
+
+def test_smaller_waves_are_compared_where_attention_would_hold_less() -> None:
+    """A GPU that is short: one micro-batch at a time makes the waves larger, and the simulation decides."""
+    hardware = host(2, 38)
+    plan = choose_plan(V3, v3_config(64, stages=2, replicas=1, activations="auto"), hardware)
+    assert plan.activations != "group" and plan.fits
+    held = {choice.attention: choice for choice in plan.compared[::-1]}
+    assert held["group"].wave < plan.wave
+    assert held["group"].seconds >= plan.compared[0].seconds / 1.05
+    assert any("rule.activations=auto: " in note for note in plan.notes)
+    fixed = choose_plan(V3, v3_config(64, stages=2, replicas=1, activations="group"), hardware)
+    assert fixed.activations == "group" and fixed.wave == held["group"].wave

@@ -47,8 +47,7 @@ def test_the_predicted_split_is_the_one_that_the_runtime_makes() -> None:
     for tokens in (64, 512, 16384):
         runtime = streamed_experts([tokens * 8 // 256 or 1] * 256, lane.share(tokens))
         _, carried = durations.lanes.part(0, LAYER, tokens)
-        call = durations.lane(0, LAYER, "forward", tokens)
-        assert call is not None
+        (call,) = durations.lane(0, LAYER, "forward", tokens)
         sizes = expert_sizes(plan.experts, V3, durations.config)
         busy = sizes.work(tokens).experts
         assert carried == pytest.approx(min(len(runtime), busy) / busy)
@@ -67,8 +66,7 @@ def test_its_seconds_are_those_that_auto_chose_by() -> None:
     tokens = plan.tokens_per_step
     best = best_share(sizes.work(tokens), chosen_by)
     assert best.carried == round(lane.share(tokens) * 256) > 0
-    call = durations.lane(0, LAYER, "forward", tokens)
-    assert call is not None
+    (call,) = durations.lane(0, LAYER, "forward", tokens)
     parts = lane_parts(sizes.work(tokens), chosen_by.link, chosen_by.gpu, best.carried)
     assert call.copies == pytest.approx(parts.copies) and call.products == pytest.approx(parts.products)
     assert call.ahead + call.back == pytest.approx(parts.first + parts.moved)
@@ -90,8 +88,7 @@ def test_the_cpu_keeps_the_rest() -> None:
 
 def test_residents_are_not_carried() -> None:
     (_, half), (_, stays) = made(stream=0.5), made(gpu_resident=128)
-    carried, resident = (d.lane(0, LAYER, "forward", 16384) for d in (half, stays))
-    assert carried is not None and resident is not None
+    (carried,), (resident,) = (d.lane(0, LAYER, "forward", 16384) for d in (half, stays))
     assert resident.copies < 0.1 * carried.copies
     assert resident.products == pytest.approx(carried.products)
     assert stays.lanes.part(0, LAYER, 16384) == (0.5, 0.0)
@@ -101,20 +98,19 @@ def test_residents_are_not_carried() -> None:
 
 def test_recomputation_is_the_lanes_as_well() -> None:
     (_, retain), (_, again) = (made(stream=0.5, activations=kind) for kind in ("retain", "recompute"))
-    one, two = (d.lane(0, LAYER, "backward", 16384) for d in (retain, again))
-    assert one is not None and two is not None
+    (one,), (two,) = (d.lane(0, LAYER, "backward", 16384) for d in (retain, again))
     assert two.products == pytest.approx(5 / 3 * one.products) and two.dispatch > one.dispatch
     assert retain.lane(0, LAYER, "forward", 16384) == again.lane(0, LAYER, "forward", 16384)
 
 
 def test_no_lane_no_call() -> None:
     for _, durations in (made(), made(stream=0.5, lane_device="cpu")):
-        assert durations.lane(0, LAYER, "forward", 16384) is None
+        assert durations.lane(0, LAYER, "forward", 16384) == ()
         assert durations.lanes.part(0, LAYER, 16384) == (0.0, 0.0)
     _, half = made(stream=0.5)
-    assert half.lane(0, LAYER, "forward", 0) is None
+    assert half.lane(0, LAYER, "forward", 0) == ()
     blind = dataclasses.replace(half, rates=dataclasses.replace(RATES, link=None))
-    assert blind.lane(0, LAYER, "forward", 16384) is None
+    assert blind.lane(0, LAYER, "forward", 16384) == ()
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Fixed:
         self.carriage = given.get("carriage", Carriage())
         self.end = given.get("end", ())
         self.between = given.get("between", 0.0)
-        self.on_gpu = given.get("on_gpu")
+        self.on_gpu = given.get("on_gpu", ())
 
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
         if kind == "forward":
@@ -49,7 +49,7 @@ class Fixed:
     def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
         return float(self.experts)  # type: ignore[arg-type]
 
-    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
+    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> tuple[LaneCall, ...]:
         return self.on_gpu  # type: ignore[return-value]
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
@@ -266,34 +266,42 @@ def test_sixty_one_layers_on_many_nodes_take_seconds() -> None:
     assert found.seconds > 0 and time.process_time() - start < 10
 
 
-def lane_seconds(call: LaneCall | None) -> Simulated:
+def lane_seconds(*calls: LaneCall) -> Simulated:
     """One call of 1 s on the CPU per direction and group, with a lane beside it; attention takes no time."""
     rule = {"stages": 1, "groups": 1, "experts": {"gpu_resident": 1}}
     config = make_config(rule=rule, trainer={"batch_size": 1, "micro_batch_size": 1})
-    plan = make_plan(small_dims(num_hidden_layers=2), config, make_hardware(gpus=1))
+    plan = make_plan(small_dims(num_hidden_layers=2), config, make_hardware(gpus=2))
     assert plan.dims.moe_layers == (1,)
     machine = Machine({"cores": 4.0}, (Seat("cuda:0"),), (ExpertClass((0,), Seat("cores", 2.0)),))
-    given = Fixed(forward=(0.0, 0.0), recompute=0.0, backward=0.0, on_gpu=call)
+    given = Fixed(forward=(0.0, 0.0), recompute=0.0, backward=0.0, on_gpu=calls)
     return simulate(plan, machine, given, ((((M,),),),))
 
 
 @pytest.mark.parametrize(
     ("call", "seconds"),
     [
-        (None, 1.0),
         (LaneCall("cuda:0", 0.1, 0.2, 0.3, 0.1, 0.1), 1.0),  # hidden behind the CPU
         (LaneCall("cuda:0", 0.5, 2.0, 1.0, 0.5, 0.25), 2.75),  # copies
         (LaneCall("cuda:0", 0.5, 1.0, 2.0, 0.5, 0.25), 2.75),  # products
         (LaneCall("cuda:0", 0.5, 1.0, 1.0, 3.0, 0.25), 3.75),  # dispatch
     ],
 )
-def test_a_call_ends_when_the_cpu_and_the_lane_have(call: LaneCall | None, seconds: float) -> None:
+def test_a_call_ends_when_the_cpu_and_the_lane_have(call: LaneCall, seconds: float) -> None:
     found = lane_seconds(call)
     assert found.seconds == pytest.approx(2 * seconds)  # forward and backward
     assert found.work["experts 0"] == pytest.approx(2.0)
-    if call is not None:
-        assert found.work["lane 0"] == pytest.approx(2 * call.products)
-        assert sum(found.path.values()) == pytest.approx(found.seconds)
+    assert found.work["lane 0 cuda:0"] == pytest.approx(2 * call.products)
+    assert sum(found.path.values()) == pytest.approx(found.seconds)
+    assert lane_seconds().seconds == pytest.approx(2.0)
+
+
+def test_a_call_ends_when_every_gpu_has() -> None:
+    """Each with its own link."""
+    slow, fast = LaneCall("cuda:0", 0.5, 2.0, 1.0, 0.1, 0.25), LaneCall("cuda:1", 0.5, 1.0, 1.5, 0.1, 0.25)
+    found = lane_seconds(slow, fast)
+    assert found.seconds == pytest.approx(2 * 2.75)
+    assert found.used["pcie cuda:1 in"] == pytest.approx(1.5 / 2.75)
+    assert lane_seconds(fast).seconds == pytest.approx(2 * 2.25)
 
 
 def test_the_lane_shares_the_gpu_with_attention() -> None:
@@ -302,7 +310,11 @@ def test_the_lane_shares_the_gpu_with_attention() -> None:
     config = make_config(rule=rule, trainer={"batch_size": 1, "micro_batch_size": 1})
     plan = make_plan(small_dims(num_hidden_layers=2), config, make_hardware(gpus=1))
     given = Fixed(
-        forward=(0.0, 1.0), recompute=0.0, backward=0.0, experts=0.0, on_gpu=LaneCall("cuda:0", 0, 0, 1, 0, 0)
+        forward=(0.0, 1.0),
+        recompute=0.0,
+        backward=0.0,
+        experts=0.0,
+        on_gpu=(LaneCall("cuda:0", 0, 0, 1, 0, 0),),
     )
     experts = (ExpertClass((0,), Seat("cores")),)
     shared = simulate(plan, Machine({}, (Seat("cuda:0"),), experts), given, ((((M,),),),))

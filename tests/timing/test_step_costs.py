@@ -58,8 +58,8 @@ def test_unequal_widths_materialise_scores() -> None:
     """Multi-head latent attention has other widths of keys than of values; grouped-query attention not."""
     latent = LayerWork(small_dims("deepseek_v3"), 1, make_config().lora, "bfloat16")
     grouped = LayerWork(small_dims("mixtral"), 1, make_config().lora, "bfloat16")
-    assert latent.unequal and latent.forward(1, 16)[0].scores == 16 * 16 * 4
-    assert not grouped.unequal and grouped.forward(1, 16)[0].scores == 0
+    assert latent.softmax == "unequal" and latent.forward(1, 16)[0].scores == 16 * 16 * 4
+    assert grouped.softmax == "fused" and grouped.forward(1, 16)[0].scores == 0
 
 
 def test_the_shared_expert_comes_after_the_tokens_left() -> None:

@@ -108,6 +108,7 @@ def _write_adapter(cluster: ActorCluster, config: Config, built: Built, director
     # What `write_adapter` reads of it: no data, no schedule.
     prepared = SimpleNamespace(
         config=config,
+        plan=cluster.plan,
         model_dir=str(built.released),
         module_names=tuple(whole.lora_names),
         other_names=tuple(whole.other_names),

@@ -20,6 +20,7 @@ LANES = {
         *("rule.experts.gpu_resident=3", "rule.experts.stream=0.5", "rule.experts.sockets=2"),
         "rule.experts.activations=recompute",
     ],
+    "two devices": ["rule.experts.gpu_resident=3", "rule.experts.stream=0.9"],
 }
 
 
@@ -41,7 +42,8 @@ def test_every_lane_gives_the_same_curve(tmp_path: Path, device: str) -> None:
     expected = curve(path)
     assert expected[-1] != pytest.approx(expected[0], rel=0.02), "a curve that goes nowhere says nothing"
     for name, overrides in LANES.items():
-        found = curve(path, lane_on(device), *overrides)
+        on = lane_on(device) if name != "two devices" else "rule.experts.lane_device=[cpu,cpu]"
+        found = curve(path, on, *overrides)
         assert found == pytest.approx(expected, rel=1e-4 if device == "cpu" else 1e-3), name
 
 

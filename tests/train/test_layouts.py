@@ -28,10 +28,17 @@ LAYOUTS = {
     "micro-batches of rows of similar length": ["trainer.micro_batch_size=auto", "data.max_length=64"],
     "rows padded to multiples of 16": ["data.pad_to_multiple_of=16"],
     "recompute": ["rule.experts.activations=recompute"],
+    "one micro-batch at a time": ["rule.activations=micro_batch"],
+    "hidden states on the host, 2 stages, 2 replicas": [
+        "rule.activations=host",
+        "rule.stages=2",
+        "rule.replicas=2",
+    ],
     "waves of 3 micro-batches": ["rule.wave=3"],
     "micro-batch-major": ["rule.wave=1"],
     "waves of 2, 2 stages, 2 replicas": ["rule.wave=2", "rule.stages=2", "rule.replicas=2"],
 }
+PATTERNS = ["lora.rank_pattern={experts: 2, o_proj: 6}", "lora.alpha_pattern={q_a_proj: 3, experts: 8}"]
 ALL_AT_ONCE = "2 stages, 2 replicas, 2 expert actors, 3 groups"
 
 
@@ -45,7 +52,7 @@ def curve(path: Path, *overrides: str, stop: int = STEPS) -> list[float]:
 def test_every_layout_gives_the_same_curve(tmp_path: Path, dropout: float, layouts: list[str]) -> None:
     """With dropout and noise, which must not depend on the layout either; without them, all at once."""
     path = build_checkpoint(tmp_path, "deepseek_v3")
-    common = [f"lora.dropout={dropout}", f"trainer.neftune_noise_alpha={dropout}"]
+    common = [f"lora.dropout={dropout}", f"trainer.neftune_noise_alpha={dropout}", *PATTERNS]
     expected = curve(path, *common)
     assert expected[-1] < 0.9 * expected[0], "the curve must go somewhere, or the comparison says nothing"
     for name in layouts:
@@ -75,6 +82,16 @@ def test_overlap_changes_no_bit(tmp_path: Path) -> None:
     for layout in ([], ["rule.stages=2", "rule.replicas=2", "rule.experts.sockets=2", "rule.groups=3"]):
         waiting = curve(path, *layout, "rule.overlap=false", stop=3)
         assert waiting == curve(path, *layout, stop=3)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "olmoe"])
+def test_what_attention_holds_changes_no_bit(tmp_path: Path, family: str) -> None:
+    """The same sums in the same order, whatever is recomputed when and wherever hidden states wait."""
+    path = build_checkpoint(tmp_path, family)
+    common = ["rule.groups=2", "trainer.micro_batch_size=2", "lora.dropout=0.1"]
+    whole = curve(path, *common, "rule.activations=group", stop=3)
+    assert curve(path, *common, "rule.activations=micro_batch", stop=3) == whole
+    assert curve(path, *common, "rule.activations=host", stop=3) == whole
 
 
 def test_without_overlap_waiting_is_the_experts_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +124,10 @@ def test_dropout_changes_the_curve_and_repeats(tmp_path: Path) -> None:
 
 @pytest.mark.accept("layouts")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("actors", [1, 2])
-def test_resumed_run_is_bit_identical(tmp_path: Path, actors: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("actors", "lora"), [(1, PATTERNS), (2, PATTERNS), (1, ["lora.dora=true", "lora.experts=false"])]
+)
+def test_resumed_run_is_bit_identical(tmp_path: Path, actors: int, lora: list[str], device: str) -> None:
     path = build_checkpoint(tmp_path, "deepseek_v3")
     overrides = [
         *layers_on(device, 3, actors),
@@ -117,6 +136,7 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, actors: int, device: str) 
         "lora.dropout=0.1",
         "trainer.neftune_noise_alpha=0.2",
         "optim.weight_decay=0.01",
+        *lora,
     ]
     config = config_for(path, *overrides)
     shards = tmp_path / "shards"

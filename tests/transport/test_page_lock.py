@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kt_ray.actors.ray.ray_actor import Peer, RayPort
+from kt_ray.gpu import PageLock
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.messages import Address
-from kt_ray.transport.shared_memory import Arena, ArenaReader, PageLock
+from kt_ray.transport.shared_memory import Arena, ArenaReader
 from tests.helpers.devices import on_cuda
 
 

@@ -23,6 +23,7 @@ from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.specs import show_own_gpu
 from kt_ray.experts import bind_to_cpus
 from kt_ray.experts.process_memory import give_back_freed_memory
+from kt_ray.gpu import PageLock
 from kt_ray.placement.render import experts_per_layer
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.gloo_link import GlooLink, Meeting, MeetingPoint
@@ -33,7 +34,6 @@ from kt_ray.transport.shared_memory import (
     Block,
     Doorbell,
     DoorbellAddress,
-    PageLock,
     Ringer,
     TensorRef,
 )

@@ -60,6 +60,11 @@ from kt_ray.transport.messages import Address
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 3
+START_AGAIN = (
+    "look for the kernel's out-of-memory killer (dmesg), then start again; "
+    "trainer.restarts=10 does so by itself"
+)
+LOOK = 5.0  # seconds between looks at whether Ray still has a node
 
 # Settings of the driver's environment that actors must see as well.
 PASSED_ON = ("KT_RAY_ISA", "KT_RAY_DEBUG", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
@@ -363,7 +368,7 @@ class RayCluster(ActorCluster):
         peers: dict[Address, Peer] = {}
         for handle, future in zip(self._ray_handles(), places, strict=True):
             try:
-                peers[handle.address] = Peer(handle.actor, *ray.get(future, timeout=timeout))
+                peers[handle.address] = Peer(handle.actor, *self._placed(future, timeout))
             except GetTimeoutError as error:
                 raise self._not_started(handle, str(error)) from error
             except RayTaskError as error:
@@ -378,6 +383,29 @@ class RayCluster(ActorCluster):
             },
             timeout,
         )
+
+    def _placed(self, future: Any, timeout: float) -> Any:
+        """Where an actor is, once it has a place.
+
+        Raises:
+            GetTimeoutError: not in time.
+            TryAgain: this run's own Ray has lost its only node: none will come.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return ray.get(future, timeout=max(0.0, min(LOOK, left)))
+            except GetTimeoutError:
+                if left <= LOOK:
+                    raise
+            if not self.joined and not any(node["Alive"] for node in ray.nodes()):
+                raise TryAgain(
+                    "Ray's node is dead",
+                    where="the Ray that this run started",
+                    observed="no node that is alive",
+                    remedy=START_AGAIN,
+                )
 
     def _not_started(self, handle: RayHandle, error: str) -> UserError:
         """Why an actor does not answer in time: no node has room for it, or it is frozen, or slow."""

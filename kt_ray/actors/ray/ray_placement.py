@@ -92,15 +92,15 @@ def gpu_share(plan: Plan) -> dict[str, float]:
 
 def lane_devices(plan: Plan) -> tuple[str, ...]:
     """GPUs of the plan on which expert actors compute."""
-    lanes = (actor.lane.device for actor in plan.experts if actor.lane is not None)
-    return tuple(sorted({device for device in lanes if device.startswith("cuda")}))
+    lanes = (actor.lane for actor in plan.experts if actor.lane is not None and actor.lane.cuda)
+    return tuple(sorted({device for lane in lanes for device in lane.devices}))
 
 
 def seats(plan: Plan, cpus: dict[Address, float]) -> Seats:
     """A bundle per GPU for all its workers, and one per actor without a GPU.
 
-    A lane's GPU without workers has a bundle in which no actor sits. Bundles of GPUs are all as large as the
-    largest, so that they can be exchanged (`by_gpu`).
+    A lane's GPU without workers has a bundle in which no actor sits. Where cards differ, bundles of GPUs are
+    all as large as the largest, so that they can be exchanged (`by_gpu`).
     """
     bundles: list[dict[str, float]] = []
     of: dict[Address, int] = {}
@@ -125,7 +125,7 @@ def seats(plan: Plan, cpus: dict[Address, float]) -> Seats:
             host.append(0)
             bundles.append({"GPU": 1.0})
     most = max((bundles[i].get("CPU", 0.0) for i in on_gpu.values()), default=0.0)
-    for i in on_gpu.values() if most else ():
+    for i in on_gpu.values() if most and differ(plan) else ():
         bundles[i]["CPU"] = most
     return Seats(tuple(bundles), of, tuple(host), on_gpu)
 

@@ -23,10 +23,10 @@ import ray
 from ray import serve
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
-from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
+from kt_ray.actors.ray.ray_cluster import START_AGAIN, RayCluster, RayHandle
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
-from kt_ray.errors import UserError
+from kt_ray.errors import TryAgain, UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
 from kt_ray.placement.plan_types import Plan
@@ -271,11 +271,11 @@ def _watch(handle: Any, cluster: RayCluster, bring_back: Callable[[BaseException
         since = time.monotonic()
 
 
-def _gone(observed: object) -> UserError:
+def _gone(observed: object) -> TryAgain:
     if isinstance(observed, Exception):
         observed = f"{type(observed).__name__}: {observed}"
-    return UserError(
+    return TryAgain(
         "the server's deployment on Ray Serve is gone",
         observed=observed,
-        remedy="look for the kernel's out-of-memory killer (dmesg), then start the server again",
+        remedy=START_AGAIN,
     )

@@ -116,7 +116,9 @@ def assert_bits_of_one_process(checkpoint: Path, config: Config, cluster: ActorC
 def test_bit_identical_to_one_process_and_a_killed_actor_ends_the_step_with_one_error(
     checkpoint: Path,
 ) -> None:
-    config = config_for(checkpoint, *COMMON, "rule=cpu_2workers_2sockets", "trainer.step_timeout=60")
+    patterns = "lora.rank_pattern={experts: 2, o_proj: 6}"
+    options = ["rule=cpu_2workers_2sockets", "trainer.step_timeout=60", patterns]
+    config = config_for(checkpoint, *COMMON, *options)
     cluster = ray_cluster(checkpoint, config, "test")
     try:
         cluster.start()
@@ -140,9 +142,9 @@ def test_a_lane_gives_the_bits_of_one_process(checkpoint: Path) -> None:
     lane = (
         "rule.replicas=2",
         "rule.experts.answers=bfloat16",
-        "rule.experts.lane_device=cpu",
-        "rule.experts.gpu_resident=2",
-        "rule.experts.stream=0.5",
+        "rule.experts.lane_device=[cpu,cpu]",
+        "rule.experts.gpu_resident=4",
+        "rule.experts.stream=0.9",
     )
     config = config_for(checkpoint, *COMMON, "rule=cpu_2workers_2sockets", "rule.stages=1", *lane)
     cluster = ray_cluster(checkpoint, config, "lane")
@@ -152,7 +154,8 @@ def test_a_lane_gives_the_bits_of_one_process(checkpoint: Path) -> None:
         lanes = [fact["lane"] for fact in cluster.info() if "lane" in fact]
     finally:
         cluster.shutdown()
-    assert len(lanes) == 2 and all(lane["carried_bytes"] > 0 and lane["resident_bytes"] > 0 for lane in lanes)
+    devices = [device for lane in lanes for device in lane["devices"]]
+    assert len(devices) == 4 and all(d["carried_bytes"] > 0 and d["resident_bytes"] > 0 for d in devices)
     assert all(fact["notes"] == [] for fact in facts if "lane" in fact)
 
 

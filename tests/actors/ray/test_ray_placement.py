@@ -64,7 +64,7 @@ def test_a_bundle_per_actor_and_per_gpu() -> None:
     assert gpu_share(three) == {"cuda:0": 0.5, "cuda:1": 1.0}
     found = seats(three, {("worker", 0): 1.0, ("worker", 1): 1.0, ("worker", 2): 1.0, ("experts", 0): 2.0})
     assert found.of == {("worker", 0): 0, ("worker", 1): 0, ("worker", 2): 1, ("experts", 0): 2}
-    assert found.bundles == ({"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0})
+    assert found.bundles == ({"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}, {"CPU": 2.0})
 
 
 def test_cards_of_different_size_go_to_the_workers_planned_for_them() -> None:
@@ -99,19 +99,18 @@ def test_a_lane_computes_on_the_card_of_its_device() -> None:
 
 
 def test_a_lane_without_workers_beside_it_reserves_its_card() -> None:
-    alone = plan(2, device="cpu", experts=LANE)
+    alone = plan(2, device="cpu", experts={**LANE, "lane_device": "cuda:0"})
     chosen = seats(alone, {("worker", 0): 1.0, ("experts", 0): 2.0})
     assert chosen.bundles == ({"CPU": 1.0}, {"CPU": 2.0}, {"GPU": 1.0})
     assert chosen.gpu == {"cuda:0": 2} and chosen.host == (0, 0, 0) and 2 not in chosen.of.values()
     beside = plan(3, device="cuda", stages=2, experts={**LANE, "lane_device": "cuda:2"})
     found = seats(beside, {("worker", 0): 1.0, ("worker", 1): 1.0, ("experts", 0): 2.0})
-    assert found.gpu == {"cuda:0": 0, "cuda:1": 1, "cuda:2": 3} and found.bundles[3] == {
-        "CPU": 1.0,
-        "GPU": 1.0,
-    }
+    assert found.gpu == {"cuda:0": 0, "cuda:1": 1, "cuda:2": 3} and found.bundles[3] == {"GPU": 1.0}
     # The large card is the lane's, whichever bundle Ray gave it to.
     mixed = plan(sizes=(24, 24, 48), device="cuda", stages=2, experts={**LANE, "lane_device": "cuda:2"})
     small, other, large = mixed.hardware.gpus
+    found = seats(mixed, {("worker", 0): 1.0, ("worker", 1): 2.0, ("experts", 0): 2.0})
+    assert [found.bundles[i] for i in (0, 1, 3)] == [{"CPU": 2.0, "GPU": 1.0}] * 3, "they can be exchanged"
     swapped = by_gpu(mixed, found, {0: ("2", large), 1: ("0", small), 3: ("1", other)})
     assert swapped.gpu == {"cuda:0": 1, "cuda:1": 3, "cuda:2": 0}
     assert swapped.of == {("worker", 0): 1, ("worker", 1): 3, ("experts", 0): 2}
@@ -132,7 +131,7 @@ def test_an_expert_actor_is_shown_the_card_that_ray_reserved(
 
     job = Job.remote()  # type: ignore[attr-defined]
     taken = ray.get(job.gpu.remote(), timeout=60)
-    two = plan(2, device=device, experts=LANE)
+    two = plan(2, device=device, experts={**LANE, "lane_device": "cuda:0"})
     config = make_config(rule={"device": device}, cluster="ray")
     specs = actor_specs(two, config, "", formulas={})
     cluster = RayCluster(two, specs, config.cluster, config.rule.ray, f"lane-{device}")
@@ -148,7 +147,7 @@ def test_an_expert_actor_is_shown_the_card_that_ray_reserved(
         lane = made["experts", 0].arguments[-2].lane
         seat = made["worker", 0].bundle_index if device == "cuda" else 2
         behind = gpus_behind(cluster._group, seats(two, dict.fromkeys(made, 0.1)), 60)
-        assert lane.device == "cuda:0" and lane.visible == behind[seat][0] != taken
+        assert lane.devices == ("cuda:0",) and lane.visible == behind[seat][0] != taken
     finally:
         remove_placement_group(cluster._group)
         ray.kill(job)

@@ -31,12 +31,12 @@ def _index(place: Place, text: str) -> None:
 MODEL: list[Case] = [
     Case(
         "model directory missing",
-        "model.path={dir}/absent",
+        "data=demo model.path={dir}/absent",
         ["model directory does not exist", "{dir}/absent", "give model.path a Hugging Face checkpoint"],
     ),
     Case(
         "model path is a file",
-        "model.path={dir}/m",
+        "data=demo model.path={dir}/m",
         ["model directory does not exist", "{dir}/m", "give model.path a Hugging Face checkpoint"],
         lambda p: p.write("m", "x"),
     ),

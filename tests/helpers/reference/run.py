@@ -120,8 +120,22 @@ class Reference:
     def _adapt_linear(self, name: str, module: nn.Linear) -> None:
         self._pair(name, module.out_features, module.in_features)
         base = module.forward
+        if self.lora.dora:
+            key = f"{name}.lora_magnitude_vector"
+            self.parameters[key] = module.weight.detach().norm(dim=1).requires_grad_()
+
+        def with_magnitude(x: Tensor) -> Tensor:
+            """DoRA, the norm without a gradient; as in PEFT dropout also acts on W x, but not on its bias."""
+            dropped = self._drop(x.float(), module_stream(name))
+            update = self.lora.scale * self._p(name, "B") @ self._p(name, "A")
+            norm = (module.weight + update).norm(dim=1).detach()
+            share = self.parameters[f"{name}.lora_magnitude_vector"] / norm
+            plain = torch.nn.functional.linear(dropped, module.weight)
+            return base(x) - plain + share * (plain + torch.nn.functional.linear(dropped, update))
 
         def forward(x: Tensor) -> Tensor:
+            if self.lora.dora:
+                return with_magnitude(x)
             low = torch.nn.functional.linear(self._drop(x.float(), module_stream(name)), self._p(name, "A"))
             return (base(x) + self.lora.scale * torch.nn.functional.linear(low, self._p(name, "B"))).to(
                 x.dtype

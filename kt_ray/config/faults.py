@@ -1,0 +1,48 @@
+"""What the checks of a configuration yield, and what they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kt_ray.config.fields import show
+from kt_ray.config.schema import Config
+
+
+class Fault(NamedTuple):
+    """A value, or a combination of values, that cannot work."""
+
+    # A key, which the message shows with its value, or KEY=VALUE.
+    key: str
+    # Read after the key: "is out of range".
+    reason: str
+    required: str | None = None
+    # Empty: set the key's default.
+    remedy: str = ""
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def quoted(value: Any) -> str:
+    """A value as a message shows it."""
+    return "''" if value == "" else show(value)
+
+
+def regex_faults(key: str, pattern: Any) -> Iterator[Fault]:
+    """Of a value that has to be a regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        yield Fault(
+            f"{key}={quoted(pattern)}",
+            f"is not a regular expression ({error})",
+            "a Python regular expression",
+            f"correct {key}; in a shell put it in single quotes",
+        )

@@ -1,0 +1,148 @@
+"""Where the hidden states before a stage's layers wait for backward: on its device, or in host memory.
+
+With rule.activations=host a GPU holds the hidden states of the micro-batches that it works on, and no others:
+each is copied out behind the computation and back ahead of it, by streams of their own, from and to
+page-locked memory. On the CPU, the stand-in, both copies happen at once. The CUDA half is **untested on
+hardware**.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kt_ray.gpu import PageLock
+
+_ALIGN = 256  # bytes; more than any element
+
+
+class Kept(Protocol):
+    """A hidden state that waits."""
+
+    def fetch(self) -> None:
+        """Begin to bring it back, if it is away: it will be taken soon."""
+
+    def take(self) -> Tensor:
+        """It, on the stage's device; may be called again."""
+
+
+class KeptOnDevice:
+    """A hidden state that stays on the stage's device."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self._hidden = hidden
+
+    def fetch(self) -> None: ...
+
+    def take(self) -> Tensor:
+        return self._hidden
+
+
+class HostShelf:
+    """Host memory for the hidden states of one pass at a time; later passes use it again.
+
+    Raises:
+        RuntimeError: by `clear`, where CUDA refuses to page-lock it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        self._lock = PageLock(remedy="raise it, or set rule.activations=micro_batch")
+        cuda = device.type == "cuda"
+        self._writing: Any = torch.cuda.Stream(device) if cuda else None
+        self._reading: Any = torch.cuda.Stream(device) if cuda else None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the largest pass so far."""
+        return self._memory.numel()
+
+    def clear(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+        """Begin a pass that keeps a hidden state of each of these shapes, at most; earlier ones are gone."""
+        size = sum(_room(math.prod(shape) * dtype.itemsize) for shape in shapes)
+        self._used = 0
+        if self._writing is not None:  # a pass that was given up may still read
+            self._writing.wait_stream(self._reading)
+        if size <= self.nbytes:
+            return
+        self.close()
+        # Rows differ in length from pass to pass, and page-locking takes long: a little more than asked for.
+        size = max(size, self.nbytes + self.nbytes // 4)
+        self._memory = torch.empty(0, dtype=torch.uint8)  # freed before there is more
+        # Whole pages, which no other allocation shares: they are registered with CUDA.
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        if self._writing is not None:
+            self._lock.register(memory.data_ptr(), size)
+        self._memory = memory
+
+    def keep(self, hidden: Tensor) -> Kept:
+        """Copy a hidden state out; the device's memory is free again once that is done."""
+        size = hidden.numel() * hidden.element_size()
+        at, self._used = self._used, self._used + _room(size)
+        if self._used > self.nbytes:
+            raise RuntimeError(f"{self._used} bytes of hidden states, {self.nbytes} were asked for")
+        host = self._memory[at : at + size].view(hidden.dtype).view(hidden.shape)
+        if self._writing is None:
+            host.copy_(hidden)
+            return _KeptOnHost(self, host, None)
+        self._writing.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._writing):
+            host.copy_(hidden, non_blocking=True)
+        hidden.record_stream(self._writing)
+        return _KeptOnHost(self, host, self._writing.record_event())
+
+    def read(self, host: Tensor, written: Any) -> tuple[Tensor, Any]:
+        """A copy on the device, and the event after which it is complete."""
+        if self._reading is None:
+            return host.clone(), None
+        self._reading.wait_event(written)
+        # The host is ahead of the device: without this all of a group could be on its way at once.
+        self._reading.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._reading):
+            hidden = host.to(self.device, non_blocking=True)
+        return hidden, self._reading.record_event()
+
+    def close(self) -> None:
+        """Give the page-lock back, before the memory goes."""
+        if self._writing is not None:
+            self._writing.synchronize()
+            self._reading.synchronize()
+        self._lock.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # CUDA may be gone already
+            self.close()
+
+
+class _KeptOnHost:
+    """A hidden state in the shelf's memory; written: the event after which it is there."""
+
+    def __init__(self, shelf: HostShelf, host: Tensor, written: Any) -> None:
+        self._shelf, self._host, self._written = shelf, host, written
+        self._coming: tuple[Tensor, Any] | None = None
+
+    def fetch(self) -> None:
+        if self._coming is None:
+            self._coming = self._shelf.read(self._host, self._written)
+
+    def take(self) -> Tensor:
+        self.fetch()
+        assert self._coming is not None
+        (hidden, arrived), self._coming = self._coming, None
+        if arrived is not None:
+            stream = torch.cuda.current_stream(self._shelf.device)
+            stream.wait_event(arrived)
+            hidden.record_stream(stream)
+        return hidden
+
+
+def _room(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

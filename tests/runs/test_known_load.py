@@ -1,0 +1,39 @@
+"""What a resumed run takes over of the plan before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.render import plan_to_dict
+from kt_ray.runs import known_load
+from kt_ray.timing.choose import choice_of
+from tests.placement.configs import make_config, make_hardware, small_dims
+
+
+@pytest.mark.parametrize("activations", ["group", "micro_batch", "host"])
+def test_the_choice_of_the_plan_before(
+    tmp_path: Path, activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = {"activations": activations, "groups": 3, "experts": {"activations": "recompute"}}
+    plan = make_plan(small_dims(), make_config(rule=rule, trainer={"batch_size": 6}), make_hardware())
+    (tmp_path / "plan.json").write_text(json.dumps(plan_to_dict(plan)))
+    checkpoint = tmp_path / "checkpoints" / "step_000001"
+    monkeypatch.setattr(known_load, "checkpoint_to_resume", lambda config: checkpoint)
+    assert known_load.resumed_choice(make_config()) == choice_of(plan)
+    assert choice_of(plan)[2:5] == (3, 6, "recompute") and choice_of(plan).attention == activations
+
+
+def test_plans_of_earlier_versions_and_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_to_dict(make_plan(small_dims(), make_config(), make_hardware()))
+    del plan["activations"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    checkpoint = tmp_path / "checkpoints" / "step_000001"
+    monkeypatch.setattr(known_load, "checkpoint_to_resume", lambda config: checkpoint)
+    choice = known_load.resumed_choice(make_config())
+    assert choice is not None and choice.attention == "group"
+    (tmp_path / "plan.json").write_text("{}")
+    assert known_load.resumed_choice(make_config()) is None
