@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
 
@@ -22,6 +24,12 @@ def choose_attention_kernels() -> None:
     cuDNN has not seen costs 25 to 35 ms.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def whole_pages(size: int) -> Tensor:
+    """Bytes of host memory to page-lock, uint8 [size]: in pages that no other allocation shares."""
+    pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:size]
 
 
 class PageLock:

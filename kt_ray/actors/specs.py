@@ -134,6 +134,8 @@ def stage_specs(
             loss_chunk=config.trainer.loss_chunk,
             keep_quantized=config.model.keep_quantized,
             activations=plan.activations,
+            streamed=worker.streamed,
+            slots=worker.slots,
             padded=config.packs_micro_batches or config.micro_batch_rows(plan.replicas) > 1,
             start=start,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +44,7 @@ def load_non_experts(
     need_embedding: bool = True,
     need_head: bool = True,
     keep_quantized: bool = False,
+    on_host: Container[int | None] = (),
 ) -> LoadReport:
     """Fill the parameters and persistent buffers of some layers, frozen, on `device`.
 
@@ -55,10 +56,15 @@ def load_non_experts(
         need_embedding: also fill the input embedding.
         need_head: also fill what comes after the layers: the final norm and lm_head.
         keep_quantized: linear modules whose weight is stored quantised become `QuantizedLinear`.
+        on_host: layers whose tensors stay on the CPU.
 
     Raises:
         UserError: missing keys (sorted), wrong shapes.
     """
+
+    def place(name: str) -> torch.device | str:
+        return "cpu" if layer_of(name) in on_host else device
+
     targets, tied, sources = _targets(module, layers, need_embedding, need_head)
     mapping, report = map_keys(index, module, ExpertLayout.detect(index), sources, layers)
 
@@ -72,11 +78,11 @@ def load_non_experts(
             stored = index.matrices.get(keys[-1][0])
             if stored is not None:
                 _check_shape(index, target, stored.shape, targets[target].shape)
-                kept[target] = QuantizedLinear(stored.read(), dtype, device)
+                kept[target] = QuantizedLinear(stored.read(), dtype, place(target))
                 continue
         for name, value in _realise(index, module, target, transform, keys, device).items():
             if name in sources:
-                placed[name] = _cast(name, value, built.get(name, dtype), plan).to(device)
+                placed[name] = _cast(name, value, built.get(name, dtype), plan).to(place(name))
     for name in targets:
         if name not in placed and name in tied and tied[name] in placed:
             placed[name] = placed[tied[name]]

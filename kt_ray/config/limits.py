@@ -23,6 +23,7 @@ WORDS: dict[str, tuple[str, ...]] = {
                 "rule.gpu_memory",
                 "rule.stages",
                 "rule.replicas",
+                "rule.resident_layers",
                 "rule.worker_threads",
                 "rule.groups",
             ),
@@ -109,7 +110,7 @@ _KEYS_OF_BOUNDS = {
     Bound(1, 8): "rule.groups",
     Bound(1, 64): "rule.nodes",
     Bound(0): """
-        rule.experts.gpu_resident rule.ray.worker_cpus rule.ray.expert_cpus data.cache_gb
+        rule.resident_layers rule.experts.gpu_resident rule.ray.worker_cpus rule.ray.expert_cpus data.cache_gb
         data.eval_fraction optim.weight_decay optim.max_grad_norm optim.warmup preference.desirable_weight
         preference.undesirable_weight
         trainer.eval_every trainer.save_every trainer.keep_checkpoints trainer.preview trainer.loss_chunk

@@ -69,6 +69,7 @@ class RuleConfig:
     stages: int | str = "auto"
     replicas: int | str = "auto"
     layers: list[Any] | None = None
+    resident_layers: int | str = "auto"
     worker_threads: int | str = "auto"
     groups: int | str = "auto"
     wave: int | str = "auto"

@@ -84,6 +84,7 @@ def build_stage_model(spec: StageSpec) -> StageModel:
         need_embedding=spec.first,
         need_head=spec.last,
         keep_quantized=spec.keep_quantized,
+        on_host=spec.streamed,
     )
     _drop_unused(model, spec)
     materialize_buffers(causal, model.device)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kt_ray.gpu import PageLock
+from kt_ray.gpu import PageLock, whole_pages
 
 _ALIGN = 256  # bytes; more than any element
 
@@ -76,9 +75,7 @@ class HostShelf:
         # Rows differ in length from pass to pass, and page-locking takes long: a little more than asked for.
         size = max(size, self.nbytes + self.nbytes // 4)
         self._memory = torch.empty(0, dtype=torch.uint8)  # freed before there is more
-        # Whole pages, which no other allocation shares: they are registered with CUDA.
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        memory = whole_pages(size)
         if self._writing is not None:
             self._lock.register(memory.data_ptr(), size)
         self._memory = memory

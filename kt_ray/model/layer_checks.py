@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from kt_ray.errors import UserError
 from kt_ray.model.family import first_line
 from kt_ray.model.layer_calls import LayerCallCapture, LayerContext, RecordedCall, unsupported
+from kt_ray.model.streamed_weights import bring
 
 # Of float32 layers at the probe's magnitudes; a norm or a gate is off by orders more.
 _AFFINE_TOLERANCE = 1e-5
@@ -283,7 +284,8 @@ def _few_chosen(layer: nn.Module) -> Iterator[None]:
 
 
 def _in_float(layer: nn.Module) -> nn.Module:
-    """The layer, or a float32 copy of one in another type."""
+    """The layer, or a float32 copy of one in another type; on the device."""
+    bring(layer)
     if all(p.dtype == torch.float32 for p in layer.parameters()):
         return layer
     return copy.deepcopy(layer).float()

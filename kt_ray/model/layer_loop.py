@@ -41,6 +41,7 @@ from kt_ray.model.layer_calls import Handler
 from kt_ray.model.preference_losses import preference_loss
 from kt_ray.model.routing import RouterWatch
 from kt_ray.model.state import Graph, GroupState, MicroState, Routes
+from kt_ray.model.streamed_weights import StreamedWeights
 from kt_ray.model.token_loss import Head
 from kt_ray.placement.order import Op
 
@@ -122,8 +123,9 @@ class _Stop(Exception):
 class LayerLoop:
     """One replica's pass over one stage.
 
-    shelf: where hidden states wait for backward; None = on the device. whole_groups: `recompute` computes a
-    layer again for a whole group; else for its first micro-batch, and `backward` for the others, one by one.
+    shelf: where hidden states wait for backward; None = on the device. weights: of the layers whose weights
+    do not stay on the device. whole_groups: `recompute` computes a layer again for a whole group; else for
+    its first micro-batch, and `backward` for the others, one by one.
     """
 
     # Kind -> method. Names, since bound methods kept in the loop would keep a finished pass alive until the
@@ -149,6 +151,7 @@ class LayerLoop:
         clock: Clock,
         watch: RouterWatch | None = None,
         shelf: HostShelf | None = None,
+        weights: StreamedWeights | None = None,
         whole_groups: bool = True,
     ) -> None:
         self.model, self.device = model, model.device
@@ -160,6 +163,7 @@ class LayerLoop:
         self.clock = clock
         self.watch = watch
         self.shelf = shelf
+        self.weights = weights
         self.whole_groups = whole_groups
         self.train = spec.kind == "train"
         self.loss_sum = 0.0  # of the losses so far (last stage)
@@ -343,6 +347,8 @@ class LayerLoop:
         """Submit dy, and run the layer again under grad: for the whole group, or its first micro-batch."""
         state = self.groups[group]
         grads = require(state.grads, "recompute", layer, group)
+        if self.weights is not None:
+            self.weights.slots.hold(layer)
         state.graphs[layer] = []
         ahead = len(state.micro) if self.whole_groups else 1
         for kept in state.layer_inputs[layer][:1]:
@@ -458,6 +464,8 @@ class LayerLoop:
         ]
         for held in (state.graphs, state.layer_inputs, state.routes, state.expert_outputs):
             held.pop(layer, None)
+        if self.weights is not None:
+            self.weights.slots.release(layer)
 
     def _differentiated(self, graph: Graph, grad: Tensor, dx: Tensor | None, dw: Tensor | None) -> Tensor:
         """The gradient at a recomputed layer's input; what the graph held is free again."""

@@ -27,12 +27,12 @@ def take_principal(linear: Any, a: Tensor, b: Tensor, lora: LoraConfig, key: str
         key: names the random start of the iteration.
     """
     weight = linear.weight.data
-    whole = weight.float()
+    whole = weight.to(a.device, torch.float32)  # a streamed layer's is in host memory
     rank = min(a.shape[0], *whole.shape)
     if lora.init == "pissa":
         u, s, vh = torch.linalg.svd(whole, full_matrices=False)
     else:
-        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+        with torch.random.fork_rng(devices=[a.device] if a.is_cuda else []):
             torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
             u, s, v = torch.svd_lowrank(whole, rank, niter=int(lora.init.rpartition("_")[2]))
         vh = v.T

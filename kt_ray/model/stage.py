@@ -27,6 +27,7 @@ from kt_ray.model.pissa import relative_to_weights
 from kt_ray.model.routing import RouterWatch
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
+from kt_ray.model.streamed_weights import StreamedWeights
 from kt_ray.model.token_loss import Head
 
 __all__ = ["Stage", "StageSpec"]
@@ -74,6 +75,9 @@ class Stage:
         self.state_shape = model.capture.state_shape
         self.dropout = DropoutContext()
         self.parameters = self._inject(model)
+        self.weights = (
+            StreamedWeights(model.layers, spec.streamed, spec.slots, self.device) if spec.streamed else None
+        )
         self.adapters = AdapterSwitch(model.layers, self.parameters)
         # PiSSA's come from weights that are changed by taking them: kept for a restart and for the export.
         self.principal = {
@@ -146,6 +150,8 @@ class Stage:
     ) -> LayerLoop:
         """Start a pass of a replica's micro-batches: record their call arguments. See LayerLoop."""
         clock = Clock(self.device)
+        if self.weights is not None:
+            self.weights.slots.release_all()
         self.adapters.switch_all(spec.adapters)
         watching = spec.routing or spec.router_slopes is not None
         if watching and self._watch is None:
@@ -162,7 +168,8 @@ class Stage:
             self.shelf.clear(shapes * len(self.model.layers), self.dtype)
         own = (self.model, self.scales, self.dropout, self.head)
         links = (experts, stages, clock, self._watch)
-        return LayerLoop(*own, spec, groups, *links, self.shelf, self.spec.activations == "group")
+        whole_groups = self.spec.activations == "group"
+        return LayerLoop(*own, spec, groups, *links, self.shelf, self.weights, whole_groups)
 
     def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
         def note(index: int, hidden: Tensor) -> Tensor:

@@ -41,6 +41,8 @@ class StageSpec:
     keep_quantized: bool = False
     fingerprint: str = ""  # of the weights in `model_dir` (`CheckpointIndex.fingerprint`); "" = any
     activations: str = "group"  # rule.activations, without "auto"
+    streamed: tuple[int, ...] = ()  # layers whose weights wait in host memory (rule.resident_layers)
+    slots: int = 0  # places for them on the device
     padded: bool = False  # whether micro-batches may hold rows of several lengths
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
 

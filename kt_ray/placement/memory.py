@@ -11,6 +11,8 @@ Expert actor with a share s of the experts (engine_memory.py has the engine's ow
                       least that size, which are whole huge pages
     staging           `expert_staging`
 Attention worker with n layers:
+    weights           of the layers that stay, and of the largest streamed one for each slot; the streamed
+                      ones are on the socket
     kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing. With
                       rule.activations=host the inputs are on the socket, and here two of each token
     workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32, its dropout
@@ -35,7 +37,7 @@ from dataclasses import dataclass, replace
 
 from kt_ray.config.schema import Config, DataConfig, LoraConfig
 from kt_ray.dims.layer_params import WITHOUT_SDPA
-from kt_ray.dims.model_dims import ModelDims
+from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.machine import Hardware, socket_name
 from kt_ray.hardware.nominal import FORMAT_BYTES
@@ -82,7 +84,7 @@ ITEMS = (
 
 
 # Items of a worker that are in host memory wherever it computes, and the items of a budget that they are.
-ON_HOST = {"staging": "staging", "hidden states": "kept activations"}
+ON_HOST = {"staging": "staging", "hidden states": "kept activations", "streamed weights": "weights"}
 
 
 @dataclass(frozen=True)
@@ -344,13 +346,11 @@ def worker_items(
     kept += moe * load.replica * dims.experts_per_token * 12
     if dims.hidden_streams > 1:  # not affine in the experts' output, which is then kept as well
         kept += moe * load.replica * hidden * 4
-    params = {layer: dims.attention_params[layer] + dims.dense_params[layer] for layer in own}
-    probed = max((params[layer] for layer in own if layer in dims.moe_layers), default=0)
-    kept_quantised = config.model.keep_quantized and dims.quantised
-    stored = [dims.quantised[layer] for layer in own] if kept_quantised else []
-    weights = element * sum(params.values()) + sum(q.bytes - element * q.params for q in stored)
+    probed = max((_layer_params(dims, layer) for layer in own if layer in dims.moe_layers), default=0)
+    weights = {layer: layer_weight_bytes(dims, config, layer, dtype) for layer in own}
+    away = [weights[layer] for layer in worker.streamed]
     # What is dequantised when used, one matrix at a time.
-    unpacked = element * max((q.largest for q in stored), default=0)
+    unpacked = element * max((q.largest for q in _kept_quantised(dims, config)[start:stop]), default=0)
     unpacked += max((dora_bytes(dims, config, layer) for layer in own), default=0)
     kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype) for layer in own}
     recompute = max(
@@ -359,12 +359,16 @@ def worker_items(
     )
     logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
     items: dict[str, float] = {
-        "weights": weights + element * (dims.outside_params if last else 0),
+        "weights": sum(weights.values())
+        - sum(away)
+        + worker.slots * max(away, default=0)
+        + element * (dims.outside_params if last else 0),
         "embedding and head": element * dims.embedding_params * ends,
         "LoRA": lora_bytes(config) * adapters + (8 * all_adapters if root else 0),
         "optimizer": 8 * all_adapters if root else 0,
         "kept activations": kept,
         "hidden states": states if load.on_host else 0,
+        "streamed weights": sum(away),
         # The probe of the experts' scale copies one MoE layer to float32 before training.
         "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
         + mask_bytes(dims, config, load, dtype),
@@ -391,6 +395,23 @@ def worker_items(
         free = sum(items[name] for name in answering if name in items)  # training no longer needs it
         items["answers"] = max(0.0, sum(answering.values()) - free)
     return items
+
+
+def layer_weight_bytes(dims: ModelDims, config: Config, layer: int, dtype: str) -> float:
+    """Bytes of a layer's frozen weights outside the routed experts, as they are held."""
+    total: float = ELEMENT_BYTES[dtype] * _layer_params(dims, layer)
+    for stored in _kept_quantised(dims, config)[layer : layer + 1]:
+        total += stored.bytes - ELEMENT_BYTES[dtype] * stored.params
+    return total
+
+
+def _layer_params(dims: ModelDims, layer: int) -> int:
+    return dims.attention_params[layer] + dims.dense_params[layer]
+
+
+def _kept_quantised(dims: ModelDims, config: Config) -> Sequence[Quantised]:
+    """Per layer what stays quantised; empty where nothing does."""
+    return dims.quantised if config.model.keep_quantized else ()
 
 
 def logit_rows(loss_chunk: int | str, rows: int, vocab: int) -> int:

@@ -21,7 +21,7 @@ Operations of a worker, for layer L and micro-batch group g (groups count over a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,6 +53,13 @@ def expert_order(plan: Plan, kind: str) -> tuple[ExpertCall, ...]:
     All replicas' tokens of one call form one engine call.
     """
     return _expert_order(_shape(plan), kind)
+
+
+def stage_program(
+    layers: Sequence[tuple[int, int]], moe: Iterable[int], groups: int, stage: int, kind: str
+) -> tuple[Op, ...]:
+    """`worker_program` of a plan that is still being made. layers: of every stage, half-open."""
+    return _program(_Shape(tuple(layers), frozenset(moe), 1, groups), 0, stage, kind)
 
 
 class _Shape(NamedTuple):

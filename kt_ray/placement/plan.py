@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kt_ray.config.fields import show
@@ -21,12 +22,13 @@ from kt_ray.placement.lane_share import LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
 from kt_ray.placement.memory import budgets, staged
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
-from kt_ray.placement.render import counted, gib
+from kt_ray.placement.render import counted, gib, layout_text
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.stage_split import Ranges, balanced_stages
 from kt_ray.placement.traffic import traffic_notes
 from kt_ray.placement.transports import choose_transport
 from kt_ray.placement.wave import Fit, Held, attention_kinds, choose_groups, fit
+from kt_ray.placement.weight_slots import streaming
 
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
@@ -52,14 +54,55 @@ def make_plan(
             is not known, or a lane on a GPU that is not there.
     """
     hardware = with_gpus(config.rule, hardware)
+    asked = config.rule.resident_layers
     choices = layouts(dims, config, hardware)
-    if not choices:
-        return _laid_out(dims, config, hardware, load, lane_rates)
 
-    def plan_of(layout: Layout) -> Plan:
-        return _laid_out(dims, with_layout(config, layout), hardware, load, lane_rates)
+    def plan_of(layout: Layout | None, resident: int | None) -> Plan:
+        chosen = with_layout(config, layout) if layout else config
+        return _laid_out(dims, chosen, hardware, load, lane_rates, resident)
 
-    return choose_layout(config, choices, plan_of)
+    stay = asked if isinstance(asked, int) else None
+    if choices:
+        plan = choose_layout(config, choices, lambda layout: plan_of(layout, stay))
+    else:
+        plan = plan_of(None, stay)
+    full = [budget for budget in plan.budgets if not budget.fits and not budget.is_socket]
+    if stay is None and full:
+        return _streamed(plan, full, choices or (None,), plan_of) or plan
+    return plan
+
+
+def _streamed(
+    plan: Plan,
+    full: Sequence[Budget],
+    choices: Sequence[Layout | None],
+    plan_of: Callable[[Layout | None, int], Plan],
+) -> Plan | None:
+    """The plan of the first layout that fits with streamed layers, as many of them resident as cost no wave.
+
+    Args:
+        plan: the one that does not fit. full: its GPUs that are too small.
+    """
+    for layout in choices:
+        least = plan_of(layout, 0)
+        if not least.fits:
+            continue
+
+        def fits_as_well(resident: int, layout: Layout | None = layout, least: Plan = least) -> bool:
+            other = plan_of(layout, resident)
+            return other.fits and other.wave >= least.wave
+
+        most = max(stop - start for start, stop in (worker.layers for worker in least.workers))
+        resident = bisect_left(range(most), True, key=lambda n: not fits_as_well(n + 1))
+        chosen = plan_of(layout, resident)
+        worst = max(full, key=lambda budget: budget.total - budget.capacity)
+        note = (
+            f"rule.resident_layers=auto: {resident} of each worker's layers; the weights of the others pass "
+            f"through its GPU, since {layout_text(plan.stages, plan.replicas)} with all of them would lack "
+            f"{gib(worst.total - worst.capacity)} on {worst.device} (untested on hardware)"
+        )
+        return replace(chosen, notes=(note, *chosen.notes))
+    return None
 
 
 def _laid_out(
@@ -68,8 +111,10 @@ def _laid_out(
     hardware: Hardware,
     load: ExpertLoad | None,
     lane_rates: LaneRates | None,
+    resident: int | None,
 ) -> Plan:
-    """`make_plan` with as many stages and replicas as the rule says."""
+    """`make_plan` with as many stages and replicas as the rule says. resident: layers of each worker whose
+    weights stay on its device; None = all."""
     rule = config.rule
     generating = generates(config)
     if (config.mode == "train" or generating) and dims.refusal:
@@ -107,9 +152,13 @@ def _laid_out(
     def keeping(activations: str) -> tuple[ExpertActorPlan, ...]:
         return tuple(replace(actor, activations=activations) for actor in experts)
 
+    def with_streams(groups: int) -> tuple[WorkerPlan, ...]:
+        return streaming(workers, dims, groups, resident, trains=not generating)
+
     def budget_of(wave: int, held: Held) -> tuple[Budget, ...]:
         own, groups = keeping(held.experts), choose_groups(config, wave)
-        return budgets(dims, config, hardware, workers, own, wave, groups, dtype, held.attention)
+        placed = with_streams(groups)
+        return budgets(dims, config, hardware, placed, own, wave, groups, dtype, held.attention)
 
     if generating:
         held = Held("retain")
@@ -122,7 +171,7 @@ def _laid_out(
     notes += _backend_notes(rule, hardware)
     groups = choose_groups(config, chosen.wave)
     own = keeping(chosen.held.experts)
-    workers, experts = staged(dims, config, workers, own, chosen.wave, groups, dtype)
+    workers, experts = staged(dims, config, with_streams(groups), own, chosen.wave, groups, dtype)
     plan = Plan(
         dims=dims,
         hardware=hardware,

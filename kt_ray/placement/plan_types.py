@@ -17,7 +17,8 @@ class WorkerPlan:
 
     rank: replica * stages + stage. layers: half-open range [start, stop). device: "cuda:i" (the
     plan's ordinal) or "cpu". threads: torch threads. cpus: CPUs it may use (empty = any). staging: bytes
-    of shared memory for its messages, worst case.
+    of shared memory for its messages, worst case. streamed: own layers whose weights wait in host memory and
+    pass through so many slots on the device (kt_ray.placement.weight_slots).
     """
 
     rank: int
@@ -28,6 +29,8 @@ class WorkerPlan:
     threads: int
     cpus: tuple[int, ...] = ()
     staging: int = 0
+    streamed: tuple[int, ...] = ()
+    slots: int = 0
 
 
 class HoldsExperts:

@@ -93,8 +93,11 @@ def choose_plan(
     best = _Candidate(config, plan, step_seconds(plan, config, host_rates))
     simulations = [best]
     if choices:
-        after = choices.index((plan.stages, plan.replicas)) + 1  # the plan's own is the first that fits
-        others = simulate_fitting(with_layout(config, other) for other in choices[after:][: LAYOUTS - 1])
+        at = choices.index((plan.stages, plan.replicas))  # the first that fits
+        tried = choices[at + 1 :][: LAYOUTS - 1]
+        if config.rule.experts.stream != "off":  # who streams experts may stream layers: more replicas fit
+            tried = (*choices[:at], *tried)
+        others = simulate_fitting(with_layout(config, other) for other in tried)
         simulations += others
         best = _faster(best, others)
         best = replace(best, config=with_layout(config, (best.plan.stages, best.plan.replicas)))

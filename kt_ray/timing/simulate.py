@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.weight_slots import Filled, WeightSlots
 
 # -- what is given, and what comes out -----------------------------------------------------------
 
@@ -133,6 +135,9 @@ class Durations(Protocol):
 
     def shelf(self, worker: int, group: Group, way: str) -> Carriage:
         """A group's hidden states before a layer to host memory ("out") and back ("in")."""
+
+    def weights(self, worker: int, layer: int) -> Carriage:
+        """A streamed layer's weights from host memory."""
 
     def pass_end(self) -> float:
         """The driver's seconds between passes."""
@@ -403,6 +408,14 @@ class _Step:
         tokens = [sum(m.tokens for m in group) for group in groups]
         for group in groups:
             yield Busy("begin", "attention", sum(durations.attention("begin", worker.layers[0], group)))
+        slots, filled = WeightSlots(worker.streamed, worker.slots), Counter[int]()
+
+        def fill(part: Filled | None) -> None:
+            if part is not None:
+                filled[part.layer] += 1
+                tag = ("weights", part.layer, rank, filled[part.layer])
+                self._send(tag, durations.weights(rank, part.layer))
+
         for kind, layer, g in worker_program(plan, replica, stage, "train"):
             if kind.startswith("recv"):
                 yield Wait((kind[5:], replica, stage, g), "other stages")
@@ -414,6 +427,12 @@ class _Step:
             if plan.activations == "host" and kind in ("forward", "recompute"):
                 way = "out" if kind == "forward" else "in"
                 self._send(("shelf", way, layer, g, rank), durations.shelf(rank, groups[g], way))
+            if layer in worker.streamed and kind in ("forward", "recompute"):
+                if kind == "recompute":
+                    slots.hold(layer)
+                fill(slots.bring(layer))
+                yield Wait(("weights", layer, rank, filled[layer]), "transfer")
+                fill(slots.ahead(layer, downwards=kind == "recompute"))
             before, after = durations.attention(kind, layer, groups[g])
             if before:
                 yield Busy(f"{kind} {layer}.{g}", "attention", before)
@@ -432,6 +451,8 @@ class _Step:
                 yield Busy(f"{kind} {layer}.{g}", "attention", after)
             if plan.activations == "host" and kind == "backward":
                 yield Wait(("shelf", "in", layer, g, rank), "transfer")
+            if layer in worker.streamed and kind == "backward":
+                slots.release(layer)
 
     def _experts(self, c: ExpertClass, wave: WaveShape) -> Program:
         plan, actor = self.plan, c.actors[0]

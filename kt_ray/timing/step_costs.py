@@ -23,7 +23,7 @@ from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.lora_sizes import expert_lora_params, expert_rank, lora_params
-from kt_ray.placement.memory import held_format, home_socket, logit_rows
+from kt_ray.placement.memory import held_format, home_socket, layer_weight_bytes, logit_rows
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.traffic import touched
 from kt_ray.timing.lane_seconds import LaneSeconds
@@ -312,6 +312,12 @@ class PlanDurations:
         positions = sum(m.rows * m.width for m in group)
         size = positions * dims.hidden_size * dims.hidden_streams * ELEMENT_BYTES[self.plan.dtype]
         return Carriage(self._pcie(worker, size, way))
+
+    def weights(self, worker: int, layer: int) -> Carriage:
+        size = layer_weight_bytes(self.plan.dims, self.config, layer, self.plan.dtype)
+        if self.on_gpu:
+            return Carriage(self._pcie(worker, size, "in"))
+        return Carriage((Leg(self._host_seat(worker), size / self.rates.memory.copy_one.value),))
 
     def _carriage(self, worker: int, actors: ExpertClass, tokens: int, row: int, way: str) -> Carriage:
         """Device to host, to the actors; or back. Actors of the worker's host read shared memory; to far

@@ -54,9 +54,11 @@ def quantised_names(path: Path) -> list[str]:
     )
 
 
-def stage_of(path: Path, dtype: str, *, keep: bool, layers: tuple[int, int] = (0, LAYERS)) -> Stage:
+def stage_of(
+    path: Path, dtype: str, *, keep: bool, layers: tuple[int, int] = (0, LAYERS), **more: Any
+) -> Stage:
     lora = LoraConfig(rank=2, alpha=4.0)
-    return Stage(StageSpec(str(path), layers, LAYERS, dtype=dtype, lora=lora, keep_quantized=keep))
+    return Stage(StageSpec(str(path), layers, LAYERS, dtype=dtype, lora=lora, keep_quantized=keep, **more))
 
 
 def gradients(stage: Stage, experts: dict[int, Any]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -78,7 +80,10 @@ def gradients(stage: Stage, experts: dict[int, Any]) -> tuple[float, dict[str, t
 def test_kept_and_dequantised_are_one_model(
     tmp_path: Path, plain: Callable[[Path], Path], kind: str, dtype: str
 ) -> None:
-    """Loss and every LoRA gradient bit for bit, as with a plain checkpoint of the dequantised weights."""
+    """Loss and every LoRA gradient bit for bit, as with a plain checkpoint of the dequantised weights.
+
+    So, too, with weights that pass through slots as they are stored.
+    """
     path = plain(tmp_path / "stored")
     names = quantised_names(path)
     assert "lm_head.weight" in names and any("shared_experts" in n for n in names)
@@ -89,6 +94,7 @@ def test_kept_and_dequantised_are_one_model(
         stage_of(judge, dtype, keep=False),
         stage_of(path, dtype, keep=False),
         stage_of(path, dtype, keep=True),
+        stage_of(path, dtype, keep=True, streamed=tuple(range(LAYERS)), slots=2),
     ]
     experts = Eager(judge, stages[0].model).experts
     (loss, grads), *others = [gradients(stage, experts) for stage in stages]

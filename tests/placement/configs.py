@@ -256,6 +256,7 @@ def make_hardware(
     memory: int = 64 * GIB,
     smt: bool = False,
     isa: str = "avx512",
+    gpu_gib: float = 24,
 ) -> Hardware:
     """A host with `sockets` nodes of `cores` cores; with `smt` each core has a second thread."""
     total = sockets * cores
@@ -264,5 +265,5 @@ def make_hardware(
         first = tuple(range(n * cores, (n + 1) * cores))
         second = tuple(cpu + total for cpu in first) if smt else ()
         nodes.append(Socket(n, first + second, cores, memory))
-    cards = tuple(Gpu(i, "24 GB GPU", 24 * GIB) for i in range(gpus))
+    cards = tuple(Gpu(i, f"{gpu_gib:g} GB GPU", int(gpu_gib * GIB)) for i in range(gpus))
     return Hardware("test host", tuple(nodes), cards, ISAS[: ISAS.index(isa) + 1])

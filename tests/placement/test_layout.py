@@ -13,7 +13,7 @@ from kt_ray.config.compose import compose
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import gpus_wanted, nominal_hardware
-from kt_ray.hardware.machine import Gpu, Hardware
+from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.layout import layouts
 from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
@@ -30,8 +30,7 @@ SIZES: dict[str, Any] = {
 
 def host(gpus: int, gib: float, sockets: int = 2, memory: int = 2048 * GIB) -> Hardware:
     """GPUs of `gib` GiB each beside roomy sockets."""
-    hardware = make_hardware(sockets=sockets, cores=48, memory=memory, isa="amx")
-    return dataclasses.replace(hardware, gpus=tuple(Gpu(i, "GPU", int(gib * GIB)) for i in range(gpus)))
+    return make_hardware(sockets, 48, gpus, memory, isa="amx", gpu_gib=gib)
 
 
 def v3(gpus: int, gib: float, rule: dict[str, Any] | None = None, **trainer: Any) -> Plan:
@@ -57,7 +56,8 @@ def test_the_fewest_stages_that_fit_times_replicas() -> None:
     plan = v3(4, 24)
     assert (plan.stages, plan.replicas) == (2, 2) and plan.fits
     assert "1 stage x 4 replicas would lack" in note(plan) and "on cuda:0" in note(plan)
-    assert not v3(4, 24, {"stages": 1, "replicas": 4}).fits  # which is why
+    alone = v3(4, 24, {"stages": 1, "replicas": 4})  # which is why: here only with streamed layers
+    assert alone.fits and all(worker.streamed for worker in alone.workers)
     two = v3(2, 24)
     assert (two.stages, two.replicas) == (2, 1) and two.fits
     odd = v3(5, 24)  # stages of equal number: one GPU stays free

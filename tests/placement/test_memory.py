@@ -304,7 +304,8 @@ def test_remedies_name_rules_that_fit_elsewhere() -> None:
     }
     config = make_config(**TOKENS_8K, **CHECKED)
     found = remedies(V3, config, make_hardware(memory=16 * GIB), rules)
-    assert [r.overrides for r in found] == ["rule=four"] and "4 x 24 GB GPU" in found[0].effect
+    assert [r.overrides for r in found] == ["rule=one", "rule=four"]  # on one card with streamed layers
+    assert "1 x 24 GB GPU" in found[0].effect and "4 x 24 GB GPU" in found[1].effect
 
 
 def test_remedies_name_the_format_that_fits() -> None:

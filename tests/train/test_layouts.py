@@ -34,6 +34,7 @@ LAYOUTS = {
         "rule.stages=2",
         "rule.replicas=2",
     ],
+    "streamed layers, 2 stages, 2 replicas": ["rule.resident_layers=0", "rule.stages=2", "rule.replicas=2"],
     "waves of 3 micro-batches": ["rule.wave=3"],
     "micro-batch-major": ["rule.wave=1"],
     "waves of 2, 2 stages, 2 replicas": ["rule.wave=2", "rule.stages=2", "rule.replicas=2"],
@@ -92,6 +93,21 @@ def test_what_attention_holds_changes_no_bit(tmp_path: Path, family: str) -> Non
     whole = curve(path, *common, "rule.activations=group", stop=3)
     assert curve(path, *common, "rule.activations=micro_batch", stop=3) == whole
     assert curve(path, *common, "rule.activations=host", stop=3) == whole
+
+
+@pytest.mark.parametrize(("family", "dense"), [("deepseek_v3", {"first_k_dense_replace": 3}), ("olmoe", {})])
+def test_streamed_layers_change_no_bit(tmp_path: Path, family: str, dense: dict[str, int]) -> None:
+    """Seven layers through three slots, all or every other one.
+
+    While a group passes the dense layers, the one above them is still held for the other group.
+    """
+    path = build_checkpoint(tmp_path, family, num_hidden_layers=7, **dense)
+    common = ["rule.groups=2", "trainer.micro_batch_size=2", "lora.dropout=0.1"]
+    whole = curve(path, *common, stop=3)
+    for resident in (0, 3):
+        for held in ("group", "host"):
+            rule = [f"rule.resident_layers={resident}", f"rule.activations={held}"]
+            assert curve(path, *common, *rule, stop=3) == whole
 
 
 def test_without_overlap_waiting_is_the_experts_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

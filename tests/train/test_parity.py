@@ -23,7 +23,7 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 @pytest.mark.parametrize("family", [*FAMILIES[:-1], QUICK, "qwen2_moe"])
 @pytest.mark.parametrize("actors", [1, 2])
 def test_float32_experts(tmp_path: Path, family: str, actors: int, device: str) -> None:
-    """So many workers and as many expert actors."""
+    """So many workers and as many expert actors. Layers of two workers are streamed."""
     tolerance = 1e-5 if device == "cpu" else 1e-4
     path = build_checkpoint(tmp_path, family)
     reference = Reference(path, LORA, seed=3)
@@ -31,7 +31,9 @@ def test_float32_experts(tmp_path: Path, family: str, actors: int, device: str) 
     rows = random_rows(4)
     expected = reference.run(rows)
     workers = layers_on(device, dims_from_dir(str(path)).num_layers, actors)
-    config = config_for(path, *workers, f"rule.experts.sockets={actors}", "trainer.micro_batch_size=2")
+    streamed = [] if actors == 1 else ["rule.resident_layers=0"]
+    experts = f"rule.experts.sockets={actors}"
+    config = config_for(path, *workers, *streamed, experts, "trainer.micro_batch_size=2")
     with local_cluster(path, config) as cluster:
         cluster.set_parameters({k: v.detach() for k, v in reference.parameters.items()})
         waves = waves_of(rows, config, cluster.plan)

@@ -1,0 +1,162 @@
+"""Weights of decoder layers that do not stay on the stage's device (rule.resident_layers).
+
+The frozen matrices of a streamed layer lie in page-locked host memory, one block per layer in the bytes in
+which they were loaded, and are copied as a whole into one of a few slots on the device, one layer ahead of
+the computation. LoRA, norms and buffers are small and stay on the device. On the CPU, the stand-in, slots
+are memory of the process and copies happen at once. The CUDA half is **untested on hardware**.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kt_ray.checkpoint.quantized_linear import QuantizedLinear
+from kt_ray.gpu import PageLock, whole_pages
+from kt_ray.placement.weight_slots import Filled, WeightSlots
+
+_ALIGN = 256  # bytes; more than any element, and what CUDA's own allocations are aligned to
+
+
+@dataclass
+class _Matrices:
+    """A layer's streamed tensors and where each lies in the layer's block."""
+
+    tensors: list[Tensor]  # the module's own: what they show is changed
+    offsets: list[int]  # bytes
+    block: Tensor  # uint8, in host memory
+
+    def show(self, block: Tensor) -> None:
+        """Let the module's tensors be those of a copy of the block."""
+        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
+            size = tensor.numel() * tensor.element_size()
+            tensor.data = block[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+
+
+class StreamedWeights:
+    """Host memory and slots of one stage.
+
+    Args:
+        layers: all own layers, LoRA injected; the streamed ones with their tensors on the CPU.
+        streamed: indices of those, ascending, at least one.
+        count: slots.
+        device: of the stage.
+
+    Raises:
+        RuntimeError: CUDA refuses to page-lock the host memory.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, nn.Module], streamed: Sequence[int], count: int, device: torch.device
+    ) -> None:
+        self.slots, self.device = WeightSlots(streamed, count), device
+        self._lock = PageLock(remedy="raise it, or let more layers stay on the GPU (rule.resident_layers)")
+        self._layers = {layer: self._pack(layers[layer]) for layer in streamed}
+        largest = max(own.block.numel() for own in self._layers.values())
+        self._memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
+        cuda = device.type == "cuda"
+        self._copying: Any = torch.cuda.Stream(device) if cuda else None
+        self._arrived: list[Any] = [None] * count  # per slot the event of its copy
+        self.copied_bytes = 0
+        for layer in streamed:
+            layers[layer]._kt_weights = _Streamed(self, layer)  # type: ignore[assignment]
+            layers[layer].register_forward_pre_hook(layers[layer]._kt_weights)  # type: ignore[arg-type]
+
+    def _pack(self, layer: nn.Module) -> _Matrices:
+        """Move a layer's matrices into one block of host memory, and all else to the device."""
+        matrices: dict[int, Tensor] = {}
+        for module in layer.modules():
+            own: list[Tensor] = [*module.parameters(recurse=False)]
+            if isinstance(module, QuantizedLinear):
+                own += module.buffers(recurse=False)
+            matrices |= {id(t): t for t in own if t.dim() > 1 and not t.requires_grad}
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            if id(tensor) not in matrices:
+                tensor.data = tensor.data.to(self.device)
+        tensors, offsets, size = list(matrices.values()), [], 0
+        for tensor in tensors:
+            offsets.append(size)
+            size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        packed = _Matrices(tensors, offsets, whole_pages(size))
+        before = [tensor.data for tensor in tensors]
+        packed.show(packed.block)
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.data.copy_(value)
+        if self.device.type == "cuda":
+            self._lock.register(packed.block.data_ptr(), size)
+        return packed
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(own.block.numel() for own in self._layers.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the slots."""
+        return sum(slot.numel() for slot in self._memory)
+
+    def bring(self, layer: int) -> None:
+        """Called before each use of a layer: its weights are on the device for what this stream does next,
+        and the next layer's are on their way."""
+        filled = self.slots.bring(layer)
+        if filled is not None:
+            self._copy(filled)
+        slot = self.slots.slot_of(layer)
+        assert slot is not None
+        if self._arrived[slot] is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived[slot])
+        following = self.slots.ahead(layer, downwards=torch.is_grad_enabled())
+        if following is not None:
+            self._copy(following)
+
+    def _copy(self, filled: Filled) -> None:
+        if filled.evicted is not None:
+            evicted = self._layers[filled.evicted]
+            evicted.show(evicted.block)
+        own, memory = self._layers[filled.layer], self._memory[filled.slot]
+        memory = memory[: own.block.numel()]
+        if self._copying is None:
+            memory.copy_(own.block)
+        else:
+            # What used the slot before was given to the device before this.
+            self._copying.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._copying):
+                memory.copy_(own.block, non_blocking=True)
+            self._arrived[filled.slot] = self._copying.record_event()
+        own.show(memory)
+        self.copied_bytes += own.block.numel()
+
+    def close(self) -> None:
+        """Give the page-lock back, before the memory goes."""
+        if self._copying is not None:
+            self._copying.synchronize()
+        self._lock.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # CUDA may be gone already
+            self.close()
+
+
+class _Streamed:
+    """What a streamed layer's module knows of its weights: the hook before each of its calls."""
+
+    def __init__(self, weights: StreamedWeights, layer: int) -> None:
+        self._weights, self._layer = weights, layer
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        self._weights.bring(self._layer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Streamed:
+        return self  # of a probe's float32 copy of the layer
+
+
+def bring(layer: nn.Module) -> None:
+    """A layer whose weights are looked at, not called: they are on the device now, if they are streamed."""
+    streamed = getattr(layer, "_kt_weights", None)
+    if streamed is not None:
+        streamed(layer, ())
