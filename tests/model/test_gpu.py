@@ -11,7 +11,8 @@ import torch
 from kt_ray.config.schema import LoraConfig
 from kt_ray.model.hidden_shelf import HostShelf
 from kt_ray.model.sinks import attend
-from tests.helpers.hf_reference import random_rows
+from kt_ray.model.streamed_weights import StreamedWeights, bring
+from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.stages import pass_spec, run
 from tests.model.test_sinks import exact, made
 from tests.model.test_stage_parity import assert_close, assert_logits, ready
@@ -85,6 +86,42 @@ def test_copies_wait_for_the_device() -> None:
         most.append(torch.cuda.max_memory_allocated())
     assert most[1] <= most[0] + 1024  # blocks of the copies are used again
     shelf.close()
+
+
+def test_streamed_layers_give_the_same_bits(tmp_path: Path) -> None:
+    """Seven layers, three of them dense, through three slots."""
+    path = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=7, first_k_dense_replace=3)
+    found = []
+    for more in ({}, {"streamed": tuple(range(7)), "slots": 3}):
+        reference, stages = ready(path, LoraConfig(rank=4, dropout=0.1), (0, 7), device="cuda:0", **more)
+        found.append(run(stages, pass_spec(ROWS, groups=1, micro=1, step=3), reference))
+        weights = stages[0].weights
+        if weights is not None:
+            assert all(own.block.is_pinned() for own in weights._layers.values())
+            assert all(slot.is_cuda for slot in weights._memory)
+    stay, streamed = found
+    assert streamed.loss == stay.loss
+    for name, grad in stay.grads.items():
+        assert torch.equal(streamed.grads[name].cpu(), grad.cpu()), name
+
+
+def test_weights_wait_for_the_device() -> None:
+    """A device far behind the host: no slot is filled while it is used, or used before it is full."""
+    shape = (4096, 4096)
+    layers: dict[int, torch.nn.Module] = {}
+    for number in range(6):
+        layers[number] = torch.nn.Linear(*shape, bias=False)
+        layers[number].weight = torch.nn.Parameter(torch.full(shape, float(number)), requires_grad=False)
+    weights = StreamedWeights(layers, range(6), 2, torch.device("cuda:0"))
+    sums = []
+    with torch.no_grad():
+        for number in [*range(6), *range(5, -1, -1)] * 2:
+            bring(layers[number])
+            torch.cuda._sleep(50_000_000)
+            sums.append((number, layers[number].weight.sum(dtype=torch.float64)))
+    assert all(float(total) == number * 4096.0**2 for number, total in sums)
+    assert weights.device_bytes == 2 * 4096 * 4096 * 4
+    weights.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -40,6 +40,7 @@ class Fixed:
         self.end = given.get("end", ())
         self.between = given.get("between", 0.0)
         self.on_gpu = given.get("on_gpu", ())
+        self.copied = float(given.get("copied", 0.0))  # type: ignore[arg-type]
 
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
         if kind == "forward":
@@ -59,6 +60,9 @@ class Fixed:
 
     def stage(self, worker: int, to: int, tokens: int) -> Carriage:
         return Carriage()
+
+    def weights(self, worker: int, layer: int) -> Carriage:
+        return Carriage((Leg("link", self.copied),))
 
     def pass_end(self) -> float:
         return float(self.between)  # type: ignore[arg-type]
@@ -320,3 +324,26 @@ def test_the_lane_shares_the_gpu_with_attention() -> None:
     shared = simulate(plan, Machine({}, (Seat("cuda:0"),), experts), given, ((((M,),),),))
     apart = simulate(plan, Machine({}, (Seat("cuda:1"),), experts), given, ((((M,),),),))
     assert shared.seconds == pytest.approx(apart.seconds + 1.0)
+
+
+def test_streamed_weights_come_one_layer_ahead() -> None:
+    """A copy is hidden behind the layer before, or is what is waited for."""
+    rule = {"groups": 1, "experts": {"sockets": 1}}
+    dims = small_dims("mixtral", num_hidden_layers=8)
+    stay, streamed = (
+        make_plan(dims, make_config(rule={**rule, **key}), make_hardware())
+        for key in ({}, {"resident_layers": 0})
+    )
+    assert not stay.workers[0].streamed and len(streamed.workers[0].streamed) == 8
+    seconds = {"forward": (1.0, 0.0), "recompute": 1.0, "backward": 2.0, "experts": 0.0}
+    plain = run(stay, Fixed(**seconds, copied=100.0))
+    assert plain.seconds == pytest.approx(8 * 4) and "link" not in plain.used
+    # Eight copies upwards, the first again for the next pass, and seven downwards: the last is still there.
+    hidden = run(streamed, Fixed(**seconds, copied=0.5))
+    assert hidden.seconds == pytest.approx(8 * 4 + 0.5)
+    assert hidden.used["link"] * hidden.seconds == pytest.approx(16 * 0.5)
+    slow = run(streamed, Fixed(**seconds, copied=10.0))
+    # The last copy is waited for; then one layer is recomputed and differentiated.
+    assert slow.seconds == pytest.approx(16 * 10 + 3, abs=3)
+    assert slow.used["link"] >= 0.95 and slow.path["link"] > 140
+    assert slow.idle["worker 0"]["transfer"] == pytest.approx(slow.seconds - 8 * 4)
