@@ -31,6 +31,7 @@ from kt_ray.optim.masters import Masters, flat_of, set_flat
 from kt_ray.optim.optimizers import squared_norm, use_torch_threads
 from kt_ray.placement.order import worker_program
 from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.render import gib
 from kt_ray.timeline import SpanRecorder
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
 from kt_ray.transport.inbox import Outbox
@@ -140,14 +141,21 @@ class AttentionWorker(PlainActor):
 
     def _notes(self) -> list[str]:
         """What a user should know, from one worker of each stage."""
-        held = self.spec.activations
+        held, notes = self.spec.activations, []
+        weights = self.stage.weights
+        if weights is not None and weights.not_shared:
+            notes.append(
+                f"{self.title} has a copy of its streamed layers' weights of its own, "
+                f"{gib(weights.host_bytes)}: {weights.not_shared}"
+            )
         twice = [layer for layer, scale in self.stage.scales.items() if scale is None]
         if held == "group" or not twice or self.part.replica:
-            return []
+            return notes
         return [
+            *notes,
             f"rule.activations={held}: {len(twice)} layers from {twice[0]} on are not affine in their "
             "experts' output, so most of their micro-batches are recomputed twice; rule.activations=group "
-            "does it once, in smaller waves"
+            "does it once, in smaller waves",
         ]
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -22,7 +23,7 @@ import torch
 
 from kt_ray.actors.actor import title
 from kt_ray.actors.generation_session import GenerationReport
-from kt_ray.actors.specs import ActorSpecs
+from kt_ray.actors.specs import ActorSpecs, share_weights
 from kt_ray.actors.watch import FROZEN, ActorDied, Standstill, Status, Watch
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
@@ -78,6 +79,7 @@ class ActorCluster(ABC):
     def __init__(self, plan: Plan, specs: ActorSpecs, on_load: LoadNote | None = None) -> None:
         self.plan = plan
         self.specs = specs
+        self._weights_files: list[int] = []  # descriptors, see share_weights
         self.workers: list[Handle] = []
         self.experts: list[Handle] = []
         self._on_load = on_load
@@ -265,6 +267,7 @@ class ActorCluster(ABC):
         while True:
             try:
                 if not self.handles:
+                    self.specs, self._weights_files = share_weights(self.plan, self.specs)
                     self._spawn()
                 for address in self._replaced():
                     loading.pop(address, None)
@@ -381,6 +384,8 @@ class ActorCluster(ABC):
         if not self._closed:
             self._closed = True
             self._close()
+            for file in self._weights_files:
+                os.close(file)
             if self._inbox is not None:
                 self._inbox.close()
 

@@ -15,6 +15,7 @@ from kt_ray.model.build import build_on_meta
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ExpertFormula
+from kt_ray.placement.memory import shares_weights
 from kt_ray.placement.plan_types import Plan
 from kt_ray.transport.messages import Address
 
@@ -67,6 +68,24 @@ class ActorSpecs:
             for rank, stage in enumerate(self.stages)
         }
         return workers | {("experts", spec.rank): (plan, spec, self.timeout) for spec in self.experts}
+
+
+def share_weights(plan: Plan, specs: ActorSpecs) -> tuple[ActorSpecs, list[int]]:
+    """Specs with which replicas have one copy of their streamed layers' weights.
+
+    Returns:
+        The specs, and the descriptors of files in memory, one per stage, that the caller keeps open: workers
+        open them through this process, those that replace dead ones, too. None where nothing is shared.
+    """
+    shared = any(spec.streamed and shares_weights(spec.lora) for spec in specs.stages)
+    if not shared or plan.replicas == 1:
+        return specs, []
+    files = [os.memfd_create(f"kt_ray-weights-{stage}", os.MFD_CLOEXEC) for stage in range(plan.stages)]
+    stages = (
+        replace(spec, weights_file=f"/proc/{os.getpid()}/fd/{files[worker.stage]}")
+        for spec, worker in zip(specs.stages, plan.workers, strict=True)
+    )
+    return replace(specs, stages=tuple(stages)), files
 
 
 def actor_specs(

@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,7 @@ def load_non_experts(
     need_head: bool = True,
     keep_quantized: bool = False,
     on_host: Container[int | None] = (),
+    ready: Callable[[int], None] = lambda layer: None,
 ) -> LoadReport:
     """Fill the parameters and persistent buffers of some layers, frozen, on `device`.
 
@@ -57,6 +59,7 @@ def load_non_experts(
         need_head: also fill what comes after the layers: the final norm and lm_head.
         keep_quantized: linear modules whose weight is stored quantised become `QuantizedLinear`.
         on_host: layers whose tensors stay on the CPU.
+        ready: called with each of those as soon as it is filled, in their order.
 
     Raises:
         UserError: missing keys (sorted), wrong shapes.
@@ -73,26 +76,43 @@ def load_non_experts(
     plan = _dtype_plan(module, dtype)
     # A model built in `dtype` says by its own tensors which ones the family keeps in another type.
     built = {n: t.dtype for n, t in module.state_dict().items()} if module.dtype == dtype else {}
-    for target, (transform, keys) in mapping.items():
-        if keep_quantized and transform is None and _keepable(module, target, set(tied) | set(tied.values())):
-            stored = index.matrices.get(keys[-1][0])
-            if stored is not None:
-                _check_shape(index, target, stored.shape, targets[target].shape)
-                kept[target] = QuantizedLinear(stored.read(), dtype, place(target))
-                continue
-        for name, value in _realise(index, module, target, transform, keys, device).items():
-            if name in sources:
-                placed[name] = _cast(name, value, built.get(name, dtype), plan).to(place(name))
+
+    def fill(names: list[str]) -> None:
+        parameters: dict[int, torch.nn.Parameter] = {}  # of values that names share
+        _check_complete(index, names, {*placed, *kept})
+        for name in names:
+            if name in kept:
+                _replace(module, name, kept.pop(name))
+        for name, value in [(name, placed.pop(name)) for name in names if name in placed]:
+            _assign(index, module, name, value, parameters)
+
+    def of_layer(target: str) -> int:
+        layer = layer_of(target)
+        return -1 if layer is None else layer
+
+    filled: set[str] = set()
+    for layer, of_one in groupby(sorted(mapping, key=of_layer), key=of_layer):
+        for target in of_one:
+            transform, keys = mapping[target]
+            shared = set(tied) | set(tied.values())
+            if keep_quantized and transform is None and _keepable(module, target, shared):
+                stored = index.matrices.get(keys[-1][0])
+                if stored is not None:
+                    _check_shape(index, target, stored.shape, targets[target].shape)
+                    kept[target] = QuantizedLinear(stored.read(), dtype, place(target))
+                    continue
+            for name, value in _realise(index, module, target, transform, keys, device).items():
+                if name in sources:
+                    placed[name] = _cast(name, value, built.get(name, dtype), plan).to(place(name))
+        if layer in on_host:
+            own = [name for name in targets if layer_of(name) == layer]
+            fill(own)
+            filled |= {*own}
+            ready(layer)
     for name in targets:
         if name not in placed and name in tied and tied[name] in placed:
             placed[name] = placed[tied[name]]
-    _check_complete(index, targets, {*placed, *kept})
-    for name, linear in kept.items():
-        _replace(module, name, linear)
-    parameters: dict[int, torch.nn.Parameter] = {}
-    for name in targets:
-        if name not in kept:
-            _assign(index, module, name, placed[name], parameters)
+    fill([name for name in targets if name not in filled])
     return report
 
 

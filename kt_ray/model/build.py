@@ -22,6 +22,7 @@ from kt_ray.model.layer_calls import (
 )
 from kt_ray.model.lora import linear_names
 from kt_ray.model.stage_spec import StageSpec
+from kt_ray.model.streamed_weights import StreamedWeights
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "moe_top_k")
 
@@ -39,6 +40,7 @@ class StageModel:
     names: dict[int, str]  # their Hugging Face names
     experts: dict[int, LayerContext]  # context of each own MoE layer
     formulas: dict[int, ExpertFormula]  # what the experts of each MoE layer of the whole model compute
+    weights: StreamedWeights | None  # of the streamed layers
     capture: LayerCallCapture  # gives the layers' call arguments
     lora_names: list[str]  # linear modules of the whole model that LoRA may adapt (all layers)
     other_names: list[str]  # linear modules outside the decoder layers: head, other towers
@@ -72,6 +74,7 @@ def build_stage_model(spec: StageSpec) -> StageModel:
     from kt_ray.checkpoint.non_experts import load_non_experts, materialize_buffers
     from kt_ray.checkpoint.safetensors_file import damaged
 
+    weights = model.weights
     index = CheckpointIndex.open(Path(spec.model_dir))
     if spec.fingerprint:
         check_unchanged(index.fingerprint, spec.fingerprint, spec.model_dir)
@@ -85,6 +88,7 @@ def build_stage_model(spec: StageSpec) -> StageModel:
         need_head=spec.last,
         keep_quantized=spec.keep_quantized,
         on_host=spec.streamed,
+        ready=lambda layer: weights.add(layer, model.layers[layer]) if weights is not None else None,
     )
     _drop_unused(model, spec)
     materialize_buffers(causal, model.device)
@@ -138,6 +142,9 @@ def build_on_meta(spec: StageSpec) -> StageModel:
         names={index: names[index] for index in own},
         experts={index: context for index, context in contexts.items() if index in own},
         formulas=formulas,
+        weights=StreamedWeights(spec.streamed, spec.slots, torch.device(spec.device), spec.weights_file)
+        if spec.streamed
+        else None,
         capture=LayerCallCapture(causal, base, list(layers)),
         lora_names=linear_names(dict(zip(names, layers, strict=True)), family.text_type),
         other_names=others,

@@ -27,7 +27,6 @@ from kt_ray.model.pissa import relative_to_weights
 from kt_ray.model.routing import RouterWatch
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
-from kt_ray.model.streamed_weights import StreamedWeights
 from kt_ray.model.token_loss import Head
 
 __all__ = ["Stage", "StageSpec"]
@@ -75,9 +74,9 @@ class Stage:
         self.state_shape = model.capture.state_shape
         self.dropout = DropoutContext()
         self.parameters = self._inject(model)
-        self.weights = (
-            StreamedWeights(model.layers, spec.streamed, spec.slots, self.device) if spec.streamed else None
-        )
+        self.weights = model.weights
+        if self.weights is not None:
+            self.weights.attach(model.layers)
         self.adapters = AdapterSwitch(model.layers, self.parameters)
         # PiSSA's come from weights that are changed by taking them: kept for a restart and for the export.
         self.principal = {

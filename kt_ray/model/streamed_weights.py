@@ -9,6 +9,8 @@ are memory of the process and copies happen at once. The CUDA half is **untested
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,57 +41,79 @@ class _Matrices:
 
 
 class StreamedWeights:
-    """Host memory and slots of one stage.
+    """Host memory and slots of one stage: layers are added while they are loaded, then attached.
 
     Args:
-        layers: all own layers, LoRA injected; the streamed ones with their tensors on the CPU.
-        streamed: indices of those, ascending, at least one.
+        streamed: indices of the layers, ascending, at least one.
         count: slots.
         device: of the stage.
+        shared: path of a file in memory with the blocks of all replicas of this stage, each of which writes
+            the same bytes to the same place; "" = memory of its own.
 
     Raises:
-        RuntimeError: CUDA refuses to page-lock the host memory.
+        RuntimeError: by `add`, where CUDA refuses to page-lock the host memory.
     """
 
-    def __init__(
-        self, layers: Mapping[int, nn.Module], streamed: Sequence[int], count: int, device: torch.device
-    ) -> None:
+    def __init__(self, streamed: Sequence[int], count: int, device: torch.device, shared: str = "") -> None:
         self.slots, self.device = WeightSlots(streamed, count), device
+        self._shared = shared
+        self.not_shared = ""  # why not, although it was to be
         self._lock = PageLock(remedy="raise it, or let more layers stay on the GPU (rule.resident_layers)")
-        self._layers = {layer: self._pack(layers[layer]) for layer in streamed}
-        largest = max(own.block.numel() for own in self._layers.values())
-        self._memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._layers: dict[int, _Matrices] = {}
+        self._memory: list[Tensor] = []
         cuda = device.type == "cuda"
         self._copying: Any = torch.cuda.Stream(device) if cuda else None
         self._arrived: list[Any] = [None] * count  # per slot the event of its copy
         self.copied_bytes = 0
-        for layer in streamed:
-            layers[layer]._kt_weights = _Streamed(self, layer)  # type: ignore[assignment]
-            layers[layer].register_forward_pre_hook(layers[layer]._kt_weights)  # type: ignore[arg-type]
 
-    def _pack(self, layer: nn.Module) -> _Matrices:
-        """Move a layer's matrices into one block of host memory, and all else to the device."""
+    def add(self, index: int, layer: nn.Module) -> None:
+        """Move a layer's matrices from the CPU into one block of host memory, and all else to the device."""
         matrices: dict[int, Tensor] = {}
         for module in layer.modules():
             own: list[Tensor] = [*module.parameters(recurse=False)]
             if isinstance(module, QuantizedLinear):
                 own += module.buffers(recurse=False)
-            matrices |= {id(t): t for t in own if t.dim() > 1 and not t.requires_grad}
+            matrices |= {id(t): t for t in own if t.dim() > 1 and not t.requires_grad and not t.is_meta}
         for tensor in (*layer.parameters(), *layer.buffers()):
-            if id(tensor) not in matrices:
+            if id(tensor) not in matrices and not tensor.is_meta:
                 tensor.data = tensor.data.to(self.device)
         tensors, offsets, size = list(matrices.values()), [], 0
         for tensor in tensors:
             offsets.append(size)
             size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        packed = _Matrices(tensors, offsets, whole_pages(size))
+        packed = _Matrices(tensors, offsets, self._room(size))
         before = [tensor.data for tensor in tensors]
         packed.show(packed.block)
         for tensor, value in zip(tensors, before, strict=True):
             tensor.data.copy_(value)
         if self.device.type == "cuda":
             self._lock.register(packed.block.data_ptr(), size)
-        return packed
+        self._layers[index] = packed
+
+    def _room(self, size: int) -> Tensor:
+        if not self._shared or self.not_shared:
+            return whole_pages(size)
+        start = sum(_pages(own.block.numel()) for own in self._layers.values())
+        try:
+            file = os.open(self._shared, os.O_RDWR)
+        except OSError as error:  # the driver is in another container, say
+            self.not_shared = str(error)
+            return whole_pages(size)
+        try:
+            os.posix_fallocate(file, start, _pages(size))  # never shortens it, whoever comes first
+            mapped = mmap.mmap(file, _pages(size), offset=start)
+        finally:
+            os.close(file)
+        return torch.frombuffer(mapped, dtype=torch.uint8)[:size]
+
+    def attach(self, layers: Mapping[int, nn.Module]) -> None:
+        """Make the slots; from now on a call of a streamed layer brings its weights."""
+        assert tuple(self._layers) == self.slots.layers, "every streamed layer was added, in order"
+        largest = max(own.block.numel() for own in self._layers.values())
+        self._memory = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in self._arrived]
+        for index in self._layers:
+            layers[index]._kt_weights = _Streamed(self, index)  # type: ignore[assignment]
+            layers[index].register_forward_pre_hook(layers[index]._kt_weights)  # type: ignore[arg-type]
 
     @property
     def host_bytes(self) -> int:
@@ -140,6 +164,10 @@ class StreamedWeights:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # CUDA may be gone already
             self.close()
+
+
+def _pages(size: int) -> int:
+    return -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 class _Streamed:

@@ -12,7 +12,7 @@ Expert actor with a share s of the experts (engine_memory.py has the engine's ow
     staging           `expert_staging`
 Attention worker with n layers:
     weights           of the layers that stay, and of the largest streamed one for each slot; the streamed
-                      ones are on the socket
+                      ones are on the socket, once for all replicas
     kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing. With
                       rule.activations=host the inputs are on the socket, and here two of each token
     workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32, its dropout
@@ -368,7 +368,7 @@ def worker_items(
         "optimizer": 8 * all_adapters if root else 0,
         "kept activations": kept,
         "hidden states": states if load.on_host else 0,
-        "streamed weights": sum(away),
+        "streamed weights": sum(away) if worker.replica == 0 or not shares_weights(config.lora) else 0,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
         "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
         + mask_bytes(dims, config, load, dtype),
@@ -395,6 +395,11 @@ def worker_items(
         free = sum(items[name] for name in answering if name in items)  # training no longer needs it
         items["answers"] = max(0.0, sum(answering.values()) - free)
     return items
+
+
+def shares_weights(lora: LoraConfig) -> bool:
+    """Whether replicas have one copy of their streamed layers' weights. PiSSA changes them after loading."""
+    return not lora.init.startswith("pissa")
 
 
 def layer_weight_bytes(dims: ModelDims, config: Config, layer: int, dtype: str) -> float:

@@ -16,6 +16,7 @@ from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.stages import pass_spec, run
 from tests.model.test_sinks import exact, made
 from tests.model.test_stage_parity import assert_close, assert_logits, ready
+from tests.model.test_streamed_weights import attached
 
 pytestmark = [
     pytest.mark.accept("parity"),
@@ -112,7 +113,7 @@ def test_weights_wait_for_the_device() -> None:
     for number in range(6):
         layers[number] = torch.nn.Linear(*shape, bias=False)
         layers[number].weight = torch.nn.Parameter(torch.full(shape, float(number)), requires_grad=False)
-    weights = StreamedWeights(layers, range(6), 2, torch.device("cuda:0"))
+    weights = attached(layers, StreamedWeights(range(6), 2, torch.device("cuda:0")))
     sums = []
     with torch.no_grad():
         for number in [*range(6), *range(5, -1, -1)] * 2:

@@ -40,7 +40,14 @@ class Layer(nn.Module):
 def made(count: int, slots: int) -> tuple[dict[int, nn.Module], StreamedWeights, list[dict[str, Tensor]]]:
     layers: dict[int, nn.Module] = {number: Layer(number) for number in range(count)}
     before = [{name: t.clone() for name, t in layer.state_dict().items()} for layer in layers.values()]
-    return layers, StreamedWeights(layers, range(count), slots, CPU), before
+    return layers, attached(layers, StreamedWeights(range(count), slots, CPU)), before
+
+
+def attached(layers: dict[int, nn.Module], weights: StreamedWeights) -> StreamedWeights:
+    for index, layer in layers.items():
+        weights.add(index, layer)
+    weights.attach(layers)
+    return weights
 
 
 def test_matrices_pass_through_slots_and_the_rest_stays() -> None:
