@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# torch 2.8 multiplies bfloat16 into float32 on CUDA; before, and on the CPU, float32 products of the same
+# numbers give the same sums.
+_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
 
 
@@ -30,6 +33,15 @@ def whole_pages(size: int) -> Tensor:
     """Bytes of host memory to page-lock, uint8 [size]: in pages that no other allocation shares."""
     pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)[:size]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [n, k] b [k, m] of two tensors of one type, accumulated and returned in float32."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.is_cuda and _WIDE_MM:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 class PageLock:

@@ -63,6 +63,10 @@ class QuantizedLinear(nn.Linear):
         y: Tensor = _Multiply.apply(x, self)
         return y
 
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        """dy W [M, K] of the gradient dy [M, N] at the output, in its type."""
+        return dy @ self.dequantize(dy.dtype)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
 
@@ -72,12 +76,11 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: QuantizedLinear) -> Tensor:
-        ctx.linear, ctx.dtype = linear, x.dtype
+        ctx.linear = linear
         return nn.functional.linear(x, linear.dequantize(x.dtype), linear.bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (dy,) = grads
-        weight = ctx.linear.dequantize(ctx.dtype)
-        dx = dy.reshape(-1, weight.shape[0]) @ weight
-        return dx.view(*dy.shape[:-1], weight.shape[1]), None
+        dx = ctx.linear.input_gradient(dy.reshape(-1, dy.shape[-1]))
+        return dx.view(*dy.shape[:-1], dx.shape[1]), None

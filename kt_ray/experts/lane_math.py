@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kt_ray.gpu import product
 from kt_ray.native import ExpertFormula
 from kt_ray.native.dropout_hash import DOWN, GATE, UP
 from kt_ray.native.reference import activate
 
 PROJECTIONS = {GATE: "gate", UP: "up", DOWN: "down"}
 Masks = Callable[[int, int], Tensor]  # (projection, input features) -> [n, features]: 0 or 1 / (1 - p)
-# torch 2.8 multiplies bfloat16 into float32 on CUDA; before, and on the CPU, float32 products of the same
-# numbers give the same sums.
-_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,6 @@ class DeviceExpert:
         """A [r, K] and B [N, r]."""
         name = PROJECTIONS[projection]
         return self.lora[f"{name}_a"], self.lora[f"{name}_b"]
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a [n, k] b [k, m] of two tensors of one type, accumulated and returned in float32."""
-    if a.dtype == torch.float32:
-        return a @ b
-    if a.is_cuda and _WIDE_MM:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
 
 
 def _masked(z: Tensor, masks: Masks | None, projection: int) -> Tensor:

@@ -146,6 +146,8 @@ def inject_lora(
         return {}
     import peft
 
+    from kt_ray.model.lora_linear import LoraLinear
+
     # The holder has no `config`, so PEFT does not rewrite the targets by a family's v4 names.
     holder = nn.ModuleList(layers.values())
     names = {
@@ -186,6 +188,8 @@ def inject_lora(
         if name is None:
             continue
         assert isinstance(module, peft.tuners.lora.Linear), f"{name} was not adapted by PEFT"
+        if config.dropout == 0.0 and not config.dora:
+            module.__class__ = LoraLinear  # another forward, nothing else
         for side in ("A", "B"):
             linear = getattr(module, f"lora_{side}")[ADAPTER]
             key = f"{name}.lora_{side}.weight"

@@ -14,6 +14,7 @@ from kt_ray.model.sinks import attend
 from kt_ray.model.streamed_weights import StreamedWeights, bring
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.stages import pass_spec, run
+from tests.model.test_lora_linear import EXACT, HALF, adapted, base_of, normal, passed
 from tests.model.test_sinks import exact, made
 from tests.model.test_stage_parity import assert_close, assert_logits, ready
 from tests.model.test_streamed_weights import attached
@@ -145,3 +146,16 @@ def test_sinks_by_fused_kernels(dtype: torch.dtype, kind: str) -> None:
     most = 1e-5 if dtype == torch.float32 else 3e-2
     for own, value in zip((out.detach(), *found), (want, *gradients), strict=True):
         assert float((own.cpu().double() - value).norm()) <= most * float(value.norm())
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "quantized"])
+def test_lora_in_two_parts(kind: str) -> None:
+    """bfloat16 on CUDA takes the path of kt_ray/model/lora_linear.py, which agrees with PEFT's on the CPU."""
+    layer, parameters = adapted(base_of(kind, 320, 200))
+    x = normal(3, 2, 65, 320).bfloat16()
+    want = passed(layer, x, parameters)
+    layer.cuda()
+    assert layer.q_proj(x.cuda()).grad_fn.name() == "LoraFunctionBackward"
+    found = passed(layer, x.cuda(), parameters)
+    for own, value, most in zip(found, want, (HALF, 2 * HALF, EXACT, EXACT), strict=True):
+        assert float((own.cpu() - value).norm()) <= most * float(value.norm())
