@@ -17,6 +17,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 ROWS = (1, 4, 16, 64, 256)  # rows per expert at which experts are measured
+# Bytes that LoRA reads and writes per element of a linear layer's input and output, forward and backward:
+# by PEFT, and by kt_ray/model/lora_linear.py, which has bfloat16 on a GPU.
+PEFT_BYTES = (20.0, 40.0)
+PARTS_BYTES = (3.0, 5.0)
 
 # Formats of checkpoints that the engine knows by a shorter name.
 ENGINE_FORMAT = {"fp8_block": "fp8"}
@@ -130,8 +134,8 @@ EXPERT_CURVES = ("forward", "backward", "forward_all", "backward_all")  # of an 
 class BlockRate:
     """Speed of what a decoder layer has beside matrix products, everything in it included."""
 
-    # adapter, adapter_backward: elements/s of a LoRA layer's own path (rank 8, float32), forward and
-    # backward; its elements are the inputs and outputs of its linear layer
+    # adapter, adapter_backward: elements/s of a LoRA layer's own path (rank 8; on a CPU PEFT's, on a GPU that
+    # of bfloat16), forward and backward; its elements are the inputs and outputs of its linear layer
     adapter: Figure
     adapter_backward: Figure
     # norm, norm_backward: elements/s of an RMS norm as transformers computes it (six passes forward)
@@ -171,9 +175,10 @@ class DeviceRate:
         def moving(size: float) -> Figure:
             return self.memory.scaled(1 / size, f"{size:g} bytes per element")
 
+        forward, backward = PEFT_BYTES if self.threads else PARTS_BYTES
         return self.blocks or BlockRate(
-            adapter=moving(20),
-            adapter_backward=moving(40),
+            adapter=moving(forward),
+            adapter_backward=moving(backward),
             norm=moving(38),
             norm_backward=moving(90),
             sdpa_backward=self.sdpa.scaled(1 / 2.5, "five products instead of two"),

@@ -1,7 +1,7 @@
 """Speed of what a decoder layer has beside matrix products: adapters, norms, attention's backward.
 
-Each is the code that training runs (PEFT's LoRA layer, an RMS norm as transformers writes it, torch's
-attention), at a size where neither dispatch nor one cache decides.
+Each is the code that training runs (a LoRA layer, an RMS norm as transformers writes it, torch's attention),
+at a size where neither dispatch nor one cache decides.
 """
 
 from __future__ import annotations
@@ -34,19 +34,26 @@ def measure_blocks(device: torch.device, timed: Timed, tokens: int, hidden: int,
 
 
 class _Free(nn.Linear):
-    """A linear layer whose product costs nothing, so that what LoRA adds to it is timed alone."""
+    """A linear layer whose products cost nothing, so that what LoRA adds to it is timed alone."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.weight
+        return self.weight.detach()  # LoRA may be added in place
+
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        return self.weight.detach()
 
 
 def _adapter(device: torch.device, timed: Timed, tokens: int, hidden: int) -> tuple[float, float]:
     """Elements/s of a LoRA layer's own path, [tokens, hidden] to the same."""
     import peft
 
+    from kt_ray.model.lora_linear import LoraLinear
+
     free = _Free(hidden, hidden, bias=False, dtype=torch.bfloat16, device=device)
     free.weight = nn.Parameter(torch.ones(tokens, hidden, dtype=torch.bfloat16, device=device), False)
-    adapted = peft.inject_adapter_in_model(peft.LoraConfig(r=RANK, target_modules=["0"]), nn.Sequential(free))
+    model = nn.Sequential(free)
+    adapted = peft.inject_adapter_in_model(peft.LoraConfig(r=RANK, target_modules=["0"]), model)
+    model[0].__class__ = LoraLinear
     for name, parameter in adapted.named_parameters():
         if "lora" in name:
             parameter.data = torch.ones(
@@ -58,7 +65,12 @@ def _adapter(device: torch.device, timed: Timed, tokens: int, hidden: int) -> tu
     with torch.no_grad():
         forward = timed(lambda: adapted(x))
     leaf = x.clone().requires_grad_()
-    both = timed(lambda: torch.autograd.backward(adapted(leaf), one))
+
+    def through() -> None:
+        leaf.grad = None  # adding up would be a pass of its own
+        torch.autograd.backward(adapted(leaf), one)
+
+    both = timed(through)
     return elements / forward, elements / max(both - forward, 1e-9)
 
 

@@ -6,9 +6,10 @@ matrices, attention over pairs of positions, elements through LoRA, norms and ot
 kernels, which cost their dispatch however small they are. On a CPU the kinds add up; on a GPU dispatch runs
 beside the device's work, so the larger counts.
 
-Sources of the counts: transformers 5's decoder layers and PEFT's LoRA layer as they are; kernels were
-counted with torch.profiler on layers of the demo (docs/prediction.md). Backward is what autograd does for
-trained LoRA and frozen weights: one product for the input's gradient, none for the weight's.
+Sources of the counts: transformers 5's decoder layers and the LoRA layers (PEFT's; for bfloat16 on a GPU
+kt_ray/model/lora_linear.py) as they are; kernels were counted with torch.profiler on layers of the demo
+(docs/prediction.md). Backward is what autograd does for trained LoRA and frozen weights: one product for the
+input's gradient, none for the weight's.
 
 Legend: M = b * s positions, H hidden size.
 """
@@ -22,12 +23,13 @@ from typing import NamedTuple
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.layer_params import WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.hardware.rates import DeviceRate
+from kt_ray.hardware.rates import PARTS_BYTES, PEFT_BYTES, DeviceRate
 from kt_ray.placement.lora_sizes import module_ranks
 from kt_ray.placement.plan_types import Plan
 
 # Kernels that are dispatched, forward and backward, views not counted (torch.profiler).
-LINEAR_OPS = (7.0, 11.0)  # a linear layer with LoRA
+LINEAR_OPS = (7.0, 11.0)  # a linear layer with LoRA by PEFT
+PARTS_OPS = (10.0, 18.0)  # by kt_ray/model/lora_linear.py, its operations counted on the CPU
 BARE_LINEAR_OPS = (1.0, 1.0)  # a linear layer alone
 LAYER_OPS = (120.0, 127.0)  # norms, rotary embedding, masks, residuals, attention itself
 ROUTER_OPS = (39.0, 52.0)
@@ -52,8 +54,8 @@ class Counts(NamedTuple):
     """Amounts per micro-batch.
 
     products: FLOP in the layer's type. thin: FLOP in float32 (router). pairs: FLOP of attention forward.
-    scores: that are materialised. adapted: elements through LoRA. normed: elements through norms. passes:
-    elements times passes over them. operations: kernels.
+    scores: that are materialised. adapted: elements through LoRA as a `BlockRate` of the device has it.
+    normed: elements through norms. passes: elements times passes over them. operations: kernels.
     """
 
     products: float = 0.0
@@ -78,6 +80,12 @@ class LayerWork:
     lora: LoraConfig  # adapters
     dtype: str  # of the weights
     attention: str = "sdpa"  # "sdpa" or "eager"
+    gpu: bool = False  # whether it runs on one
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether LoRA takes kt_ray/model/lora_linear.py's path."""
+        return self.gpu and self.dtype == "bfloat16" and not self.lora.dropout and not self.lora.dora
 
     @property
     def moe(self) -> bool:
@@ -147,13 +155,19 @@ class LayerWork:
         product = 2.0 * m * n_in * n_out
         if not rank:
             return Counts(products=product, operations=BARE_LINEAR_OPS[back])
-        elements = m * (n_in + n_out) * max(1.0, rank / 8)
+        elements = float(m * (n_in + n_out))
+        if self.in_parts:  # two numbers for each of A and B: twice the products, three times to add B A x
+            product += 2.0 * m * rank * (5 * n_in + 4 * n_out if back else 2 * n_in + 3 * n_out)
+            return Counts(products=product, adapted=elements, operations=PARTS_OPS[back])
+        elements *= max(1.0, rank / 8)
+        formed = 0.0
         if self.lora.dora:  # the norms of W + scale * B A, in float32, once per call; two sums per output
             formed = 0.0 if back else n_in * (5.0 * n_out + n_in)
             elements += 3.0 * m * n_out
             product += 0.0 if back else 2.0 * rank * n_in * (n_in + n_out)
-            return Counts(products=product, passes=formed, adapted=elements, operations=LINEAR_OPS[back])
-        return Counts(products=product, adapted=elements, operations=LINEAR_OPS[back])
+        if self.gpu:  # whose rate is of the other path
+            elements *= PEFT_BYTES[back] / PARTS_BYTES[back]
+        return Counts(products=product, passes=formed, adapted=elements, operations=LINEAR_OPS[back])
 
     def _between(self, m: int, back: int) -> Counts:
         """Norms, residuals, rotary embedding."""
@@ -181,9 +195,10 @@ class LayerWork:
 
 def layer_works(plan: Plan, config: Config) -> tuple[LayerWork, ...]:
     """The counted work of every layer of the plan's model."""
-    kind = config.model.attn_implementation
+    kind, gpu = config.model.attn_implementation, plan.workers[0].device != "cpu"
     return tuple(
-        LayerWork(plan.dims, layer, config.lora, plan.dtype, kind) for layer in range(plan.dims.num_layers)
+        LayerWork(plan.dims, layer, config.lora, plan.dtype, kind, gpu)
+        for layer in range(plan.dims.num_layers)
     )
 
 

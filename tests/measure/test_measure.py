@@ -20,6 +20,7 @@ from kt_ray.measure import (
     measure_memory,
     measure_optimizer,
 )
+from kt_ray.measure.blocks import measure_blocks
 from kt_ray.measure.expert_rates import SLOTS, random_weights
 from kt_ray.measure.timing import median_seconds, torch_threads
 from kt_ray.native import FORMATS, Engine, available_isas
@@ -103,6 +104,19 @@ def test_the_gpu_measurement_runs_on_a_stand_in() -> None:
     positive(rate)
     figures = (link.to_device, link.to_host, link.to_device_pageable, link.to_host_pageable)
     assert rate.name == "cpu stand-in" and min(figure.value for figure in figures) > 0
+
+
+def test_a_gpu_is_measured_with_its_own_lora(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, and both ways together, with a free base layer."""
+    inputs: list[torch.Size] = []
+
+    def takes(x: torch.Tensor) -> bool:
+        inputs.append(x.shape)
+        return True
+
+    monkeypatch.setattr("kt_ray.model.lora_linear.multiplies_in_parts", takes)
+    rate = measure_blocks(torch.device("cpu"), lambda call: (call(), 1.0)[1], 16, 64)
+    assert inputs == [(16, 64), (16, 64)] and rate.adapter.value == 2 * 16 * 64
 
 
 def test_disk_reads_the_largest_shard(tmp_path: Path) -> None:

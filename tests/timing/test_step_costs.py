@@ -75,6 +75,44 @@ def test_without_lora_nothing_is_adapted() -> None:
     assert work.forward(1, 16)[0].adapted == 0 and work.backward(1, 16).adapted == 0
 
 
+def test_lora_in_two_parts_is_bytes_and_products() -> None:
+    """bfloat16 on a GPU: 3 and 5 bytes per element whatever the rank, and the products of both parts."""
+    dims, rates = small_dims("mixtral"), nominal_rates(make_hardware(gpus=1))
+    assert rates.gpu is not None
+    lora = make_config(lora={"rank": 16}).lora
+    bare = LayerWork(dims, 1, make_config(lora={"target_modules": "none"}).lora, "bfloat16", gpu=True)
+    work = LayerWork(dims, 1, lora, "bfloat16", gpu=True)
+    sizes = [(n_in, n_out) for _, n_in, n_out in dims.lora_in_out[1]]
+    for back, (each, a, b) in enumerate([(3, 2, 3), (5, 5, 4)]):
+        without, counts = (w.backward(1, 32) if back else w.forward(1, 32)[0] for w in (bare, work))
+        assert counts.adapted == 32 * sum(map(sum, sizes))
+        assert counts.products - without.products == 2 * 32 * 16 * sum(a * i + b * o for i, o in sizes)
+        rate = rates.gpu.block.adapter_backward if back else rates.gpu.block.adapter
+        assert rate.value == pytest.approx(rates.gpu.memory.value / each)
+
+
+@pytest.mark.parametrize(
+    ("lora", "dtype"),
+    [({"dropout": 0.1}, "bfloat16"), ({}, "float32"), ({"dora": True, "experts": False}, "bfloat16")],
+)
+def test_other_lora_on_a_gpu_is_pefts(lora: dict[str, Any], dtype: str) -> None:
+    """20 and 40 bytes per element, as on a CPU."""
+    dims, rates = small_dims("mixtral"), nominal_rates(make_hardware(gpus=1))
+    assert rates.gpu is not None
+    works = [LayerWork(dims, 1, make_config(lora=lora).lora, dtype, gpu=gpu) for gpu in (False, True)]
+    block = rates.gpu.block
+    for each, rate in (20, block.adapter), (40, block.adapter_backward):
+        cpu, gpu = (w.forward(1, 32)[0] if each == 20 else w.backward(1, 32) for w in works)
+        assert gpu._replace(adapted=0) == cpu._replace(adapted=0)
+        assert gpu.adapted / rate.value == pytest.approx(cpu.adapted * each / rates.gpu.memory.value)
+
+
+def test_a_plan_knows_where_its_layers_run() -> None:
+    gpu = durations(rule={**ONE, "device": "cuda"}, hardware=make_hardware(gpus=1))
+    assert all(work.in_parts for work in gpu.layers)
+    assert not any(work.in_parts for work in durations(rule=ONE).layers)
+
+
 def test_the_first_layer_needs_no_gradient_of_its_input() -> None:
     dims, lora = small_dims("mixtral"), make_config().lora
     first, second = (LayerWork(dims, i, lora, "bfloat16").backward(1, 16) for i in (0, 1))
