@@ -89,3 +89,8 @@ def trained_params(dims: ModelDims, lora: LoraConfig) -> int:
     """LoRA parameters of the whole model."""
     outside = sum(lora_params(dims, lora, layer) for layer in range(dims.num_layers))
     return outside + len(dims.moe_layers) * dims.num_experts * expert_lora_params(dims, lora)
+
+
+def in_parts(lora: LoraConfig, dtype: str, *, gpu: bool) -> bool:
+    """Whether LoRA outside the routed experts takes the path of kt_ray/model/lora_linear.py."""
+    return gpu and dtype == "bfloat16" and not lora.dropout and not lora.dora

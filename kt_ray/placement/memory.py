@@ -15,10 +15,10 @@ Attention worker with n layers:
                       ones are on the socket, once for all replicas
     kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing. With
                       rule.activations=host the inputs are on the socket, and here two of each token
-    workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32, its dropout
-                      masks, q/k/v): all groups of a layer are recomputed before the first is released,
-                      unless rule.activations has one micro-batch of each recomputed at a time; what a LoRA
-                      module needs for a moment, of one micro-batch (`adapter_scratch_bytes`);
+    workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32 where PEFT computes
+                      it, its dropout masks, q/k/v): all groups of a layer are recomputed before the first is
+                      released, unless rule.activations has one micro-batch of each recomputed at a time; what
+                      a LoRA module needs for a moment, of one micro-batch (`adapter_scratch_bytes`);
                       T_r * data.max_length of attention masks, kept for the whole pass (`mask_bytes`)
     logits            rows of one chunk * vocabulary * (b + 8), on the last stage
     staging           `worker_staging`
@@ -50,7 +50,14 @@ from kt_ray.placement.generation_memory import (
     step_tokens,
 )
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
-from kt_ray.placement.lora_sizes import adapted, expert_lora_params, expert_rank, lora_params, trained_params
+from kt_ray.placement.lora_sizes import (
+    adapted,
+    expert_lora_params,
+    expert_rank,
+    in_parts,
+    lora_params,
+    trained_params,
+)
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, WorkerPlan
 from kt_ray.placement.staging import expert_staging, worker_staging
 
@@ -250,7 +257,9 @@ def home_socket(worker: WorkerPlan, hardware: Hardware) -> str:
     return socket_name(hardware, 0, next(bound, sockets[worker.rank % len(sockets)]).node)
 
 
-def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: str) -> int:
+def layer_activation_bytes(
+    dims: ModelDims, config: Config, layer: int, dtype: str, *, gpu: bool = False
+) -> int:
     """Bytes per token that autograd keeps while one layer is recomputed under grad."""
     element = ELEMENT_BYTES[dtype]
     linear = element * sum(n_in + n_out for _, n_in, n_out in dims.lora_in_out[layer])
@@ -258,7 +267,11 @@ def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: s
     each = 5 if drops(config) else 4
     # DoRA keeps W x, B A x and its scaled sum besides.
     dora = 12 if config.lora.dora else 0
-    lora = sum(each * i + dora * o + 8 * rank for i, o, rank in adapted(dims, config.lora, layer))
+    sizes = adapted(dims, config.lora, layer)
+    if in_parts(config.lora, dtype, gpu=gpu):  # its input as it is, and A x in three numbers
+        lora = sum(6 * rank for _, _, rank in sizes)
+    else:
+        lora = sum(each * i + dora * o + 8 * rank for i, o, rank in sizes)
     norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
     scores = 0
     row = longest_row(dims, config) if generates(config) else widest_row(config.data)
@@ -271,14 +284,19 @@ def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: s
     return linear + lora + norms + element * dims.attention_width + scores
 
 
-def adapter_scratch_bytes(dims: ModelDims, config: Config, layer: int) -> int:
+def adapter_scratch_bytes(
+    dims: ModelDims, config: Config, layer: int, dtype: str, *, gpu: bool = False
+) -> int:
     """Bytes per token of a micro-batch that the largest LoRA module of a layer needs for a moment.
 
+    In two parts (kt_ray/model/lora_linear.py) it needs the gradients of both sides, and what has the rank.
     PEFT holds B A x, its scaled copy and the sum with the module's output at once, each in float32; backward
     needs as much, or the gradients of both sides. With dropout the input in float32 is there meanwhile, or
     before that three int32 per element of which the mask is computed.
     """
     sizes = adapted(dims, config.lora, layer)
+    if in_parts(config.lora, dtype, gpu=gpu):
+        return max((2 * (n_in + n_out) + 26 * rank for n_in, n_out, rank in sizes), default=0)
     if drops(config):
         return max((max(12 * n_out + 4 * n_in, 11 * n_in) for n_in, n_out, _ in sizes), default=0)
     return max((max(12 * n_out, 4 * (n_in + n_out)) for n_in, n_out, _ in sizes), default=0)
@@ -352,9 +370,10 @@ def worker_items(
     # What is dequantised when used, one matrix at a time.
     unpacked = element * max((q.largest for q in _kept_quantised(dims, config)[start:stop]), default=0)
     unpacked += max((dora_bytes(dims, config, layer) for layer in own), default=0)
-    kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype) for layer in own}
+    gpu = worker.device != "cpu"
+    kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype, gpu=gpu) for layer in own}
     recompute = max(
-        load.recomputed * size + load.micro * adapter_scratch_bytes(dims, config, layer)
+        load.recomputed * size + load.micro * adapter_scratch_bytes(dims, config, layer, dtype, gpu=gpu)
         for layer, size in kept_by_layer.items()
     )
     logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)

@@ -24,7 +24,7 @@ from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.layer_params import WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.rates import PARTS_BYTES, PEFT_BYTES, DeviceRate
-from kt_ray.placement.lora_sizes import module_ranks
+from kt_ray.placement.lora_sizes import in_parts, module_ranks
 from kt_ray.placement.plan_types import Plan
 
 # Kernels that are dispatched, forward and backward, views not counted (torch.profiler).
@@ -85,7 +85,7 @@ class LayerWork:
     @property
     def in_parts(self) -> bool:
         """Whether LoRA takes kt_ray/model/lora_linear.py's path."""
-        return self.gpu and self.dtype == "bfloat16" and not self.lora.dropout and not self.lora.dora
+        return in_parts(self.lora, self.dtype, gpu=self.gpu)
 
     @property
     def moe(self) -> bool:

@@ -20,6 +20,7 @@ from kt_ray.batch import IGNORE, PassSpec
 from kt_ray.config.schema import LoraConfig
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import BadStep
+from kt_ray.model import lora_linear
 from kt_ray.model.layer_loop import LayerLoop
 from kt_ray.model.stage import Stage, StageSpec
 from kt_ray.placement.memory import layer_activation_bytes
@@ -319,13 +320,20 @@ def test_masks_are_freed_with_their_pass(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
-def test_a_plan_counts_what_a_layer_keeps(checkpoint: Checkpoint, family: str) -> None:
-    """What autograd keeps of a recomputed layer is at most what the plan says; dropout's part to the byte."""
+def test_a_plan_counts_what_a_layer_keeps(
+    checkpoint: Checkpoint, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What autograd keeps of a recomputed layer is at most what the plan says.
+
+    What dropout adds, and what LoRA as it runs on a GPU saves, to the byte.
+    """
     path, tokens = checkpoint(family, dtype=torch.bfloat16), 64
     dims = dims_from_config(json.loads((path / "config.json").read_text()), family)
-    kept: dict[float, int] = {}
-    planned: dict[float, int] = {}
-    for dropout in (0.0, 0.1):
+    kept: dict[tuple[float, bool], int] = {}
+    planned: dict[tuple[float, bool], int] = {}
+    for case in ((0.0, False), (0.1, False), (0.0, True)):
+        dropout, gpu = case
+        monkeypatch.setattr(lora_linear, "multiplies_in_parts", lambda x, gpu=gpu: gpu)
         lora = {"rank": 2, "dropout": dropout}
         stage = Stage(StageSpec(str(path), (0, 3), 3, lora=LoraConfig(**lora), dtype="bfloat16"))  # type: ignore[arg-type]
         spec = pass_spec(random_rows(1, lengths=(tokens,)), micro=1)
@@ -342,11 +350,13 @@ def test_a_plan_counts_what_a_layer_keeps(checkpoint: Checkpoint, family: str) -
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loop.run(Op("recompute", 2, 0))
-        kept[dropout] = sum(t.untyped_storage().nbytes() for t in saved.values())
+        kept[case] = sum(t.untyped_storage().nbytes() for t in saved.values())
         config = make_config(lora=lora, data={"max_length": tokens})
-        planned[dropout] = tokens * layer_activation_bytes(dims, config, 2, "bfloat16")
-    assert kept[0.0] <= planned[0.0]
-    assert kept[0.1] - kept[0.0] == planned[0.1] - planned[0.0] > 0
+        planned[case] = tokens * layer_activation_bytes(dims, config, 2, "bfloat16", gpu=gpu)
+    usual, dropped, parts = kept
+    assert kept[usual] <= planned[usual]
+    assert kept[dropped] - kept[usual] == planned[dropped] - planned[usual] > 0
+    assert kept[parts] <= planned[parts] and kept[parts] < 0.8 * kept[usual]
 
 
 class NoExperts(TorchExchange):

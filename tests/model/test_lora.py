@@ -167,7 +167,7 @@ def test_a_plan_counts_what_a_module_needs_for_a_moment(
     forward, left = _memory_peak(lambda: kept.append(layer["proj"](x)), tmp_path)
     backward, _ = _memory_peak(lambda: kept.pop().backward(gradient), tmp_path)
     dims = dataclasses.replace(small_dims(), lora_in_out=((("proj", n_in, n_out),),))
-    planned = rows * adapter_scratch_bytes(dims, config, 0)
+    planned = rows * adapter_scratch_bytes(dims, config, 0, "bfloat16")
     needed = max(forward - left, backward)
     assert 0.6 * planned <= needed <= 1.01 * planned
 
