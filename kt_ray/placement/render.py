@@ -106,15 +106,16 @@ def billions(count: int) -> str:
 
 
 def worker_row(plan: Plan, worker: WorkerPlan) -> tuple[str, ...]:
-    """Rank, replica, stage, device, layers, MoE layers among them, threads, CPUs."""
+    """Rank, replica, stage, device, layers (those streamed), MoE layers among them, threads, CPUs."""
     start, stop = worker.layers
     moe = sum(1 for layer in range(start, stop) if layer in plan.dims.moe_layers)
+    away = len(worker.streamed)
     return (
         str(worker.rank),
         str(worker.replica),
         str(worker.stage),
         worker.device,
-        f"{start}-{stop - 1} ({stop - start})",
+        f"{start}-{stop - 1} ({stop - start}{f', {away} streamed' if away else ''})",
         str(moe),
         str(worker.threads),
         cpu_ranges(worker.cpus),

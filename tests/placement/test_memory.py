@@ -98,7 +98,9 @@ def test_one_micro_batch_at_a_time_and_hidden_states_on_the_host() -> None:
     group, micro, host = (items(plan, "cuda:1") for plan in kept.values())
     start, stop = kept["group"].workers[1].layers
     assert micro["kept activations"] == group["kept activations"]
-    layer = max(layer_activation_bytes(V3, make_config(), layer, "bfloat16") for layer in range(start, stop))
+    layer = max(
+        layer_activation_bytes(V3, make_config(), layer, "bfloat16", gpu=True) for layer in range(start, stop)
+    )
     # One of each of the two groups, and what the gradients of a third take meanwhile.
     assert group["workspace"] - micro["workspace"] == (8 - 3) * 1024 * layer
     assert host["workspace"] == micro["workspace"]
