@@ -42,8 +42,10 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
         family == "glm4_moe" and keys.flag("use_qk_norm")
     ):
         parts.attention += 2 * head
+        parts.normed = q_out + kv_out
     elif family == "olmoe" or (family == "minimax_m2" and keys.flag("use_qk_norm", True)):
         parts.attention += q_out + kv_out
+        parts.normed = q_out + kv_out
     elif family == "gpt_oss":
         parts.attention += heads  # attention sinks
     parts.width = heads * head * 3

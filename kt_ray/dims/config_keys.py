@@ -99,6 +99,7 @@ class LayerParts:
     dense: int = 0
     modules: list[tuple[str, int, int]] = field(default_factory=list)
     width: int = 0  # elements per token of expanded queries, keys and values
+    normed: int = 0  # of queries and keys that pass norms of their own
     pair: int = 0  # elements of keys and values that a query multiplies for each key it meets
     window: int = 0  # keys that a query meets at most; 0 = all before it
     cache: CacheWidth = field(default_factory=CacheWidth)  # what generation keeps of a row

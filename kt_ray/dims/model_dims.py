@@ -71,6 +71,9 @@ class ModelDims:
     outside_params: int = 0  # final norm and whatever else sits outside layers, embedding and head
     num_heads: int = 0  # query heads
     attention_width: int = 0  # elements per token of expanded queries, keys and values of one layer
+    attention_normed: int = (
+        0  # elements per token of one layer's queries and keys that pass norms of their own
+    )
     pair_widths: tuple[
         tuple[int, int], ...
     ] = ()  # per layer: elements that a query multiplies per key, window

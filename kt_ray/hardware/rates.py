@@ -21,6 +21,7 @@ ROWS = (1, 4, 16, 64, 256)  # rows per expert at which experts are measured
 # by PEFT, and by kt_ray/model/lora_linear.py, which has bfloat16 on a GPU.
 PEFT_BYTES = (20.0, 40.0)
 PARTS_BYTES = (3.0, 5.0)
+NORM_BYTES = (38.0, 90.0)  # per element of an RMS norm in bfloat16 as transformers computes it, both ways
 
 # Formats of checkpoints that the engine knows by a shorter name.
 ENGINE_FORMAT = {"fp8_block": "fp8"}
@@ -179,8 +180,8 @@ class DeviceRate:
         return self.blocks or BlockRate(
             adapter=moving(forward),
             adapter_backward=moving(backward),
-            norm=moving(38),
-            norm_backward=moving(90),
+            norm=moving(NORM_BYTES[0]),
+            norm_backward=moving(NORM_BYTES[1]),
             sdpa_backward=self.sdpa.scaled(1 / 2.5, "five products instead of two"),
             unequal=self.sdpa,
             unequal_backward=self.sdpa.scaled(1 / 2, "four products instead of two"),

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.layer_params import WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.hardware.rates import PARTS_BYTES, PEFT_BYTES, DeviceRate
+from kt_ray.hardware.rates import NORM_BYTES, PARTS_BYTES, PEFT_BYTES, DeviceRate
 from kt_ray.placement.lora_sizes import in_parts, module_ranks
 from kt_ray.placement.plan_types import Plan
 
@@ -41,10 +41,32 @@ GRAD_OPS = 1.22  # forward under grad over forward without
 HEAD_OPS = 75.0  # norm, logits, loss and gradient of a chunk
 
 NORM_PASSES = 6.0  # passes over its elements that a norm takes, the unit of elementwise work here
-HIDDEN_PASSES = (4.0, 4.0)  # per element of the hidden state: residuals
-WIDTH_PASSES = (6.0, 8.0)  # per element of queries, keys and values: slices, rotation, joining them
-GATED_PASSES = (6.0, 13.0)  # per element of an MLP's inner width
-ROUTER_PASSES = (120.0, 60.0)  # per token and expert in a router: scores, choice, counts
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes over elements, forward and backward.
+
+    hidden: per element of the hidden state: residuals. width: of queries, keys and values: slices, rotation,
+    joining them. gated: of an MLP's inner width. router: per token and expert: scores, choice, counts.
+    """
+
+    hidden: tuple[float, float]
+    width: tuple[float, float]
+    gated: tuple[float, float]
+    router: tuple[float, float]
+
+
+CPU_PASSES = Passes(hidden=(4.0, 4.0), width=(6.0, 8.0), gated=(6.0, 13.0), router=(120.0, 60.0))
+# On a GPU memory decides. Bytes that transformers' layers read and write (benchmarks/elementwise_bytes.py),
+# over those of one pass of a norm.
+_PASS = NORM_BYTES[0] / NORM_PASSES
+GPU_PASSES = Passes(
+    hidden=(22 / _PASS, 24 / _PASS),
+    width=(7 / _PASS, 17 / _PASS),
+    gated=(10 / _PASS, 32 / _PASS),
+    router=(60 / _PASS, 60 / _PASS),
+)
 
 # Projections of a layer's own input.
 _FIRST = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "kv_proj", "qkv_proj", "in_proj")
@@ -81,6 +103,10 @@ class LayerWork:
     dtype: str  # of the weights
     attention: str = "sdpa"  # "sdpa" or "eager"
     gpu: bool = False  # whether it runs on one
+
+    @property
+    def passes(self) -> Passes:
+        return GPU_PASSES if self.gpu else CPU_PASSES
 
     @property
     def in_parts(self) -> bool:
@@ -174,8 +200,11 @@ class LayerWork:
         dims = self.dims
         hidden = dims.hidden_size * dims.hidden_streams
         compressed = sum(n_out for name, _, n_out, _, _ in self.modules if "_a_proj" in name)
-        passes = hidden * HIDDEN_PASSES[back] + dims.attention_width * WIDTH_PASSES[back]
-        return Counts(normed=m * (2.0 * hidden + compressed), passes=m * passes, operations=LAYER_OPS[back])
+        passes = hidden * self.passes.hidden[back] + dims.attention_width * self.passes.width[back]
+        normed = 2.0 * hidden + compressed
+        if self.gpu:  # a CPU's passes have them
+            normed += dims.attention_normed
+        return Counts(normed=m * normed, passes=m * passes, operations=LAYER_OPS[back])
 
     def _pairs(self, rows: int, width: int) -> Counts:
         scores = 0.0 if self.softmax == "fused" else rows * float(width) ** 2 * self.dims.num_heads
@@ -183,13 +212,13 @@ class LayerWork:
 
     def _activation(self, m: int, back: int) -> Counts:
         inner = sum(n_in for name, n_in, _, _, of in self.modules if not of and "down" in name)
-        return Counts(passes=m * inner * GATED_PASSES[back])
+        return Counts(passes=m * inner * self.passes.gated[back])
 
     def _router(self, m: int, back: int) -> Counts:
         """In float32, as most families have it; its weights are widened in every call."""
         dims = self.dims
         matrix = dims.hidden_size * dims.num_experts
-        passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.num_experts * ROUTER_PASSES[back]
+        passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.num_experts * self.passes.router[back]
         return Counts(thin=2.0 * m * matrix, passes=passes, operations=ROUTER_OPS[back])
 
 

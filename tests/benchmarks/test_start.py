@@ -30,6 +30,7 @@ STARTS = {
 }
 TESTED = {
     "chaos": "test_chaos.py",
+    "elementwise_bytes": "test_elementwise_bytes.py",
     "fuzz": "test_fuzz.py",
     "lane_on_paper": "test_lane_on_paper.py",
     "load": "test_load.py",
