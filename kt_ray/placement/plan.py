@@ -168,6 +168,11 @@ def _laid_out(
     notes += [*expert_notes, *chosen.notes, *_room_notes(hardware, chosen.memory)]
     if rule.gpu_memory != "auto" and all(budget.is_socket for budget in chosen.memory):
         notes.append(f"rule.gpu_memory={show(rule.gpu_memory)} changes nothing: no GPU is used")
+    if resident is not None and device == "cpu":
+        notes.append(
+            f"rule.resident_layers={resident} on the CPU is a stand-in for a GPU: weights are copied within "
+            "host memory, which takes time and saves none of it"
+        )
     notes += _backend_notes(rule, hardware)
     groups = choose_groups(config, chosen.wave)
     own = keeping(chosen.held.experts)

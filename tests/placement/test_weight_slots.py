@@ -158,4 +158,5 @@ def test_generation_holds_nothing_for_backward() -> None:
     assert [worker.slots for worker in plan.workers] == [2]
     trained = make_plan(small_dims(), make_config(rule={"resident_layers": 0}), make_hardware())
     assert trained.workers[0].slots == min(3, len(trained.workers[0].streamed))
+    assert any("stand-in for a GPU" in note for note in trained.notes)
     assert streaming(plan.workers, plan.dims, 1, None) == plan.workers
