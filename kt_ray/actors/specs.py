@@ -15,7 +15,7 @@ from kt_ray.model.build import build_on_meta
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ExpertFormula
-from kt_ray.placement.memory import shares_weights
+from kt_ray.placement.memory import embedding_on_host, shares_weights
 from kt_ray.placement.plan_types import Plan
 from kt_ray.transport.messages import Address
 
@@ -155,6 +155,7 @@ def stage_specs(
             activations=plan.activations,
             streamed=worker.streamed,
             slots=worker.slots,
+            embedding_on_host=embedding_on_host(plan.dims, worker, plan.stages),
             padded=config.packs_micro_batches or config.micro_batch_rows(plan.replicas) > 1,
             start=start,
         )

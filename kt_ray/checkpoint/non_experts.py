@@ -46,6 +46,7 @@ def load_non_experts(
     need_head: bool = True,
     keep_quantized: bool = False,
     on_host: Container[int | None] = (),
+    embedding_on_host: bool = False,
     ready: Callable[[int], None] = lambda layer: None,
 ) -> LoadReport:
     """Fill the parameters and persistent buffers of some layers, frozen, on `device`.
@@ -58,15 +59,19 @@ def load_non_experts(
         need_embedding: also fill the input embedding.
         need_head: also fill what comes after the layers: the final norm and lm_head.
         keep_quantized: linear modules whose weight is stored quantised become `QuantizedLinear`.
-        on_host: layers whose tensors stay on the CPU.
+        on_host: layers whose tensors stay on the CPU. embedding_on_host: so does the input embedding.
         ready: called with each of those as soon as it is filled, in their order.
 
     Raises:
         UserError: missing keys (sorted), wrong shapes.
     """
 
+    embedding = module.get_input_embeddings()
+    prefix = next(f"{name}." for name, part in module.named_modules() if part is embedding)
+
     def place(name: str) -> torch.device | str:
-        return "cpu" if layer_of(name) in on_host else device
+        away = layer_of(name) in on_host or (embedding_on_host and name.startswith(prefix))
+        return "cpu" if away else device
 
     targets, tied, sources = _targets(module, layers, need_embedding, need_head)
     mapping, report = map_keys(index, module, ExpertLayout.detect(index), sources, layers)

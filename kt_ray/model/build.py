@@ -88,9 +88,12 @@ def build_stage_model(spec: StageSpec) -> StageModel:
         need_head=spec.last,
         keep_quantized=spec.keep_quantized,
         on_host=spec.streamed,
+        embedding_on_host=spec.embedding_on_host,
         ready=lambda layer: weights.add(layer, model.layers[layer]) if weights is not None else None,
     )
     _drop_unused(model, spec)
+    if spec.embedding_on_host:
+        _look_up_on_host(causal.get_input_embeddings(), model.device)
     materialize_buffers(causal, model.device)
     missing = [name for name, t in [*causal.named_parameters(), *causal.named_buffers()] if t.is_meta]
     if missing:
@@ -217,6 +220,12 @@ def _top_k(config: object, label: str) -> int:
         required="one of " + ", ".join(_TOP_K),
         remedy="choose another model family",
     )
+
+
+def _look_up_on_host(embedding: nn.Module, device: torch.device) -> None:
+    """Token ids go to the embedding, and what it gives to the device."""
+    embedding.register_forward_pre_hook(lambda module, inputs: tuple(ids.cpu() for ids in inputs))
+    embedding.register_forward_hook(lambda module, inputs, embedded: embedded.to(device))
 
 
 def _drop_unused(model: StageModel, spec: StageSpec) -> None:

@@ -43,6 +43,7 @@ class StageSpec:
     activations: str = "group"  # rule.activations, without "auto"
     streamed: tuple[int, ...] = ()  # layers whose weights wait in host memory (rule.resident_layers)
     slots: int = 0  # places for them on the device
+    embedding_on_host: bool = False  # whether the embedding waits there, too, and tokens are looked up there
     weights_file: str = ""  # file in memory for those weights, which replicas share; "" = their own memory
     padded: bool = False  # whether micro-batches may hold rows of several lengths
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`

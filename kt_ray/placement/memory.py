@@ -91,7 +91,12 @@ ITEMS = (
 
 
 # Items of a worker that are in host memory wherever it computes, and the items of a budget that they are.
-ON_HOST = {"staging": "staging", "hidden states": "kept activations", "streamed weights": "weights"}
+ON_HOST = {
+    "staging": "staging",
+    "hidden states": "kept activations",
+    "streamed weights": "weights",
+    "embedding": "embedding and head",
+}
 
 
 @dataclass(frozen=True)
@@ -354,6 +359,7 @@ def worker_items(
     first, last = worker.stage == 0, worker.stage == stages - 1
     moe = sum(layer in dims.moe_layers for layer in own)
     ends = 1 if dims.tie_embeddings and first and last else first + last
+    looked_up = int(embedding_on_host(dims, worker, stages))
     adapters = sum(lora_params(dims, config.lora, layer) for layer in own)
     all_adapters = sum(lora_params(dims, config.lora, layer) for layer in range(dims.num_layers))
     root = worker.rank == 0
@@ -382,12 +388,13 @@ def worker_items(
         - sum(away)
         + worker.slots * max(away, default=0)
         + element * (dims.outside_params if last else 0),
-        "embedding and head": element * dims.embedding_params * ends,
+        "embedding and head": element * dims.embedding_params * (ends - looked_up),
         "LoRA": lora_bytes(config) * adapters + (8 * all_adapters if root else 0),
         "optimizer": 8 * all_adapters if root else 0,
         "kept activations": kept,
         "hidden states": states if load.on_host else 0,
         "streamed weights": sum(away) if worker.replica == 0 or not shares_weights(config.lora) else 0,
+        "embedding": element * dims.embedding_params * looked_up,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
         "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
         + mask_bytes(dims, config, load, dtype),
@@ -414,6 +421,15 @@ def worker_items(
         free = sum(items[name] for name in answering if name in items)  # training no longer needs it
         items["answers"] = max(0.0, sum(answering.values()) - free)
     return items
+
+
+def embedding_on_host(dims: ModelDims, worker: WorkerPlan, stages: int) -> bool:
+    """Whether a worker looks tokens up in host memory: where its GPU does not hold all layers either.
+
+    A head that is the embedding stays with it on the GPU.
+    """
+    tied = dims.tie_embeddings and worker.stage == stages - 1
+    return bool(worker.streamed) and worker.stage == 0 and not tied
 
 
 def shares_weights(lora: LoraConfig) -> bool:

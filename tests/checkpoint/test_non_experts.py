@@ -115,6 +115,37 @@ def test_one_stage_loads_its_own_layers_only(tmp_path: Path, make_model: Make, f
     assert loaded_outside_layers(first) == {"model.embed_tokens.weight"}
 
 
+def test_streamed_layers_and_their_embedding_stay_on_the_cpu(tmp_path: Path, make_model: Make) -> None:
+    """`meta` stands for a GPU. A layer is filled when it is said to be, in the order of layers."""
+    path = saved(tmp_path, make_model("deepseek_v3"))
+    model = meta_model(path, torch.float32)
+    ready: list[int] = []
+
+    def on_cpu() -> set[str]:
+        return {n for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
+
+    def look(layer: int) -> None:
+        ready.append(layer)
+        own = {
+            n for n in model.state_dict() if n.startswith(f"model.layers.{layer}.") and ".experts." not in n
+        }
+        assert own <= on_cpu()
+
+    load_non_experts(
+        CheckpointIndex.open(path),
+        model,
+        layers=(0, 3),
+        dtype=torch.float32,
+        device="meta",
+        on_host=(0, 2),
+        embedding_on_host=True,
+        ready=look,
+    )
+    assert ready == [0, 2]
+    own = ("model.layers.0.", "model.layers.2.", "model.embed_tokens.")
+    assert on_cpu() == {n for n in model.state_dict() if n.startswith(own) and ".experts." not in n}
+
+
 def test_tied_embeddings_share_one_tensor(tmp_path: Path, make_model: Make) -> None:
     path = saved(tmp_path, make_model("qwen3_moe", tie_word_embeddings=True))
     index = CheckpointIndex.open(path)

@@ -94,13 +94,14 @@ def test_streamed_layers_give_the_same_bits(tmp_path: Path) -> None:
     """Seven layers, three of them dense, through three slots."""
     path = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=7, first_k_dense_replace=3)
     found = []
-    for more in ({}, {"streamed": tuple(range(7)), "slots": 3}):
+    for more in ({}, {"streamed": tuple(range(7)), "slots": 3, "embedding_on_host": True}):
         reference, stages = ready(path, LoraConfig(rank=4, dropout=0.1), (0, 7), device="cuda:0", **more)
         found.append(run(stages, pass_spec(ROWS, groups=1, micro=1, step=3), reference))
         weights = stages[0].weights
         if weights is not None:
             assert all(own.block.is_pinned() for own in weights._layers.values())
             assert all(slot.is_cuda for slot in weights._memory)
+            assert not stages[0].model.causal.get_input_embeddings().weight.is_cuda
     stay, streamed = found
     assert streamed.loss == stay.loss
     for name, grad in stay.grads.items():

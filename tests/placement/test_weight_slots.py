@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -109,9 +110,9 @@ def plan_of(*, gpus: int = 1, memory: float = 16, batch: int = 8, **rule: Any) -
     return make_plan(V3, config, make_hardware(2, 48, gpus, 2048 * GIB, isa="amx", gpu_gib=memory))
 
 
-def weights_on(plan: Plan, device: str) -> float:
+def weights_on(plan: Plan, device: str, item: str = "weights") -> float:
     (budget,) = (b for b in plan.budgets if b.device == device)
-    return budget.items.get("weights", 0) / GIB
+    return budget.items.get(item, 0) / GIB
 
 
 def test_a_model_of_671_billion_parameters_fits_one_card_of_16_gib() -> None:
@@ -123,11 +124,22 @@ def test_a_model_of_671_billion_parameters_fits_one_card_of_16_gib() -> None:
     (note,) = (text for text in plan.notes if text.startswith("rule.resident_layers=auto: "))
     assert f"{61 - len(worker.streamed)} of each worker's layers" in note and "on cuda:0" in note
     assert weights_on(plan, "cuda:0") + weights_on(plan, "socket 0") > 28
+    # The head on the card, the embedding on the host: 129,280 x 7,168 numbers of two bytes each.
+    assert weights_on(plan, "cuda:0", "embedding and head") == pytest.approx(1.726, abs=1e-3)
+    assert weights_on(plan, "socket 0", "embedding and head") == pytest.approx(1.726, abs=1e-3)
     more = plan_of(resident_layers=61 - len(worker.streamed) + 1)
     assert not more.fits or more.wave < plan.wave
     least = plan_of(resident_layers=0)
     assert least.fits and least.wave == plan.wave and len(least.workers[0].streamed) == 61
     assert weights_on(least, "cuda:0") < 4 < weights_on(plan, "cuda:0")
+
+
+def test_an_embedding_that_is_the_head_stays() -> None:
+    tied = dataclasses.replace(V3, tie_embeddings=True)
+    config = make_config(rule={"resident_layers": 0}, trainer={"batch_size": 8}, data={"max_length": 512})
+    plan = make_plan(tied, config, make_hardware(2, 48, 1, 2048 * GIB, isa="amx", gpu_gib=24))
+    assert weights_on(plan, "cuda:0", "embedding and head") == pytest.approx(1.726, abs=1e-3)
+    assert weights_on(plan, "socket 0", "embedding and head") == 0
 
 
 def test_layers_stay_where_they_fit() -> None:
