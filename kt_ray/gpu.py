@@ -36,11 +36,12 @@ def whole_pages(size: int) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a [n, k] b [k, m] of two tensors of one type, accumulated and returned in float32."""
+    """a [n, k] b [k, m] of one type, accumulated and returned in float32; or of as many of both, [B, ...]."""
     if a.dtype == torch.float32:
         return a @ b
     if a.is_cuda and _WIDE_MM:
-        return torch.mm(a, b, out_dtype=torch.float32)
+        multiply = torch.mm if a.dim() == 2 else torch.bmm
+        return multiply(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 

@@ -2,7 +2,9 @@
 
 Two kinds of experts are computed here. *Resident* ones live in the device's memory, in the checkpoint's
 format, and nowhere else. *Streamed* ones live in host memory like all others and are copied for one call,
-into one of two buffers by turns, while the expert before is computed. Which ones, the caller asks `choose`.
+into one of two buffers by turns. Which ones, the caller asks `choose`. Experts are computed in batches
+(`lane_share.batches`): the kernels of several small ones are dispatched once, and the next batch is copied
+while one is computed.
 Adapters, gradients and what backward needs stay on the host: they belong to the actor, whatever computes.
 
 Every device has its part of the experts, a thread and two buffers of its own (`DeviceLane`); the caller adds
@@ -23,12 +25,12 @@ from torch import Tensor
 
 from kt_ray.experts.lane_device import LaneDevice, PinnedWeights
 from kt_ray.experts.lane_math import Masks, backward, project_in, project_out
-from kt_ray.experts.lane_routing import Routed, add_rows, route
-from kt_ray.experts.lane_weights import LayerKind, expert_tensors, lora_tensors, pack
+from kt_ray.experts.lane_routing import Routed, RowPart, add_part, route
+from kt_ray.experts.lane_weights import LayerKind, PackedExperts, adapter_bytes, copy_adapter, expert_tensors
 from kt_ray.native import DropoutSpec, ExpertLora, ExpertWeights
 from kt_ray.native.dropout_hash import dropout_hash
 from kt_ray.optim.optimizers import use_torch_threads
-from kt_ray.placement.lane_share import dealt, streamed_experts
+from kt_ray.placement.lane_share import batch_size, batches, dealt, streamed_experts
 from kt_ray.placement.plan_types import LanePlan
 
 
@@ -65,13 +67,14 @@ class LaneForward:
 
 @dataclass(frozen=True)
 class LaneBackward:
-    """dx [U, H] of `tokens`; dw [R] of `slots` (t * K + k); lora: (local id, gradients by name). float32."""
+    """dx [U, H] of `tokens`; dw [R] of `slots` (t * K + k); lora: of every batch local ids [B] and gradients
+    [B, ...] by name. float32."""
 
     dx: Tensor
     tokens: Tensor
     dw: Tensor
     slots: Tensor
-    lora: tuple[tuple[int, Mapping[str, Tensor]], ...]
+    lora: tuple[tuple[Tensor, Mapping[str, Tensor]], ...]
 
 
 class LaneInput(NamedTuple):
@@ -88,7 +91,7 @@ class LaneInput(NamedTuple):
 
 
 class _Buffer:
-    """Device memory for one expert at a time, and the mark after which it may be overwritten."""
+    """Device memory for one batch at a time, and the mark after which it may be overwritten."""
 
     def __init__(self) -> None:
         self.bytes: Tensor | None = None
@@ -97,15 +100,13 @@ class _Buffer:
 
 @dataclass
 class _Layer:
-    """kind: of the layer's experts. streamable: host weights of local ids 0 .. n-1; None = all are resident.
-
-    resident: local id -> tensors on the device. ids: global id of every local one.
-    """
+    """kind: of the layer's experts. ids: global id of every local one. streamable: those in host memory.
+    resident: those on the device."""
 
     kind: LayerKind
     ids: tuple[int, ...]
-    streamable: ExpertWeights | None
-    resident: dict[int, dict[str, Tensor]]
+    streamable: PackedExperts
+    resident: PackedExperts
 
 
 class DeviceLane:
@@ -157,25 +158,30 @@ class DeviceLane:
         first = 0 if others is None else others.E
         weights = resident if others is None else others
         assert weights is not None, "a layer without experts"
-        held: dict[int, dict[str, Tensor]] = {}
-        for e in own:
-            assert resident is not None
-            parcel = pack(expert_tensors(resident, e))
-            buffer = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self.device.device)
-            held[first + e] = parcel.copy_into(buffer, non_blocking=False)
-            self.resident_bytes += parcel.nbytes
-        self._layers[layer] = _Layer(LayerKind.of(weights), tuple(ids), others, held)
+        streamable = PackedExperts({}) if others is None else PackedExperts.of(others, range(first))
+        held = PackedExperts({})
+        if resident is not None:
+            held = PackedExperts.of(resident, own, first).moved_to(self.device.device)
+            self.resident_bytes += held.nbytes * len(held.parcels)
+        self._layers[layer] = _Layer(LayerKind.of(weights), tuple(ids), streamable, held)
 
     def resident_here(self, layer: int) -> Iterable[int]:
         """Local ids of the experts of a layer that stay on this device."""
-        return self._layers[layer].resident.keys()
+        return self._layers[layer].resident.parcels.keys()
 
     def forward(self, layer: int, experts: Sequence[int], call: LaneInput) -> Future[LaneForward]:
         """Start the forward of `experts`, each with a row."""
         x, ids, weights, lora, dropout, keys, keep = call
-        routed = route(ids, weights, experts, len(self._layers[layer].ids))
+        here = self._layers[layer]
+        kind, held = here.kind, here.resident.parcels
+        counts = torch.bincount(ids.reshape(-1), minlength=len(here.ids)).tolist()
+        # Residents lie elsewhere than the others, so a batch has either.
+        order = [
+            batches([e for e in experts if (e in held) == stays], counts, kind.params)
+            for stays in (True, False)
+        ]
+        routed = route(ids, weights, [*order[0], *order[1]], len(here.ids))
         whole = len(routed.tokens) == len(x)
-        kind = self._layers[layer].kind
         # What is kept for backward is a copy: the caller's x may lie in memory that its sender uses again.
         chosen = x.to(kind.compute, copy=keep) if whole else x[routed.tokens].to(kind.compute)
         saved = LaneSaved(
@@ -201,19 +207,24 @@ class DeviceLane:
     def _forward(self, layer: int, saved: LaneSaved, lora: ExpertLora | None, keep: bool) -> LaneForward:
         here, routed, device = self._layers[layer], saved.routed, self.device
         with device.computing():
-            x, at, weight = (device.upload(t) for t in (saved.x, routed.at, routed.weight.unsqueeze(1)))
-            y = torch.zeros(x.shape, dtype=torch.float32, device=device.device)
-        for i, tensors in self._carry(here, routed.experts, lora):
+            x, (at, weight, spread) = self._with_empty(saved.x), self._places(routed)
+            keys = self._keys(saved)
+            y = torch.zeros(saved.x.shape, dtype=torch.float32, device=device.device)
+        for i, tensors in self._carry(here, routed.batches, lora):
             with device.computing():
-                expert = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
-                for rows, turns in routed.parts[i]:
-                    masks = self._masks(here, saved, layer, i, rows)
-                    gate, up = project_in(expert, x[at[rows]], masks)
-                    out = project_out(expert, gate, up, masks)
-                    add_rows(y, at[rows], weight[rows] * out, turns)
+                experts = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
+                for part in routed.parts[i]:
+                    places = _by_expert(at, part)
+                    masks = self._masks(here, saved, layer, i, keys, places)
+                    gate, up = project_in(experts, x[places], masks)
+                    out = project_out(experts, gate, up, masks)
+                    out *= _by_expert(weight, part).unsqueeze(-1)
+                    add_part(y, places, out, part)
                     if keep and not self._recompute:
-                        saved.gates.append(None if gate is None else device.download(gate))
-                        saved.ups.append(device.download(up))
+                        saved.gates.append(
+                            None if gate is None else device.download(_rows(gate, part, spread))
+                        )
+                        saved.ups.append(device.download(_rows(up, part, spread)))
         with device.computing():
             result = device.download(y)
         device.finish()
@@ -222,45 +233,66 @@ class DeviceLane:
     def _backward(self, layer: int, saved: LaneSaved, dy: Tensor, lora: ExpertLora | None) -> LaneBackward:
         here, routed, device = self._layers[layer], saved.routed, self.device
         with device.computing():
-            x, at, weight = (device.upload(t) for t in (saved.x, routed.at, routed.weight))
-            upstream = device.upload(dy)
-            dx = torch.zeros(x.shape, dtype=torch.float32, device=device.device)
+            x, (at, weight, spread) = self._with_empty(saved.x), self._places(routed)
+            keys, upstream = self._keys(saved), self._with_empty(dy)
+            dx = torch.zeros(saved.x.shape, dtype=torch.float32, device=device.device)
             dw = torch.empty(len(routed.slots), dtype=torch.float32, device=device.device)
-        grads: list[tuple[int, Mapping[str, Tensor]]] = []
+        grads: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         kept = iter(zip(saved.gates, saved.ups, strict=True))
-        for i, tensors in self._carry(here, routed.experts, lora):
+        for i, tensors in self._carry(here, routed.batches, lora):
             with device.computing():
-                expert = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
+                experts = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
                 own: dict[str, Tensor] = {}
-                for rows, turns in routed.parts[i]:
-                    masks = self._masks(here, saved, layer, i, rows)
-                    x_rows = x[at[rows]]
+                for part in routed.parts[i]:
+                    places = _by_expert(at, part)
+                    masks = self._masks(here, saved, layer, i, keys, places)
+                    part_x = x[places]
                     if self._recompute:
-                        gate, up = project_in(expert, x_rows, masks)
+                        gate, up = project_in(experts, part_x, masks)
                     else:
                         kept_gate, kept_up = next(kept)
-                        gate = None if kept_gate is None else device.upload(kept_gate)
-                        up = device.upload(kept_up)
-                    made = backward(expert, x_rows, gate, up, upstream[at[rows]], weight[rows], masks)
-                    add_rows(dx, at[rows], made.dx, turns)
-                    dw[rows] = made.dw
+                        gate = (
+                            None if kept_gate is None else _at_places(device.upload(kept_gate), part, spread)
+                        )
+                        up = _at_places(device.upload(kept_up), part, spread)
+                    part_weight = _by_expert(weight, part)
+                    made = backward(experts, part_x, gate, up, upstream[places], part_weight, masks)
+                    add_part(dx, places, made.dx, part)
+                    dw[part.rows] = _rows(made.dw, part, spread)
                     own = {name: t + own[name] if own else t for name, t in made.lora.items()}
                 if own:
-                    grads.append((routed.experts[i], {name: device.download(t) for name, t in own.items()}))
+                    ids = torch.tensor(routed.batches[i])
+                    grads.append((ids, {name: device.download(t) for name, t in own.items()}))
         with device.computing():
             results = device.download(dx), device.download(dw)
         device.finish()
         return LaneBackward(results[0], routed.tokens, results[1], routed.slots, tuple(grads))
 
+    def _with_empty(self, rows: Tensor) -> Tensor:
+        """A call's rows on the device and a row of zeros after them, for places without a row."""
+        made = torch.empty((len(rows) + 1, *rows.shape[1:]), dtype=rows.dtype, device=self.device.device)
+        made[:-1].copy_(rows, non_blocking=True)
+        made[-1] = 0
+        return made
+
+    def _places(self, routed: Routed) -> tuple[Tensor, Tensor, Tensor]:
+        """`at`, `weight` and `spread` on the device."""
+        upload = self.device.upload
+        return upload(routed.at), upload(routed.weight), upload(routed.spread)
+
+    def _keys(self, saved: LaneSaved) -> Tensor | None:
+        """The keys of dropout on the device; None without dropout."""
+        return self._with_empty(saved.keys) if saved.dropout is not None and saved.dropout.p else None
+
     def _carry(
-        self, here: _Layer, experts: Sequence[int], lora: ExpertLora | None
+        self, here: _Layer, order: Sequence[Sequence[int]], lora: ExpertLora | None
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """(number, tensors on the device) of one expert after the other, the next one's copy under way."""
+        """(number, tensors on the device) of one batch after the other, the next one's copy under way."""
         waiting: tuple[int, dict[str, Tensor], _Buffer, Any] | None = None
-        for i in range(len(experts) + 1):
+        for i in range(len(order) + 1):
             following = None
-            if i < len(experts):
-                tensors, buffer = self._fetch(here, experts[i], lora)
+            if i < len(order):
+                tensors, buffer = self._fetch(here, order[i], lora)
                 following = i, tensors, buffer, self.device.copied()
             if waiting is not None:
                 number, tensors, buffer, ready = waiting
@@ -269,38 +301,47 @@ class DeviceLane:
                 buffer.free = self.device.computed()
             waiting = following
 
-    def _fetch(self, here: _Layer, expert: int, lora: ExpertLora | None) -> tuple[dict[str, Tensor], _Buffer]:
-        """Start to copy what of an expert is not on the device: its adapter, and its weights if streamed."""
-        resident = here.resident.get(expert)
-        own = lora_tensors(lora, expert)
-        if resident is None:
-            assert here.streamable is not None
-            own |= expert_tensors(here.streamable, expert)
-        parcel = pack(own)
+    def _fetch(
+        self, here: _Layer, experts: Sequence[int], lora: ExpertLora | None
+    ) -> tuple[dict[str, Tensor], _Buffer]:
+        """Start to copy a batch into a buffer: weights, one expert after the other, and adapters.
+
+        Of a resident expert that is a batch of its own the weights stay where they are.
+        """
+        resident = experts[0] in here.resident.parcels
+        held = here.resident if resident else here.streamable
+        most = min(batch_size(1, here.kind.params), len(here.ids))
+        slots = 0 if resident and len(experts) == 1 else len(experts)
+        room = held.nbytes * (0 if resident and most == 1 else most) + adapter_bytes(lora, most)
         buffer = self._buffers[self._turn]
         self._turn = 1 - self._turn
-        if buffer.bytes is None or buffer.bytes.numel() < parcel.nbytes:
+        if buffer.bytes is None or buffer.bytes.numel() < room:
             self.device.finish()  # what it held may still be computed from
             with self.device.copying():
-                buffer.bytes = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self.device.device)
+                buffer.bytes = torch.empty(room, dtype=torch.uint8, device=self.device.device)
         with self.device.copying():
             self.device.copy_after(buffer.free)
-            tensors = parcel.copy_into(buffer.bytes, non_blocking=True)
-        self.carried += parcel.carried
-        return tensors | (resident or {}), buffer
+            adapters = copy_adapter(lora, buffer.bytes[slots * held.nbytes :], experts)
+            weights = held.copy_into(buffer.bytes, experts) if slots else held.in_place(experts[0])
+        self.carried += sum(t.nbytes for t in adapters.values())
+        if not resident:
+            self.carried += sum(held.parcels[e].carried for e in experts)
+        return weights | adapters, buffer
 
-    def _masks(self, here: _Layer, saved: LaneSaved, layer: int, i: int, rows: slice) -> Masks | None:
-        """Dropout masks of these rows of the i-th expert; None without dropout."""
-        spec, routed = saved.dropout, saved.routed
-        if spec is None or not spec.p:
+    def _masks(
+        self, here: _Layer, saved: LaneSaved, layer: int, i: int, keys: Tensor | None, places: Tensor
+    ) -> Masks | None:
+        """Dropout masks at these places of the i-th batch; None without dropout."""
+        if keys is None:
             return None
-        keys = self.device.upload(saved.keys[routed.at[rows]])
+        assert saved.dropout is not None
+        spec, own = saved.dropout, keys[places]
+        experts = [here.ids[e] for e in saved.routed.batches[i]]
         made: dict[int, Tensor] = {}
 
         def mask(projection: int, features: int) -> Tensor:
             if projection not in made:
-                expert = here.ids[routed.experts[i]]
-                hashes = dropout_hash(spec, layer, expert, projection, keys, features)
+                hashes = dropout_hash(spec, layer, experts, projection, own, features)
                 made[projection] = (hashes >= int(spec.p * 2**32)).float() / (1 - spec.p)
             return made[projection]
 
@@ -321,6 +362,25 @@ class DeviceLane:
         self.device.finish()
         self._layers.clear()
         self._buffers = (_Buffer(), _Buffer())
+
+
+def _by_expert(values: Tensor, part: RowPart) -> Tensor:
+    """[B, n] of a part out of [P]."""
+    return values[part.places].view(len(part.counts), -1)
+
+
+def _rows(values: Tensor, part: RowPart, spread: Tensor) -> Tensor:
+    """[R', ...] of a part's rows, out of [B, n, ...] at its places."""
+    flat = values.flatten(0, 1)
+    return flat if part.full else flat[spread[part.rows]]
+
+
+def _at_places(rows: Tensor, part: RowPart, spread: Tensor) -> Tensor:
+    """[B, n, I] at a part's places, zeros where there is no row, out of [R', I]."""
+    shape = len(part.counts), max(part.counts), rows.shape[1]
+    if part.full:
+        return rows.view(shape)
+    return rows.new_zeros(shape[0] * shape[1], shape[2]).index_copy_(0, spread[part.rows], rows).view(shape)
 
 
 class Lane:
@@ -384,8 +444,7 @@ class Lane:
     # -- computing ---------------------------------------------------------------------------
 
     def choose(self, layer: int, counts: Sequence[int], tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Local ids that this call computes on every device, in computing order: resident ones, then
-        streamed ones.
+        """Local ids that this call computes on every device: resident ones, then streamed ones.
 
         A pure function of the plan and of the call's routing, so the same everywhere and every time.
 

@@ -1,9 +1,9 @@
-"""One expert's matrix as numbers on the lane's device, out of the bytes that its checkpoint stores.
+"""Matrices of experts as numbers on the lane's device, out of the bytes that their checkpoint stores.
 
 Values are those of docs/numerics.md: the format's own definition in float32, by the same operations as the
 engine's decoders, so the same float32 numbers. `kt_ray.native.matrix` has them for formats with separate
 scales; the blocks of GGUF types, which its reference takes apart with numpy, are taken apart here in torch,
-which also works on a GPU. N rows, K columns, B blocks.
+which also works on a GPU. E experts, N rows, K columns, B blocks.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from kt_ray.native.matrix import GGUF_BLOCKS, dequantize
 def matrix_values(
     format: str, data: Tensor, scales: Tensor | None, shape: tuple[int, int], block: tuple[int, int]
 ) -> Tensor:
-    """Values [N, K] in float32 of one expert's matrix in any quantised format, on the device of `data`.
+    """Values [E, N, K] in float32 of matrices in any quantised format, on the device of `data`.
 
     Args:
         format: one of `kt_ray.native.matrix.FORMATS`.
-        data: [N, ...] as `ExpertMatrix.data[e]`. scales: as `ExpertMatrix.scales[e]`; None for GGUF types.
+        data: [E, N, ...] as `ExpertMatrix.data`. scales: as `ExpertMatrix.scales`; None for GGUF types.
         shape: (N, K). block: as `ExpertMatrix.scale_block`.
     """
-    rows, columns = shape
     if scales is not None:
-        made = dequantize(format, data.unsqueeze(0), scales.unsqueeze(0), (1, rows, columns), block)
-        return made[0]
+        return dequantize(format, data, scales, (len(data), *shape), block)
     size = GGUF_BLOCKS[format][1]
-    return _GGUF[format](data.reshape(-1, size)).reshape(rows, columns)
+    return _GGUF[format](data.reshape(-1, size)).reshape(len(data), *shape)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Forward and backward of one expert's rows in torch, on any device, with the engine's roundings.
+"""Forward and backward of several experts' rows at once in torch, on any device, with the engine's roundings.
 
 What docs/numerics.md says of the engine holds here: x, g, u, act, dy, dg and du are rounded to bfloat16 (with
 float32 weights nothing is), frozen products multiply the stored values and accumulate in float32, adapters
@@ -6,7 +6,11 @@ and everything else are float32. As on the instruction sets that multiply bfloat
 rounded to bfloat16 first. Sums run in the order of the device's library, so results agree with the engine's
 to rounding, not to the bit.
 
-Legend: n rows (tokens at this expert), H hidden size, I intermediate size, r LoRA rank.
+The experts of a batch have as many places as the longest has rows. Where there is no row, x, dy and the
+router's weight are zeros. Gate, up and act are not (biases), but every gradient has dy, or what comes of it,
+as a factor: there they are zeros, too, and add nothing to the adapters' gradients.
+
+Legend: B experts, n places (rows of the longest), H hidden size, I intermediate size, r LoRA rank.
 """
 
 from __future__ import annotations
@@ -24,18 +28,18 @@ from kt_ray.native.dropout_hash import DOWN, GATE, UP
 from kt_ray.native.reference import activate
 
 PROJECTIONS = {GATE: "gate", UP: "up", DOWN: "down"}
-Masks = Callable[[int, int], Tensor]  # (projection, input features) -> [n, features]: 0 or 1 / (1 - p)
+Masks = Callable[[int, int], Tensor]  # (projection, input features) -> [B, n, features]: 0 or 1 / (1 - p)
 
 
 @dataclass(frozen=True)
-class DeviceExpert:
-    """One expert, ready to multiply."""
+class DeviceExperts:
+    """The experts of a batch, ready to multiply."""
 
-    # projection -> [N, K] in bfloat16 or float32; without a gate there is none
+    # projection -> [B, N, K] in bfloat16 or float32; without a gate there is none
     matrices: Mapping[int, Tensor]
-    biases: Mapping[int, Tensor]  # projection -> [N] float32, where there are any
+    biases: Mapping[int, Tensor]  # projection -> [B, N] float32, where there are any
     formula: ExpertFormula  # between up and down
-    # "gate_a" [r, H], "gate_b" [I, r], ... float32; empty without an adapter
+    # "gate_a" [B, r, H], "gate_b" [B, I, r], ... float32; empty without an adapter
     lora: Mapping[str, Tensor] = field(default_factory=dict)
     scale: float = 1.0  # of the adapter
 
@@ -45,46 +49,45 @@ class DeviceExpert:
         return self.matrices[UP].dtype
 
     def adapter(self, projection: int) -> tuple[Tensor, Tensor]:
-        """A [r, K] and B [N, r]."""
+        """A [B, r, K] and B [B, N, r]."""
         name = PROJECTIONS[projection]
         return self.lora[f"{name}_a"], self.lora[f"{name}_b"]
 
 
 def _masked(z: Tensor, masks: Masks | None, projection: int) -> Tensor:
-    wide = z.float()
-    return wide if masks is None else wide * masks(projection, z.shape[1])
+    return z.float() if masks is None else z * masks(projection, z.shape[-1])
 
 
-def _linear(expert: DeviceExpert, projection: int, z: Tensor, masks: Masks | None) -> Tensor:
+def _linear(experts: DeviceExperts, projection: int, z: Tensor, masks: Masks | None) -> Tensor:
     """W z + s B A m(z) + b in float32."""
-    out = product(z, expert.matrices[projection].T)
-    if expert.lora:
-        a, b = expert.adapter(projection)
-        out += (expert.scale * (_masked(z, masks, projection) @ a.T)) @ b.T
-    if projection in expert.biases:
-        out += expert.biases[projection]
+    out = product(z, experts.matrices[projection].mT)
+    if experts.lora:
+        a, b = experts.adapter(projection)
+        out.baddbmm_(_masked(z, masks, projection) @ a.mT, b.mT, alpha=experts.scale)
+    if projection in experts.biases:
+        out += experts.biases[projection].unsqueeze(1)
     return out
 
 
-def project_in(expert: DeviceExpert, x: Tensor, masks: Masks | None) -> tuple[Tensor | None, Tensor]:
-    """g and u [n, I] as stored, of x [n, H] as stored."""
-    gate = _linear(expert, GATE, x, masks).to(expert.stored) if GATE in expert.matrices else None
-    return gate, _linear(expert, UP, x, masks).to(expert.stored)
+def project_in(experts: DeviceExperts, x: Tensor, masks: Masks | None) -> tuple[Tensor | None, Tensor]:
+    """g and u [B, n, I] as stored, of x [B, n, H] as stored."""
+    gate = _linear(experts, GATE, x, masks).to(experts.stored) if GATE in experts.matrices else None
+    return gate, _linear(experts, UP, x, masks).to(experts.stored)
 
 
-def _activated(expert: DeviceExpert, gate: Tensor | None, up: Tensor) -> Tensor:
-    made = activate(expert.formula, None if gate is None else gate.float(), up.float())
-    return made.to(expert.stored)
+def _activated(experts: DeviceExperts, gate: Tensor | None, up: Tensor) -> Tensor:
+    made = activate(experts.formula, None if gate is None else gate.float(), up.float())
+    return made.to(experts.stored)
 
 
-def project_out(expert: DeviceExpert, gate: Tensor | None, up: Tensor, masks: Masks | None) -> Tensor:
-    """o [n, H] float32, not yet weighted, of g and u as stored."""
-    return _linear(expert, DOWN, _activated(expert, gate, up), masks)
+def project_out(experts: DeviceExperts, gate: Tensor | None, up: Tensor, masks: Masks | None) -> Tensor:
+    """o [B, n, H] float32, not yet weighted, of g and u as stored."""
+    return _linear(experts, DOWN, _activated(experts, gate, up), masks)
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """dx [n, H] and dw [n] float32; lora: gradients by the adapter's names, float32."""
+    """dx [B, n, H] and dw [B, n] float32; lora: gradients by the adapter's names, float32."""
 
     dx: Tensor
     dw: Tensor
@@ -92,7 +95,7 @@ class RowGradients:
 
 
 def backward(
-    expert: DeviceExpert,
+    experts: DeviceExperts,
     x: Tensor,
     gate: Tensor | None,
     up: Tensor,
@@ -103,42 +106,62 @@ def backward(
     """Gradients of `weight` * o.
 
     Args:
-        x: [n, H], gate and up: [n, I], as stored in forward.
-        dy: [n, H] float32, of the weighted sum. weight: [n] float32, the router's.
+        x: [B, n, H], gate and up: [B, n, I], as stored in forward.
+        dy: [B, n, H] float32, of the weighted sum. weight: [B, n] float32, the router's. Both are zeros
+            where there is no row.
         masks: forward's.
     """
-    act = _activated(expert, gate, up)
-    stored_dy, w = dy.to(expert.stored), weight.unsqueeze(1)
-    dact = product(stored_dy, expert.matrices[DOWN])
+    act = _activated(experts, gate, up)
+    stored_dy, w = dy.to(experts.stored), weight.unsqueeze(-1)
+    dact = product(stored_dy, experts.matrices[DOWN])
     grads: dict[str, Tensor] = {}
-    if expert.lora:
-        a, b = expert.adapter(DOWN)
-        inside = _masked(act, masks, DOWN)
-        t = expert.scale * (stored_dy.float() @ b)
-        back = t @ a
-        dact += back if masks is None else back * masks(DOWN, act.shape[1])
-        grads["down_b"] = (w * stored_dy).T @ (expert.scale * (inside @ a.T))
-        grads["down_a"] = (w * t).T @ inside
-    dw = (act.float() * dact).sum(1)
-    if DOWN in expert.biases:
-        dw += dy @ expert.biases[DOWN]  # the only place that takes dy as it came
-    d_gate, d_up = slopes(expert.formula, None if gate is None else gate.float(), up.float(), w * dact)
-    dx = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if experts.lora:
+        grads |= _through_adapter(experts, DOWN, act, stored_dy, dact, masks, w)
+    dw = (act * dact).sum(-1)
+    if DOWN in experts.biases:
+        # the only place that takes dy as it came
+        dw += (dy @ experts.biases[DOWN].unsqueeze(-1)).squeeze(-1)
+    d_gate, d_up = slopes(experts.formula, None if gate is None else gate.float(), up.float(), w * dact)
+    dx: Tensor | None = None
     for projection, wide in ((GATE, d_gate), (UP, d_up)):
         if wide is None:
             continue
-        d = wide.to(expert.stored)
-        dx += product(d, expert.matrices[projection])
-        if expert.lora:
-            a, b = expert.adapter(projection)
-            inside = _masked(x, masks, projection)
-            v = expert.scale * (d.float() @ b)
-            back = v @ a
-            dx += back if masks is None else back * masks(projection, x.shape[1])
-            name = PROJECTIONS[projection]
-            grads[f"{name}_b"] = d.float().T @ (expert.scale * (inside @ a.T))
-            grads[f"{name}_a"] = v.T @ inside
+        d = wide.to(experts.stored)
+        own = product(d, experts.matrices[projection])
+        dx = own if dx is None else dx.add_(own)
+        if experts.lora:
+            grads |= _through_adapter(experts, projection, x, d, dx, masks, None)
+    assert dx is not None
     return RowGradients(dx, dw, grads)
+
+
+def _through_adapter(
+    experts: DeviceExperts,
+    projection: int,
+    z: Tensor,
+    d: Tensor,
+    dz: Tensor,
+    masks: Masks | None,
+    weight: Tensor | None,
+) -> dict[str, Tensor]:
+    """The adapter's part of a projection's backward: adds to dz, returns the gradients of A and B.
+
+    Args:
+        z: [B, n, K] and d: [B, n, N], the projection's input and the gradient of its output, as stored.
+        weight: [B, n, 1], by which `d`, but not `dz`, is still to be multiplied; None = 1.
+    """
+    a, b = experts.adapter(projection)
+    inside, wide = _masked(z, masks, projection), d.float()
+    v = experts.scale * (wide @ b)
+    if masks is None:
+        dz.baddbmm_(v, a)
+    else:
+        dz.addcmul_(v @ a, masks(projection, z.shape[-1]))
+    h = experts.scale * (inside @ a.mT)
+    if weight is not None:
+        v, h = weight * v, weight * h
+    name = PROJECTIONS[projection]
+    return {f"{name}_b": wide.mT @ h, f"{name}_a": v.mT @ inside}
 
 
 def slopes(

@@ -1,6 +1,7 @@
 """Which rows of a call the lane computes, in which order. Host tensors; pure functions.
 
-Legend: T tokens of the call, K slots per token, R rows (slots) of the lane's experts, U tokens among them.
+Legend: T tokens of the call, K slots per token, R rows (slots) of the lane's experts, U tokens among them,
+P places: rows as they are computed, every expert of a batch as long as its longest.
 """
 
 from __future__ import annotations
@@ -16,54 +17,93 @@ from kt_ray.placement.lane_share import LANE_ROWS
 
 
 class RowPart(NamedTuple):
-    """Rows of one expert, computed together. turns: None, or parts of them that name no token twice."""
+    """Rows computed together, those of every expert of a batch.
+
+    rows: of the R. places: of the P, as many for every expert. counts: rows of every expert, the first of its
+    places. turns: of every expert None, or parts of its rows that name no token twice.
+    """
 
     rows: slice
-    turns: tuple[Tensor, ...] | None
+    places: slice
+    counts: tuple[int, ...]
+    turns: tuple[tuple[Tensor, ...] | None, ...]
+
+    @property
+    def full(self) -> bool:
+        """Whether there is a row at every place."""
+        return min(self.counts) == max(self.counts)
 
 
 @dataclass(frozen=True)
 class Routed:
-    """The lane's rows, expert by expert."""
+    """The lane's rows, batch by batch and expert by expert."""
 
-    # local ids in computing order; parts: of each, at most LANE_ROWS rows each
-    experts: tuple[int, ...]
+    # local ids in computing order; parts: of each batch, at most LANE_ROWS places each
+    batches: tuple[tuple[int, ...], ...]
     parts: tuple[tuple[RowPart, ...], ...]
     slots: Tensor  # [R] t * K + k of every row, ascending within an expert
-    tokens: Tensor  # [U] tokens with a row, ascending; at: [R] position of each row's token among them
-    at: Tensor
-    weight: Tensor  # [R] router weights
+    tokens: Tensor  # [U] tokens with a row, ascending
+    at: Tensor  # [P] number of each place's token among them; U where there is no row
+    weight: Tensor  # [P] router weights; 0 where there is no row
+    spread: Tensor  # [R] place of every row among those of its part
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.slots, self.tokens, self.at, self.weight))
+        return sum(t.nbytes for t in (self.slots, self.tokens, self.at, self.weight, self.spread))
 
 
-def route(ids: Tensor, weights: Tensor, experts: Sequence[int], none: int) -> Routed:
-    """The rows of `experts`.
+def route(ids: Tensor, weights: Tensor, batches: Sequence[Sequence[int]], none: int) -> Routed:
+    """The rows of the experts of `batches`.
 
     Args:
         ids: [T, K] local ids, `none` and above meaning no expert. weights: [T, K] float32.
-        experts: local ids, each with at least one row, in the order in which they are computed.
+        batches: local ids, each with at least one row, in the order in which they are computed; of several
+            at once at most LANE_ROWS rows, counted as many times the longest's.
     """
+    experts = [e for batch in batches for e in batch]
     rank = torch.full((none + 1,), -1, dtype=torch.int64)
-    rank[list(experts)] = torch.arange(len(experts))
+    rank[experts] = torch.arange(len(experts))
     order_of_slot = rank[ids.reshape(-1).clamp(max=none)]
     slots = torch.nonzero(order_of_slot >= 0).flatten()
     turn = order_of_slot[slots]
     slots = slots[torch.argsort(turn, stable=True)]
-    ends = tuple(torch.bincount(turn, minlength=len(experts)).cumsum(0).tolist())
-    tokens, at = torch.unique(slots // ids.shape[1], return_inverse=True)
-    begins = (0, *ends[:-1])
-    parts = tuple(_parts(at, first, end) for first, end in zip(begins, ends, strict=True))
-    return Routed(tuple(experts), parts, slots, tokens, at, weights.reshape(-1)[slots])
+    counts = iter(torch.bincount(turn, minlength=len(experts)).tolist())
+    tokens, token_of = torch.unique(slots // ids.shape[1], return_inverse=True)
+    parts: list[tuple[RowPart, ...]] = []
+    row = place = 0
+    for batch in batches:
+        made = []
+        for own in _in_parts([next(counts) for _ in batch]):
+            longest, first = max(own), row
+            turns = []
+            for count in own:
+                turns.append(_without_repeats(token_of[row : row + count]))
+                row += count
+            end = place + longest * len(own)
+            made.append(RowPart(slice(first, row), slice(place, end), own, tuple(turns)))
+            place = end
+        parts.append(tuple(made))
+    spread, starts = _spread([part for of_batch in parts for part in of_batch])
+    at = torch.full((place,), len(tokens), dtype=torch.int64)
+    weight = torch.zeros(place, dtype=weights.dtype)
+    at[starts + spread] = token_of
+    weight[starts + spread] = weights.reshape(-1)[slots]
+    return Routed(tuple(map(tuple, batches)), tuple(parts), slots, tokens, at, weight, spread)
 
 
-def _parts(at: Tensor, first: int, end: int) -> tuple[RowPart, ...]:
-    """An expert's rows [first, end), as few parts as they take."""
-    begins = range(first, end, LANE_ROWS)
-    rows = [slice(begin, min(begin + LANE_ROWS, end)) for begin in begins]
-    return tuple(RowPart(own, _without_repeats(at[own])) for own in rows)
+def _in_parts(counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """A batch's rows; those of a single expert as few parts as they take."""
+    if len(counts) > 1:
+        return [tuple(counts)]
+    return [(min(LANE_ROWS, counts[0] - first),) for first in range(0, counts[0], LANE_ROWS)]
+
+
+def _spread(parts: Sequence[RowPart]) -> tuple[Tensor, Tensor]:
+    """Of every row, its place in its part, and the first place of this part."""
+    spread = [b * max(p.counts) + torch.arange(n) for p in parts for b, n in enumerate(p.counts)]
+    starts = [torch.full((sum(p.counts),), p.places.start) for p in parts]
+    none = torch.zeros(0, dtype=torch.int64)
+    return torch.cat((none, *spread)), torch.cat((none, *starts))
 
 
 def _without_repeats(at: Tensor) -> tuple[Tensor, ...] | None:
@@ -77,11 +117,19 @@ def _without_repeats(at: Tensor) -> tuple[Tensor, ...] | None:
     return tuple(torch.nonzero(occurrence == n).flatten() for n in range(int(occurrence.max()) + 1))
 
 
-def add_rows(out: Tensor, at: Tensor, values: Tensor, turns: Sequence[Tensor] | None) -> None:
-    """out[at] += values, in an order that is the same every time: no sum has two addends at once.
+def add_part(out: Tensor, at: Tensor, values: Tensor, part: RowPart) -> None:
+    """out[at] += values [B, n, ...] of a part's rows, in an order that is the same every time: expert after
+    expert, and no sum has two addends at once.
 
-    GPUs add concurrently where an index repeats; with distinct ones every element has one addend.
+    GPUs add concurrently where an index repeats; with distinct ones every element has one addend. Experts of
+    a batch share tokens, so each has a turn of its own.
     """
+    for b, (count, turns) in enumerate(zip(part.counts, part.turns, strict=True)):
+        add_rows(out, at[b, :count], values[b, :count], turns)
+
+
+def add_rows(out: Tensor, at: Tensor, values: Tensor, turns: Sequence[Tensor] | None) -> None:
+    """out[at] += values of one expert's rows."""
     if turns is None:
         out.index_add_(0, at, values)
         return

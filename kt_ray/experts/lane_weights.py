@@ -1,35 +1,34 @@
-"""How one expert travels from host memory to the lane's device, and what it is there.
+"""How experts travel from host memory to the lane's device, and what they are there.
 
 An expert's tensors are views: rows of a slab, halves of a fused projection, every second row of an
 interleaved one. What is copied are the stretches of memory that they lie in, so a fused or interleaved
-expert goes in one piece, as its bytes are, and the same views are cut out again on the device. Nothing is
-dequantised on the host.
+expert goes in one piece, as its bytes are, and the same views are cut out again on the device. The copies of
+all experts of a layer are laid out alike, so several, one after the other, are views of one more dimension.
+Nothing is dequantised on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kt_ray.experts.lane_formats import matrix_values
-from kt_ray.experts.lane_math import PROJECTIONS, DeviceExpert
+from kt_ray.experts.lane_math import PROJECTIONS, DeviceExperts
 from kt_ray.native import ExpertFormula, ExpertLora, ExpertMatrix, ExpertWeights
 from kt_ray.native.dropout_hash import DOWN, GATE, UP
 
 _ALIGN = 256  # bytes; more than any element
-_BEFORE = 16  # a stretch begins at a multiple of this in its storage: every element type divides it
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Bytes [start, stop) of one host storage, and where the copy of them begins."""
+    """Bytes of one storage, uint8, and where the copy of them begins."""
 
     source: Tensor
-    start: int
-    stop: int
     at: int
 
 
@@ -45,7 +44,7 @@ class _View:
 
 @dataclass(frozen=True)
 class Parcel:
-    """One expert's stretches of host memory and the views in their copy.
+    """One expert's stretches of memory and the views in their copy.
 
     Attributes:
         nbytes: of the copy, gaps for alignment included.
@@ -58,24 +57,16 @@ class Parcel:
 
     @property
     def carried(self) -> int:
-        return sum(s.stop - s.start for s in self.stretches)
+        return sum(s.source.numel() for s in self.stretches)
 
-    def copy_into(self, buffer: Tensor, *, non_blocking: bool) -> dict[str, Tensor]:
-        """Copy into `buffer` (uint8, at least nbytes); returns the expert's tensors as views of it."""
+    def copy_into(self, buffer: Tensor, *, non_blocking: bool) -> None:
+        """Copy to the beginning of `buffer` (uint8, at least nbytes)."""
         for s in self.stretches:
-            raw = torch.empty(0, dtype=torch.uint8).set_(
-                s.source.untyped_storage(), s.start, (s.stop - s.start,), (1,)
-            )
-            buffer[s.at : s.at + raw.numel()].copy_(raw, non_blocking=non_blocking)
-        made = {}
-        for name, view in self.views.items():
-            empty = torch.empty(0, dtype=view.dtype, device=buffer.device)
-            made[name] = empty.set_(buffer.untyped_storage(), view.offset, view.size, view.stride)
-        return made
+            buffer[s.at : s.at + s.source.numel()].copy_(s.source, non_blocking=non_blocking)
 
 
-def pack(tensors: Mapping[str, Tensor]) -> Parcel:
-    """What to copy for these host tensors (of any strides, in any storages)."""
+def pack(tensors: Mapping[str, Tensor], *, apart: bool = False) -> Parcel:
+    """What to copy for these tensors (of any strides, in any storages); apart: each of them by itself."""
     spans = []
     for name, t in tensors.items():
         last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
@@ -90,22 +81,97 @@ def pack(tensors: Mapping[str, Tensor]) -> Parcel:
         nonlocal at
         if not members:
             return
-        stretches.append(_Stretch(tensors[members[0]], low, high, at))
+        # Where elements of all types are aligned.
+        begin = low - low % max(tensors[name].element_size() for name in members)
+        source = torch.empty(0, dtype=torch.uint8, device=tensors[members[0]].device)
+        source.set_(tensors[members[0]].untyped_storage(), begin, (high - begin,), (1,))
+        stretches.append(_Stretch(source, at))
         for name in members:
             t = tensors[name]
-            byte = at + int(t.storage_offset()) * t.element_size() - low
+            byte = at + int(t.storage_offset()) * t.element_size() - begin
             views[name] = _View(t.dtype, tuple(t.shape), tuple(t.stride()), byte // t.element_size())
-        at += -(-(high - low) // _ALIGN) * _ALIGN
+        at += _aligned(high - begin)
 
     for place, start, stop, name in sorted(spans):
-        if place == storage and start <= high:
+        if place == storage and start <= high and not apart:
             high = max(high, stop)
             members.append(name)
             continue
         close()
-        storage, low, high, members = place, start - start % _BEFORE, stop, [name]
+        storage, low, high, members = place, start, stop, [name]
     close()
     return Parcel(tuple(stretches), views, at)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Experts of a layer whose copies are laid out alike: parcels by local id."""
+
+    parcels: Mapping[int, Parcel]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one expert's copy."""
+        return next((parcel.nbytes for parcel in self.parcels.values()), 0)
+
+    @classmethod
+    def of(cls, weights: ExpertWeights, experts: Iterable[int], first: int = 0) -> PackedExperts:
+        """Some experts of `weights`, the e-th under the local id first + e."""
+        tensors = {first + e: expert_tensors(weights, e) for e in experts}
+        parcels = {e: pack(own) for e, own in tensors.items()}
+        if any(p.views != other.views for p, other in pairwise(parcels.values())):
+            parcels = {e: pack(own, apart=True) for e, own in tensors.items()}
+        return cls(parcels)
+
+    def moved_to(self, device: torch.device) -> PackedExperts:
+        """The same on a device, each in one stretch."""
+        made = {}
+        for e, parcel in self.parcels.items():
+            memory = torch.empty(parcel.nbytes, dtype=torch.uint8, device=device)
+            parcel.copy_into(memory, non_blocking=False)
+            made[e] = Parcel((_Stretch(memory, 0),), parcel.views, parcel.nbytes)
+        return PackedExperts(made)
+
+    def copy_into(self, buffer: Tensor, experts: Sequence[int]) -> dict[str, Tensor]:
+        """Start to copy experts one after the other into `buffer`; returns their tensors, [B, ...] each."""
+        for number, e in enumerate(experts):
+            self.parcels[e].copy_into(buffer[number * self.nbytes :], non_blocking=True)
+        return self._cut(buffer, experts[0], len(experts))
+
+    def in_place(self, expert: int) -> dict[str, Tensor]:
+        """The tensors, [1, ...] each, of an expert that lies in one stretch."""
+        return self._cut(self.parcels[expert].stretches[0].source, expert, 1)
+
+    def _cut(self, memory: Tensor, expert: int, count: int) -> dict[str, Tensor]:
+        made = {}
+        for name, view in self.parcels[expert].views.items():
+            empty = torch.empty(0, dtype=view.dtype, device=memory.device)
+            stride = (self.nbytes // empty.element_size(), *view.stride)
+            made[name] = empty.set_(memory.untyped_storage(), view.offset, (count, *view.size), stride)
+        return made
+
+
+def adapter_bytes(lora: ExpertLora | None, experts: int) -> int:
+    """What `copy_adapter` takes for so many experts."""
+    named = {} if lora is None else lora.named()
+    return sum(_aligned(experts * t[0].nbytes) for t in named.values())
+
+
+def copy_adapter(lora: ExpertLora | None, buffer: Tensor, experts: Sequence[int]) -> dict[str, Tensor]:
+    """Start to copy adapters of some local experts; returns them [B, ...], "lora_" before each name."""
+    made, at = {}, 0
+    for name, t in ({} if lora is None else lora.named()).items():
+        size = len(experts) * t[0].nbytes
+        copy = buffer[at : at + size].view(t.dtype).view(len(experts), *t.shape[1:])
+        for place, e in zip(copy, experts, strict=True):
+            place.copy_(t[e], non_blocking=True)
+        made[f"lora_{name}"] = copy
+        at += _aligned(size)
+    return made
 
 
 def expert_tensors(weights: ExpertWeights, expert: int) -> dict[str, Tensor]:
@@ -123,11 +189,6 @@ def expert_tensors(weights: ExpertWeights, expert: int) -> dict[str, Tensor]:
         if bias is not None:
             found[f"{name}_bias"] = bias[expert]
     return found
-
-
-def lora_tensors(lora: ExpertLora | None, expert: int) -> dict[str, Tensor]:
-    """The adapter of one local expert, "lora_" before each name."""
-    return {} if lora is None else {f"lora_{name}": t[expert] for name, t in lora.named().items()}
 
 
 @dataclass(frozen=True)
@@ -172,11 +233,16 @@ class LayerKind:
         return self.stored[UP].shape[0]
 
     @property
+    def params(self) -> int:
+        """Of one expert."""
+        return sum(rows * columns for rows, columns in (s.shape for s in self.stored.values()))
+
+    @property
     def gated(self) -> bool:
         return GATE in self.stored
 
-    def unpack(self, tensors: Mapping[str, Tensor], scale: float) -> DeviceExpert:
-        """An expert's numbers, from its tensors on the device; scale: of its adapter."""
+    def unpack(self, tensors: Mapping[str, Tensor], scale: float) -> DeviceExperts:
+        """A batch's numbers, from its tensors [B, ...] on the device; scale: of the adapter."""
         matrices, biases = {}, {}
         for number in (GATE, UP, DOWN):
             if number not in self.stored:
@@ -189,4 +255,4 @@ class LayerKind:
             if f"{name}_bias" in tensors:
                 biases[number] = tensors[f"{name}_bias"]
         lora = {n.removeprefix("lora_"): t for n, t in tensors.items() if n.startswith("lora_")}
-        return DeviceExpert(matrices, biases, self.formula, lora, scale)
+        return DeviceExperts(matrices, biases, self.formula, lora, scale)

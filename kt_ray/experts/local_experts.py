@@ -363,10 +363,10 @@ class LocalExperts:
             dx_TH.index_add_(0, part.tokens, part.dx)
             dw_TK.view(-1)[part.slots] = part.dw
             # Only now: the engine may touch the gradients of all its experts.
-            for expert, own in part.lora:
+            for experts, own in part.lora:
                 assert grads is not None
                 for name, tensor in grads.named().items():
-                    tensor[expert] += own[name]
+                    tensor.index_add_(0, experts, own[name])
         self.counters.backward_slots += kept.slots
         if self.spec.activations == "recompute":
             self.counters.recomputed_slots += kept.slots

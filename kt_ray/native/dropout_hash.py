@@ -18,6 +18,8 @@ Shapes: N rows, F features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -65,10 +67,13 @@ def _fmix_(h: Tensor) -> Tensor:
     return h
 
 
-def row_hash(seed: int, step: int, stream: int, samples_N: Tensor, positions_N: Tensor) -> Tensor:
+def row_hash(
+    seed: int, step: int, stream: int | Sequence[int], samples_N: Tensor, positions_N: Tensor
+) -> Tensor:
     """Hash of every row.
 
     Args:
+        stream: of all rows; or B of them, one for each line of rows [B, N].
         samples_N: int64 [N] sample ids.
         positions_N: int64 [N] positions within the sample.
 
@@ -76,10 +81,14 @@ def row_hash(seed: int, step: int, stream: int, samples_N: Tensor, positions_N: 
         int32 [N]: the bits of the unsigned 32-bit hashes.
     """
     h = 0
-    for value in (seed & _MASK, (seed >> 32) & _MASK, step, stream):
+    for value in (seed & _MASK, (seed >> 32) & _MASK, step):
         h = combine(h, value)
+    if isinstance(stream, int):
+        h_N = torch.full_like(samples_N, _signed(combine(h, stream)), dtype=torch.int32)
+    else:
+        lines = torch.tensor([[_signed(combine(h, own))] for own in stream], dtype=torch.int32)
+        h_N = lines.to(samples_N.device, non_blocking=True)
     # int64 -> int32 keeps the low 32 bits
-    h_N = torch.full_like(samples_N, _signed(h), dtype=torch.int32)
     for v_N in (samples_N, samples_N >> 32, positions_N):
         h_N = _fmix_(h_N * 31 + (v_N & _MASK).to(torch.int32) + _signed(_GOLDEN))
     return h_N
@@ -89,7 +98,7 @@ def element_hash(row_N: Tensor, features: int) -> Tensor:
     """int32 [N, F]: the bits of u_j for every row from `row_hash` and feature."""
     j_F = torch.arange(1, features + 1, dtype=torch.int64, device=row_N.device)
     offset_F = (j_F * _GOLDEN & _MASK).to(torch.int32)
-    return _fmix_(row_N[:, None] + offset_F[None, :])
+    return _fmix_(row_N.unsqueeze(-1) + offset_F)
 
 
 def keep_mask(row_N: Tensor, features: int, p: float) -> Tensor:
@@ -101,19 +110,28 @@ def keep_mask(row_N: Tensor, features: int, p: float) -> Tensor:
 
 
 def dropout_hash(
-    spec: DropoutSpec, layer: int, expert: int, projection: int, keys_N: Tensor, features: int
+    spec: DropoutSpec,
+    layer: int,
+    expert: int | Sequence[int],
+    projection: int,
+    keys_N: Tensor,
+    features: int,
 ) -> Tensor:
     """The 32-bit hash of every element of an expert projection's input.
 
     Args:
-        layer, expert, projection: see `expert_stream`.
+        layer, expert, projection: see `expert_stream`; B experts, one for each line of keys [B, N].
         keys_N: int64, sample * 2**32 + position.
         features: F.
 
     Returns:
         int64 [N, F] in [0, 2**32); an element is kept iff its hash is >= floor(p * 2**32).
     """
-    stream = expert_stream(layer, expert, projection)
+    stream: int | list[int]
+    if isinstance(expert, int):
+        stream = expert_stream(layer, expert, projection)
+    else:
+        stream = [expert_stream(layer, own, projection) for own in expert]
     # The engine's keys have 32 bits for the sample.
     row_N = row_hash(spec.seed, spec.step, stream, (keys_N >> 32) & _MASK, keys_N & _MASK)
     return element_hash(row_N, features).to(torch.int64) & _MASK

@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-LANE_ROWS = 8192  # of one expert that are computed at a time: what they take on a GPU is bounded
+LANE_ROWS = 8192  # that are computed at a time: what they take on a GPU is bounded
+# Experts that are computed at a time, and the parameters of all of them together: two buffers and the decoded
+# matrices hold so many. 160 MiB in bfloat16.
+LANE_BATCH, LANE_BATCH_PARAMS = 8, 80 << 20
 LEAST_GAIN = 0.05  # of a call's time: below it a lane is not worth its memory and its rounding
 
 
@@ -38,6 +41,29 @@ def dealt(experts: Sequence[int], counts: Sequence[int], devices: int) -> tuple[
         there, way = turn % devices, turn // devices
         own[there if way % 2 == 0 else devices - 1 - there].append(expert)
     return tuple(tuple(sorted(some)) for some in own)
+
+
+def batch_size(rows: int, params: int) -> int:
+    """How many experts of `params` parameters are computed at once where the first of them has most rows."""
+    return max(1, min(LANE_BATCH, LANE_ROWS // max(1, rows), LANE_BATCH_PARAMS // params))
+
+
+def batches(experts: Sequence[int], counts: Sequence[int], params: int) -> tuple[tuple[int, ...], ...]:
+    """Experts in the order and the batches in which a device computes them, those with most rows first.
+
+    The rows of a batch are filled up to its longest expert's. As neighbours in this order are about as long,
+    a call is filled up with no more than LANE_BATCH times its longest expert's rows.
+
+    Args:
+        counts: rows of every expert; ties go to the lowest id. params: of one expert.
+    """
+    order = sorted(experts, key=lambda e: (-counts[e], e))
+    made, first = [], 0
+    while first < len(order):
+        size = batch_size(counts[order[first]], params)
+        made.append(tuple(order[first : first + size]))
+        first += size
+    return tuple(made)
 
 
 def whole_experts(share: float, experts: int) -> int:

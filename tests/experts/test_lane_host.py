@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts import ExpertCounters, LocalExperts, LocalExpertsSpec, lane_routing
 from kt_ray.experts.lane import all_started
 from kt_ray.native import ExpertFormula
+from kt_ray.placement import lane_share
 from kt_ray.placement.plan_types import LanePlan
 from tests.helpers.hf_reference import build_checkpoint
 from tests.helpers.native import tolerance
@@ -104,15 +105,16 @@ def test_rows_in_parts_change_nothing_but_rounding(
     """An expert with more rows than a GPU computes at a time: their adapter gradients add up."""
     path, dtype = checkpoint
     parts: list[int] = []
-    route = lane_routing._parts
+    divide = lane_routing._in_parts
 
-    def counted(at: Tensor, first: int, end: int) -> tuple[lane_routing.RowPart, ...]:
-        made = route(at, first, end)
+    def counted(counts: Sequence[int]) -> list[tuple[int, ...]]:
+        made = divide(counts)
         parts.append(len(made))
         return made
 
-    monkeypatch.setattr(lane_routing, "LANE_ROWS", 7)
-    monkeypatch.setattr(lane_routing, "_parts", counted)
+    for module in (lane_routing, lane_share):
+        monkeypatch.setattr(module, "LANE_ROWS", 7)
+    monkeypatch.setattr(lane_routing, "_in_parts", counted)
     found, host = results(path, LANES["both"], dropout, activations)
     host.close()
     assert max(parts) > 1

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kt_ray.experts.lane import Lane, LaneInput
+from kt_ray.experts.lane import DeviceLane, Lane, LaneInput
 from kt_ray.experts.lane_formats import matrix_values
 from kt_ray.experts.lane_math import slopes
-from kt_ray.experts.lane_routing import add_rows, route
+from kt_ray.experts.lane_routing import Routed, add_rows, route
 from kt_ray.experts.lane_weights import expert_tensors, pack
 from kt_ray.native import Engine, ExpertFormula
 from kt_ray.native.reference import activate
+from kt_ray.placement import lane_share
 from kt_ray.placement.plan_types import LanePlan
 from tests.helpers.matrices import VARIANTS, quantised_case, random_matrix
 from tests.helpers.native import ACTIVATIONS, ISAS, LAYOUTS, Case, Shape, lay_out, make_case
@@ -24,10 +26,8 @@ from tests.helpers.roundings import with_roundings
 @pytest.mark.parametrize("name", VARIANTS)
 def test_values_of_a_format_are_its_own(name: str) -> None:
     matrix = random_matrix(VARIANTS[name], 2, 40, 512, torch.Generator().manual_seed(0))
-    for e, wanted in enumerate(matrix.dequantize()):
-        scales = None if matrix.scales is None else matrix.scales[e]
-        found = matrix_values(matrix.format, matrix.data[e], scales, (40, 512), matrix.scale_block)
-        assert torch.equal(found, wanted)
+    found = matrix_values(matrix.format, matrix.data, matrix.scales, (40, 512), matrix.scale_block)
+    assert torch.equal(found, matrix.dequantize())
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -71,9 +71,9 @@ def run_in_lane(
             back = ended.result()
             dx[back.tokens] += back.dx
             dw.view(-1)[back.slots] = back.dw
-            for expert, own in back.lora:
+            for experts, own in back.lora:
                 for name, tensor in own.items():
-                    getattr(grads, name)[expert] += tensor
+                    getattr(grads, name).index_add_(0, experts, tensor)
     finally:
         lane.close()
     named = {} if grads is None else {f"0.{m}": t for m, t in grads.named().items()}
@@ -159,15 +159,112 @@ def test_roundings_are_the_engine_s(isa: str) -> None:
 def test_rows_are_sorted_and_repeats_are_told_apart() -> None:
     ids = torch.tensor([[2, 0, 2], [1, 3, 0], [0, 0, 0], [3, 3, 3]])
     weights = torch.arange(12.0).view(4, 3)
-    routed = route(ids, weights, (2, 0), none=3)
+    routed = route(ids, weights, ((2,), (0,)), none=3)
     assert routed.slots.tolist() == [0, 2, 1, 5, 6, 7, 8]
     assert [[part.rows for part in parts] for parts in routed.parts] == [[slice(0, 2)], [slice(2, 7)]]
+    assert all(part.places == part.rows and part.full for (part,) in routed.parts)
     assert routed.tokens.tolist() == [0, 1, 2] and routed.at.tolist() == [0, 0, 0, 1, 2, 2, 2]
     assert routed.weight.tolist() == [0, 2, 1, 5, 6, 7, 8]
-    first, second = (parts[0].turns for parts in routed.parts)
+    first, second = (part.turns[0] for (part,) in routed.parts)
     assert first is not None and [t.tolist() for t in first] == [[0], [1]]
     assert second is not None and [t.tolist() for t in second] == [[0, 1, 2], [3], [4]]
     out = torch.zeros(3, 1)
     add_rows(out, routed.at[2:7], torch.ones(5, 1), second)
     assert out.flatten().tolist() == [1, 1, 3]
-    assert route(torch.tensor([[0], [1]]), torch.ones(2, 1), (1,), none=2).parts[0][0].turns is None
+    assert route(torch.tensor([[0], [1]]), torch.ones(2, 1), ((1,),), none=2).parts[0][0].turns == (None,)
+
+
+def test_experts_of_a_batch_have_as_many_places() -> None:
+    ids = torch.tensor([[2, 0, 2], [1, 3, 0], [0, 0, 0], [3, 3, 3]])
+    routed = route(ids, torch.arange(12.0).view(4, 3), ((0, 2), (1,)), none=3)
+    (both,), (alone,) = routed.parts
+    assert routed.slots.tolist() == [1, 5, 6, 7, 8, 0, 2, 3] and both.counts == (5, 2) and not both.full
+    assert (both.rows, both.places) == (slice(0, 7), slice(0, 10))
+    assert (alone.rows, alone.places) == (slice(7, 8), slice(10, 11))
+    assert routed.at.tolist() == [0, 1, 2, 2, 2, 0, 0, 3, 3, 3, 1]  # 3: no token
+    assert routed.weight.tolist() == [1, 5, 6, 7, 8, 0, 2, 0, 0, 0, 3]
+    assert routed.spread.tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
+
+
+ROWS = (700, 1, 37, 0, 64)  # of every expert, in a batch of all
+
+
+def uneven(case: Case) -> Case:
+    """720 tokens with two slots; some have two experts, some none."""
+    case.ids = torch.full_like(case.ids, len(ROWS))
+    for e, (count, first, slot) in enumerate(zip(ROWS, (0, 5, 100, 0, 690), (0, 1, 1, 1, 1), strict=True)):
+        case.ids[first : first + count, slot] = e
+    return case
+
+
+def alike(found: dict[str, Tensor], wanted: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """To float32 sums in another order; now and then a value on the boundary of two bfloat16 numbers."""
+    limit = 1e-5 if dtype == torch.float32 else 5e-4
+    for name, value in wanted.items():
+        error = float((found[name] - value).norm())
+        assert error <= limit * float(value.norm()), (name, error)
+
+
+def one_by_one(case: Case, monkeypatch: pytest.MonkeyPatch, *, recompute: bool = False) -> dict[str, Tensor]:
+    with monkeypatch.context() as patched:
+        patched.setattr(lane_share, "LANE_BATCH", 1)
+        return run_in_lane(case, recompute=recompute)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_batch_in_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiple = {1: (37, 29), 32: (96, 32), 128: (256, 128), 256: (256, 512)}[VARIANTS[name].multiple]
+    shape = Shape(tokens=720, slots=2, experts=5, hidden=multiple[0], inter=multiple[1], rank=5)
+    case = uneven(quantised_case(shape, name, dropout=0.2))
+    alike(run_in_lane(case), one_by_one(case, monkeypatch), torch.bfloat16)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai", "relu2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_of_every_formula(
+    dtype: torch.dtype, activation: str, bias: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(Shape(tokens=720, hidden=37, inter=29), dtype, activation=activation, bias=bias)
+    found = run_in_lane(uneven(case), recompute=recompute)
+    alike(found, one_by_one(case, monkeypatch, recompute=recompute), dtype)
+    case.expect().check(found)
+
+
+@pytest.mark.parametrize("mutation", ["values", "not a number"])
+def test_places_without_a_row_would_be_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were they not zeros, they would change the adapters' gradients."""
+    case = uneven(make_case(Shape(tokens=720), torch.float32, bias=True))
+    wanted = run_in_lane(case, recompute=True)
+    with_empty, places = DeviceLane._with_empty, DeviceLane._places
+
+    def filled(self: DeviceLane, rows: Tensor) -> Tensor:
+        made = with_empty(self, rows)
+        made[-1] = 1.0 if mutation == "values" else torch.nan
+        return made
+
+    def weighted(self: DeviceLane, routed: Routed) -> tuple[Tensor, Tensor, Tensor]:
+        at, weight, spread = places(self, routed)
+        return at, torch.where(at == len(routed.tokens), 1.0, weight), spread
+
+    monkeypatch.setattr(DeviceLane, "_with_empty", filled)
+    if mutation == "values":
+        monkeypatch.setattr(DeviceLane, "_places", weighted)
+    with pytest.raises(AssertionError, match="gate_a"):
+        alike(run_in_lane(case, recompute=True), wanted, torch.float32)
+
+
+def test_experts_that_lie_unlike_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up of the first expert touch in memory, those of the second do not."""
+    case = make_case(Shape(experts=2), torch.bfloat16)
+    wanted = run_in_lane(case)
+    gate, up = case.weights.gate, case.weights.up
+    assert isinstance(gate, Tensor) and isinstance(up, Tensor)
+    size, memory = gate[0].numel(), torch.zeros(6 * gate[0].numel(), dtype=torch.bfloat16)
+    apart = memory.as_strided(gate.shape, (2 * size, *gate.stride()[1:])).copy_(gate)
+    wider = memory.as_strided(up.shape, (3 * size, *up.stride()[1:]), size).copy_(up)
+    case.weights = replace(case.weights, gate=apart, up=wider)
+    parcels = [pack(expert_tensors(case.weights, e)) for e in range(2)]
+    assert [len(parcel.stretches) for parcel in parcels] == [2, 3]
+    assert all(torch.equal(value, wanted[name]) for name, value in run_in_lane(case).items())

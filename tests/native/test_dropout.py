@@ -44,6 +44,9 @@ def test_torch_follows_the_definition(seed: int, projection: int) -> None:
     got = dropout_hash(spec, 3, 250, projection, KEYS, 37)
     want = [[scalar_hash(spec, 3, 250, projection, int(key), j) for j in range(37)] for key in KEYS]
     assert got.tolist() == want
+    lines = dropout_hash(spec, 3, [7, 250], projection, torch.stack((KEYS.flip(0), KEYS)), 37)
+    assert torch.equal(lines[0], dropout_hash(spec, 3, 7, projection, KEYS.flip(0), 37))
+    assert torch.equal(lines[1], got)
 
 
 def masks(engine: Engine, projection: str, inter: int, hidden: int, p: float) -> torch.Tensor:

@@ -16,9 +16,11 @@ from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.placement.balance import residents_of
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.lane_share import (
+    LANE_ROWS,
     ExpertSizes,
     LaneRates,
     LaneWork,
+    batches,
     best_share,
     choose_shares,
     dealt,
@@ -45,6 +47,17 @@ def test_the_experts_with_most_rows_are_carried() -> None:
     assert streamed_experts(counts, 1.0) == (0, 2, 3, 4, 6, 7)  # never one without rows
     assert streamed_experts([5, 5, 5], 0.4) == (0,) and streamed_experts(counts, 0.0) == ()
     assert streamed_experts([], 0.5) == ()
+
+
+def test_batches_of_experts_that_are_about_as_long() -> None:
+    counts = [900, 20, 9000, 900, 4096, 30, 4097, 700, 1]
+    order = batches(range(9), counts, 1_000_000)
+    assert order == ((2,), (6,), (4, 0), (3, 7, 5, 1, 8))
+    assert batches(reversed(range(9)), counts, 1_000_000) == order
+    assert batches([1, 5], counts, 1_000_000) == ((5, 1),) and batches([], counts, 1) == ()
+    assert all(len(batch) * counts[batch[0]] <= LANE_ROWS for batch in order[1:])
+    equal = [batches(range(20), [10] * 20, params) for params in (1, 30 << 20, 44 << 20, 200 << 20)]
+    assert [[len(batch) for batch in made] for made in equal] == [[8, 8, 4], [2] * 10, [1] * 20, [1] * 20]
 
 
 def test_resident_experts_are_the_most_used_of_a_layer() -> None:
