@@ -3,12 +3,12 @@
 Bytes of a lane, for each of its devices but for the two lines of the socket. Legend as in memory.py; s bytes
 of a stored activation, P parameters of one expert, r LoRA rank.
     experts           the device's resident experts as stored (on a GPU: taken off the socket)
-    workspace         two buffers for an expert and its adapter; one expert's matrices as numbers, with 16
-                      bytes per element of its largest matrix while quantised ones are decoded; x, dy and dx
-                      of the group (T_g H (s + 8)); one expert's rows, at most every token of the group
-                      or LANE_ROWS: 24 (H + I) each, with dropout 24 bytes per input more
+    workspace         two buffers for a batch of experts and their adapters; a batch's matrices as numbers,
+                      with 16 bytes per element of its largest ones while quantised ones are decoded; x, dy
+                      and dx of the group (T_g H (s + 8)); a batch's rows, filled up to its longest
+                      expert's, at most LANE_ROWS: 24 (H + I) each, with dropout 24 bytes per input more
     runtime           a GPU's: the CUDA context of the expert actor's process
-    kept activations  (socket) every device's own x, and 24 bytes per row; with a GPU its gates and ups once
+    kept activations  (socket) every device's own x, and 36 bytes per row; with a GPU its gates and ups once
                       more, as torch rounds page-locked blocks up to powers of two
 """
 
@@ -23,7 +23,14 @@ from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.placement.lane_share import LANE_ROWS, ExpertSizes, LaneRates, choose_shares, resident_by_layer
+from kt_ray.placement.lane_share import (
+    LANE_ROWS,
+    ExpertSizes,
+    LaneRates,
+    batch_size,
+    choose_shares,
+    resident_by_layer,
+)
 from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.plan_types import ExpertActorPlan, LanePlan
 
@@ -224,12 +231,14 @@ def lane_lines(
         return
     width, inter, cuda = dims.expert_width, dims.expert_intermediate, lane.cuda
     element, layers = 4 if size.float32 else 2, len(dims.moe_layers)
-    matrices = dims.expert_params * element + (0 if size.plain else 16 * width * inter)
-    at_once = min(size.group, LANE_ROWS)
+    batch = min(batch_size(1, dims.expert_params), max(actor.counts(dims.moe_layers)))
+    matrices = batch * (dims.expert_params * element + (0 if size.plain else 16 * width * inter))
+    at_once = min(size.group * batch, LANE_ROWS)
     rows = at_once * 24 * (width + inter)
     if config.lora.experts and config.lora.dropout > 0:
         rows += at_once * 24 * (2 * width + inter)
-    buffers = 2 * ((size.expert if lane.streams else 0) + size.adapter)
+    # A resident that is a batch of its own is computed where it lies.
+    buffers = 2 * batch * ((size.expert if lane.streams or batch > 1 else 0) + size.adapter)
     for number, device in enumerate(lane.devices):
         where = device if cuda else home
         yield where, "workspace", buffers + matrices + size.group * width * (element + 8) + rows
@@ -238,7 +247,7 @@ def lane_lines(
             yield where, "experts", stays * size.expert
             yield where, "runtime", size.runtime
     part = min(1.0, _part(dims, actor))
-    kept = len(lane.devices) * size.total * width * element + 24 * part * size.slots * size.total
+    kept = len(lane.devices) * size.total * width * element + 36 * part * size.slots * size.total
     if cuda and actor.activations != "recompute":
         kept += part * size.slots * size.total * (2 if dims.gated else 1) * inter * element
     yield home, "kept activations", layers * kept

@@ -2,8 +2,9 @@
 
 The share is the plan's (`LanePlan.share`), rounded to whole experts as the runtime does it, and the seconds
 are those by which rule.experts.stream=auto chooses it (lane.py), undivided: the simulation lets actors that
-use one link or one GPU, and attention, share it. Besides, kernels that the lane's thread dispatches one
-expert after the other. Routing is taken as even, so residents get their share of the tokens and no more.
+use one link or one GPU, and attention, share it. Besides, kernels that the lane's thread dispatches, batch
+after batch. Routing is taken as even: residents get their share of the tokens and no more, and no row of a
+batch is filled up.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from functools import cached_property
 from kt_ray.config.schema import Config
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.lane_plan import expert_sizes
-from kt_ray.placement.lane_share import ExpertSizes, lane_parts, whole_experts
+from kt_ray.placement.lane_share import ExpertSizes, batch_size, lane_parts, whole_experts
 from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan
 from kt_ray.timing.layer_work import dispatch_seconds
 from kt_ray.timing.simulate import LaneCall
 
-# Kernels per expert (kt_ray.experts.lane_math with LoRA, gate, up and down; views not counted).
-KERNELS = {"forward": 40.0, "backward": 80.0}
-KERNELS_AGAIN = 24.0  # gate and up once more: activations=recompute
+# Kernels per batch (kt_ray.experts.lane_math with LoRA, gate, up and down, no dropout; views not counted).
+KERNELS = {"forward": 25.0, "backward": 71.0}
+# activations=recompute: gate and up do not travel, and are computed once more
+KERNELS_AGAIN = {"forward": -4.0, "backward": 4.0}
+# And per expert: copies of three matrices and three adapters, and one that adds its rows to the tokens'.
+KERNELS_EACH = 10.0
 MOVED_IN = 1 / 3  # of `LaneWork.moved`: 2 of 6 bytes per element go to the device
 
 
@@ -58,25 +62,31 @@ class LaneSeconds:
         link = self.rates.link.to_device.value
         rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
         gpu = self.rates.gpu.gemm["float32" if dims.expert_format == "f32" else "bfloat16"](rows)
-        copies = products = first = moved = experts = 0.0
+        together = batch_size(int(rows), dims.expert_params)
+        copies = products = first = moved = 0.0
+        experts = batches = 0
         if others and carried:
             found = lane_parts(self._sizes(actor, others).work(tokens), link, gpu, carried, devices)
             copies, products, first, moved = found.copies, found.products, found.first, found.moved
-            experts += -(-carried // devices)
+            own = -(-carried // devices)
+            experts, batches = own, -(-own // together)
         if stays:  # only their adapters are copied
             kept = replace(self._sizes(actor, stays), bytes=self._adapter)
             work = kept.work(tokens)
             found = lane_parts(work, link, gpu, work.experts, devices)
             copies, products = copies + found.copies, products + found.products
             first, moved = max(first, found.first), moved + found.moved
-            experts += -(-work.experts // devices)
+            own = -(-work.experts // devices)
+            experts, batches = experts + own, batches + -(-own // together)
         if not experts:
             return ()
         kernels = KERNELS[direction]
-        if direction == "backward" and here.activations == "recompute":
-            products *= 1 + (2 / 3 if dims.gated else 1 / 2)
-            kernels += KERNELS_AGAIN
-        dispatch = dispatch_seconds(kernels * experts, self.rates.gpu, self.rates.cpu_one)
+        if here.activations == "recompute":
+            kernels += KERNELS_AGAIN[direction]
+            if direction == "backward":
+                products *= 1 + (2 / 3 if dims.gated else 1 / 2)
+        kernels = kernels * batches + KERNELS_EACH * experts
+        dispatch = dispatch_seconds(kernels, self.rates.gpu, self.rates.cpu_one)
         ahead, back = first + MOVED_IN * moved, (1 - MOVED_IN) * moved
         return tuple(
             LaneCall(device, ahead, copies, products, dispatch, back) for device in here.lane.devices

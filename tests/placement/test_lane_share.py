@@ -13,6 +13,7 @@ from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_from_file
 from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.placement import lane_share
 from kt_ray.placement.balance import residents_of
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.lane_share import (
@@ -29,6 +30,7 @@ from kt_ray.placement.lane_share import (
     split_seconds,
     streamed_experts,
 )
+from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.memory import GPU_RUNTIME
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import LanePlan, Plan
@@ -223,6 +225,21 @@ def test_bytes_move_from_the_socket_to_the_gpu() -> None:
     assert stand_in["socket 0"]["experts"] == plain["socket 0"]["experts"]
     assert stand_in["cuda:0"] == plain["cuda:0"]
     assert stand_in["socket 0"]["workspace"] > plain["socket 0"]["workspace"]
+
+
+def test_a_batch_of_experts_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four float32 experts of an actor: two buffers and the matrices of all four instead of one."""
+
+    def workspace() -> int:
+        made = planned(stream=0.5, lane_device="cpu")
+        return min(dict(b.items)["workspace"] for b in made.budgets if b.device.startswith("socket"))
+
+    dims, four = small_dims(), workspace()
+    monkeypatch.setattr(lane_share, "LANE_BATCH", 1)
+    one, params = workspace(), dims.expert_params
+    expert = dims.expert_bytes() / len(dims.moe_layers)
+    adapter = 4 * expert_lora_params(dims, make_config().lora)
+    assert four - one >= 3 * (2 * (expert + adapter) + 2 * params)
 
 
 def test_refusals_name_the_remedy() -> None:

@@ -6,17 +6,26 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kt_ray.config.schema import Config
+from kt_ray.experts import lane_math
+from kt_ray.experts.lane import DeviceLane
+from kt_ray.experts.lane_device import LaneDevice
 from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.placement import lane_share
 from kt_ray.placement.lane_plan import expert_sizes
 from kt_ray.placement.lane_share import best_share, lane_parts, streamed_experts
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timing.lane_rates import from_rates, lane_rates
+from kt_ray.timing.lane_seconds import KERNELS, KERNELS_AGAIN, KERNELS_EACH
 from kt_ray.timing.prediction import Prediction, neighbours, predict
 from kt_ray.timing.seats import even_waves, machine_of
 from kt_ray.timing.step_costs import PlanDurations
+from tests.experts.test_lane_math import run_in_lane
+from tests.helpers.native import Shape, make_case
 from tests.placement.configs import DEEPSEEK_V3, make_config
 from tests.placement.test_layout import V3, host
 
@@ -100,7 +109,84 @@ def test_recomputation_is_the_lanes_as_well() -> None:
     (_, retain), (_, again) = (made(stream=0.5, activations=kind) for kind in ("retain", "recompute"))
     (one,), (two,) = (d.lane(0, LAYER, "backward", 16384) for d in (retain, again))
     assert two.products == pytest.approx(5 / 3 * one.products) and two.dispatch > one.dispatch
-    assert retain.lane(0, LAYER, "forward", 16384) == again.lane(0, LAYER, "forward", 16384)
+    (one,), (two,) = (d.lane(0, LAYER, "forward", 16384) for d in (retain, again))
+    assert two.products == one.products
+    assert two.dispatch < one.dispatch  # neither gate nor up goes to the host
+
+
+def test_experts_of_a_batch_share_their_dispatch() -> None:
+    """As many batches as the runtime makes of even routing."""
+    (_, large), (plan, small) = made(stream=0.5), made(stream=0.5)
+    dims = dataclasses.replace(V3, expert_intermediate=32)
+    small = dataclasses.replace(small, plan=dataclasses.replace(plan, dims=dims))
+    per_batch, each = KERNELS["forward"], KERNELS_EACH
+    for tokens in (4096, 65536):
+        rows = tokens * 8 // 256
+        runtime = lane_share.batches(range(128), [rows] * 256, dims.expert_params)
+        (one,), (batched,) = (d.lane(0, LAYER, "forward", tokens) for d in (large, small))
+        expected = (len(runtime) * per_batch + 128 * each) / (128 * (per_batch + each))
+        assert batched.dispatch == pytest.approx(expected * one.dispatch)
+
+
+# What torch calls that starts nothing on a device.
+FREE = {"empty", "set_", "slice", "select", "view", "detach", "unbind", "transpose", "expand", "_unsafe_view"}
+FREE |= {"unsqueeze", "squeeze", "lift_fresh"}
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what is started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name.split("::")[1] not in FREE
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_kernels_are_those_of_the_lane(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted on the stand-in, where a product of bfloat16 is three, and transfers are none: here they are
+    clones. Uneven rows, as with any routing."""
+    calls: list[int] = []
+    timed = DeviceLane._timed
+
+    def counting(self: DeviceLane, *args: Any) -> Any:
+        with Kernels() as kernels:
+            made = timed(self, *args)
+            kernels.count -= widened.pop() if widened else 0
+        calls.append(kernels.count)
+        return made
+
+    widened: list[int] = []
+    product = lane_math.product
+
+    def multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        widened.append((widened.pop() if widened else 0) + 2)
+        return product(a, b)
+
+    monkeypatch.setattr(DeviceLane, "_timed", counting)
+    monkeypatch.setattr(lane_math, "product", multiplied)
+    for transfer in ("upload", "download"):
+        monkeypatch.setattr(LaneDevice, transfer, lambda _, tensor: tensor.clone())
+
+    def count(experts: int, batch: int) -> tuple[int, ...]:
+        """Forward and backward, the e-th of the experts with e rows."""
+        monkeypatch.setattr(lane_share, "LANE_BATCH", batch)
+        rows = torch.arange(1, experts + 1)
+        case = make_case(Shape(tokens=int(rows.sum()), slots=1, experts=experts), torch.bfloat16)
+        case.ids = torch.arange(experts).repeat_interleave(rows).unsqueeze(1)
+        calls.clear()
+        run_in_lane(case, recompute=recompute)
+        return tuple(calls)
+
+    once, twice, in_four = count(8, 8), count(16, 8), count(16, 4)
+    for way, (direction, wanted) in enumerate(KERNELS.items()):
+        per_batch = (in_four[way] - twice[way]) / 2
+        each = (twice[way] - once[way] - per_batch) / 8
+        assert per_batch == wanted + (KERNELS_AGAIN[direction] if recompute else 0)
+        assert each == KERNELS_EACH
 
 
 def test_no_lane_no_call() -> None:
