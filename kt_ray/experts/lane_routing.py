@@ -69,6 +69,8 @@ def route(ids: Tensor, weights: Tensor, batches: Sequence[Sequence[int]], none: 
     slots = slots[torch.argsort(turn, stable=True)]
     counts = iter(torch.bincount(turn, minlength=len(experts)).tolist())
     tokens, token_of = torch.unique(slots // ids.shape[1], return_inverse=True)
+    turn = turn.sort().values
+    repeats = bool(((token_of[1:] == token_of[:-1]) & (turn[1:] == turn[:-1])).any())  # no router does that
     parts: list[tuple[RowPart, ...]] = []
     row = place = 0
     for batch in batches:
@@ -77,7 +79,7 @@ def route(ids: Tensor, weights: Tensor, batches: Sequence[Sequence[int]], none: 
             longest, first = max(own), row
             turns = []
             for count in own:
-                turns.append(_without_repeats(token_of[row : row + count]))
+                turns.append(_without_repeats(token_of[row : row + count]) if repeats else None)
                 row += count
             end = place + longest * len(own)
             made.append(RowPart(slice(first, row), slice(place, end), own, tuple(turns)))
@@ -100,10 +102,10 @@ def _in_parts(counts: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _spread(parts: Sequence[RowPart]) -> tuple[Tensor, Tensor]:
     """Of every row, its place in its part, and the first place of this part."""
-    spread = [b * max(p.counts) + torch.arange(n) for p in parts for b, n in enumerate(p.counts)]
-    starts = [torch.full((sum(p.counts),), p.places.start) for p in parts]
-    none = torch.zeros(0, dtype=torch.int64)
-    return torch.cat((none, *spread)), torch.cat((none, *starts))
+    experts = [(n, b * max(p.counts), p.places.start) for p in parts for b, n in enumerate(p.counts)]
+    counts, first, starts = torch.tensor(experts, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    shift = (first - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+    return torch.arange(len(shift)) + shift, starts.repeat_interleave(counts)
 
 
 def _without_repeats(at: Tensor) -> tuple[Tensor, ...] | None:

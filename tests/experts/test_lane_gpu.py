@@ -10,8 +10,9 @@ import torch
 
 from kt_ray.experts.lane_device import LaneDevice, PinnedWeights
 from kt_ray.native import allocate
+from kt_ray.placement import lane_share
 from tests.experts.test_lane_host import LANES, close_to, results
-from tests.experts.test_lane_math import expected, run_in_lane
+from tests.experts.test_lane_math import expected, run_in_lane, uneven
 from tests.helpers.hf_reference import build_checkpoint
 from tests.helpers.matrices import VARIANTS
 from tests.helpers.native import Shape, make_case
@@ -57,9 +58,21 @@ def test_weights_are_page_locked_once() -> None:
     assert not weights.is_pinned()
 
 
-def test_streams_keep_experts_apart() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai", "relu2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_of_every_formula(dtype: torch.dtype, activation: str, recompute: bool) -> None:
+    """One row beside 700, sizes of no multiple."""
+    shape = Shape(tokens=720, hidden=37, inter=29)
+    case = uneven(make_case(shape, dtype, dropout=0.2, activation=activation, bias=True)).expect()
+    case.check(run_in_lane(case, recompute=recompute, devices=("cuda:0",)))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_streams_keep_experts_apart(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many experts through two buffers, each large enough that copies and products overlap."""
-    shape = Shape(tokens=512, slots=4, experts=24, hidden=1024, inter=512)
+    monkeypatch.setattr(lane_share, "LANE_BATCH", batch)
+    shape = Shape(tokens=512, slots=4, experts=48, hidden=1024, inter=512)
     case = make_case(shape, torch.bfloat16)
     first = run_in_lane(case, devices=("cuda:0",))
     for _ in range(20):
