@@ -163,6 +163,7 @@ class Choice(NamedTuple):
     activations: str  # of the expert actors
     seconds: float
     attention: str = "group"  # `Plan.activations`
+    resident: int | None = None  # `Plan.resident`
 
 
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
@@ -201,6 +202,12 @@ class Plan:
         """Whether a socket's memory is nearly used up, so that giving freed memory back is worth time."""
         hosts = [b for b in self.budgets if b.is_socket and b.capacity]
         return any(b.total > TIGHT * b.capacity for b in hosts)
+
+    @property
+    def resident(self) -> int | None:
+        """Layers of each worker whose weights stay on its device; None = all."""
+        counts = [w.layers[1] - w.layers[0] - len(w.streamed) for w in self.workers if w.streamed]
+        return max(counts, default=None)
 
     def worker(self, replica: int, stage: int) -> WorkerPlan:
         return self.workers[replica * self.stages + stage]

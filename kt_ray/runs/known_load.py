@@ -70,6 +70,7 @@ def resumed_choice(config: Config) -> Choice | None:
             activations=str(plan["experts"][0]["activations"]),
             attention=str(plan.get("activations", "group")),  # plans of earlier versions have no such key
             seconds=0.0,
+            resident=None if plan.get("resident") is None else int(plan["resident"]),
         )
     except (UserError, ValueError, LookupError, TypeError, OverflowError):
         return None

@@ -101,7 +101,7 @@ def choose_plan(
         simulations += others
         best = _faster(best, others)
         best = replace(best, config=with_layout(config, (best.plan.stages, best.plan.replicas)))
-    for alternatives in (_other_activations, _other_attention, _other_groups):
+    for alternatives in (_fewer_residents, _other_activations, _other_attention, _other_groups):
         others = simulate_fitting(alternatives(best))
         simulations += others
         best = _faster(best, others)
@@ -121,7 +121,7 @@ def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
 def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     """What the plan has where a rule may leave it at auto."""
     shape = (plan.stages, plan.replicas, plan.groups, plan.wave)
-    return Choice(*shape, plan.experts[0].activations, seconds, plan.activations)
+    return Choice(*shape, plan.experts[0].activations, seconds, plan.activations, plan.resident)
 
 
 def with_choice(config: Config, choice: Choice) -> Config:
@@ -135,6 +135,8 @@ def with_choice(config: Config, choice: Choice) -> Config:
         keys["rule.experts.activations"] = choice.activations
     if rule.activations == "auto":
         keys["rule.activations"] = choice.attention
+    if rule.resident_layers == "auto" and choice.resident is not None:
+        keys["rule.resident_layers"] = choice.resident
     return with_keys(config, keys)
 
 
@@ -152,6 +154,23 @@ class _Candidate:
 def _faster(best: _Candidate, others: list[_Candidate]) -> _Candidate:
     """The fastest of the others where it gains enough, else `best`."""
     return min((best, *others), key=lambda c: c.seconds if c is best else c.seconds * GAIN)
+
+
+def _fewer_residents(best: _Candidate) -> Iterator[Config]:
+    """Layers whose weights pass through the GPU leave room for larger waves. For who streams experts, too."""
+    rule, plan = best.config.rule, best.plan
+    whole = waves_of(micro_batches(best.config), plan.wave) == 1
+    if (
+        rule.resident_layers != "auto"
+        or rule.experts.stream == "off"
+        or whole
+        or plan.workers[0].device == "cpu"
+    ):
+        return
+    own = min(stop - start for start, stop in (worker.layers for worker in plan.workers))
+    for resident in (own // 2, 0):
+        if plan.resident is None or resident < plan.resident:
+            yield with_keys(best.config, {"rule.resident_layers": resident})
 
 
 def _other_activations(best: _Candidate) -> Iterator[Config]:
