@@ -18,22 +18,25 @@ from tests.placement.configs import make_config, make_hardware, small_dims
 def test_the_choice_of_the_plan_before(
     tmp_path: Path, activations: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rule = {"activations": activations, "groups": 3, "experts": {"activations": "recompute"}}
+    resident = 2 if activations == "host" else "auto"
+    held = {"activations": activations, "resident_layers": resident}
+    rule = {**held, "groups": 3, "experts": {"activations": "recompute"}}
     plan = make_plan(small_dims(), make_config(rule=rule, trainer={"batch_size": 6}), make_hardware())
     (tmp_path / "plan.json").write_text(json.dumps(plan_to_dict(plan)))
     checkpoint = tmp_path / "checkpoints" / "step_000001"
     monkeypatch.setattr(known_load, "checkpoint_to_resume", lambda config: checkpoint)
     assert known_load.resumed_choice(make_config()) == choice_of(plan)
     assert choice_of(plan)[2:5] == (3, 6, "recompute") and choice_of(plan).attention == activations
+    assert choice_of(plan).resident == (2 if activations == "host" else None)
 
 
 def test_plans_of_earlier_versions_and_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_to_dict(make_plan(small_dims(), make_config(), make_hardware()))
-    del plan["activations"]
+    del plan["activations"], plan["resident"]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     checkpoint = tmp_path / "checkpoints" / "step_000001"
     monkeypatch.setattr(known_load, "checkpoint_to_resume", lambda config: checkpoint)
     choice = known_load.resumed_choice(make_config())
-    assert choice is not None and choice.attention == "group"
+    assert choice is not None and choice.attention == "group" and choice.resident is None
     (tmp_path / "plan.json").write_text("{}")
     assert known_load.resumed_choice(make_config()) is None

@@ -174,6 +174,34 @@ def test_a_resumed_run_keeps_its_layout_although_another_is_faster() -> None:
     assert chosen(plan)[:3] == (1, 2, 2) and plan.experts[0].activations == "retain"
 
 
+def test_fewer_layers_stay_where_that_makes_larger_waves() -> None:
+    """For who streams experts, too. A resumed run keeps them, since waves follow from them."""
+    hardware, experts = host(2, 42), {"stream": "auto"}
+    config = v3_config(64, stages=1, replicas=2, experts=experts)
+    plan = choose_plan(V3, config, hardware)
+    by_resident = {choice.resident: choice for choice in plan.compared[::-1]}
+    assert plan.resident == 0 and plan.wave == by_resident[0].wave == 32 > by_resident[None].wave
+    assert by_resident[0].seconds < by_resident[None].seconds / 1.05
+    again = choose_plan(V3, config, hardware, before=plan.compared[0])
+    assert again.workers == plan.workers and again.wave == plan.wave
+    assert "are those of the run that is resumed" in again.notes[-1]
+    asked = choose_plan(
+        V3, v3_config(64, stages=1, replicas=2, experts=experts, resident_layers=30), hardware
+    )
+    assert {choice.resident for choice in asked.compared} == {30}
+    usual = choose_plan(V3, v3_config(64, stages=1, replicas=2), hardware)
+    assert {choice.resident for choice in usual.compared} == {None}
+
+
+def test_more_replicas_with_streamed_layers_are_weighed() -> None:
+    """A replica fits no card. By default its layers are divided; who streams experts may stream layers."""
+    hardware = host(8, 32)
+    usual = choose_plan(V3, v3_config(64), hardware)
+    assert {(c.replicas, c.resident) for c in usual.compared} == {(4, None), (2, None), (1, None)}
+    streaming = choose_plan(V3, v3_config(64, experts={"stream": "auto"}), hardware)
+    assert (8, 35) in {(choice.replicas, choice.resident) for choice in streaming.compared}
+
+
 def test_a_resumed_run_whose_choice_is_not_possible_says_so() -> None:
     config, hardware = make_config(trainer={"batch_size": 8}), make_hardware()
     fresh = choose_plan(small_dims(), config, hardware)
