@@ -95,6 +95,7 @@ class PacedStage:
         self.padding_moves = ""
         self.first = self.last = True
         self.weight_bytes = 0
+        self.streamed = None
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.state_shape = (pace.width,)
         self.scales = dict.fromkeys(pace.moe, 1.0)

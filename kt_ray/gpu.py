@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch 2.8 multiplies bfloat16 into float32 on CUDA; before, and on the CPU, float32 products of the same
-# numbers give the same sums.
-_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
 
 
@@ -39,10 +36,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """a [n, k] b [k, m] of one type, accumulated and returned in float32; or of as many of both, [B, ...]."""
     if a.dtype == torch.float32:
         return a @ b
-    if a.is_cuda and _WIDE_MM:
+    if a.is_cuda:
         multiply = torch.mm if a.dim() == 2 else torch.bmm
         return multiply(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+    return a.float() @ b.float()  # the same sums
 
 
 class PageLock:

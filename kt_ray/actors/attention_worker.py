@@ -132,6 +132,7 @@ class AttentionWorker(PlainActor):
             "layers": list(self.part.layers),
             "threads": self.part.threads,
             "weight_bytes": self.stage.weight_bytes,
+            "streamed": None if self.stage.streamed is None else self.stage.streamed.facts(),
             "trainable_parameters": sum(p.numel() for p in self.stage.parameters.values()),
             "load_seconds": self._load_seconds,
             "affine_scale": self.stage.scales,
@@ -139,14 +140,21 @@ class AttentionWorker(PlainActor):
             "notes": self._notes(),
         }
 
+    @property
+    def _counted_elsewhere(self) -> int:
+        """Bytes of this process's resident memory that the first replica's worker reports, too."""
+        streamed = self.stage.streamed
+        return streamed.host_bytes if streamed is not None and streamed.shared and self.part.replica else 0
+
     def _notes(self) -> list[str]:
-        """What a user should know, from one worker of each stage."""
+        """What a user should know; what replicas have in common, from one of them."""
         held, notes = self.spec.activations, []
-        weights = self.stage.weights
-        if weights is not None and weights.not_shared:
+        streamed = self.stage.streamed
+        if streamed is not None and streamed.not_shared:
             notes.append(
                 f"{self.title} has a copy of its streamed layers' weights of its own, "
-                f"{gib(weights.host_bytes)}: {weights.not_shared}"
+                f"{gib(streamed.host_bytes)} that the plan does not count: {streamed.not_shared}; run the "
+                "driver and the workers of its host in one container, or set rule.replicas=1"
             )
         twice = [layer for layer, scale in self.stage.scales.items() if scale is None]
         if held == "group" or not twice or self.part.replica:
@@ -206,7 +214,7 @@ class AttentionWorker(PlainActor):
                 "experts": experts.seconds_waiting,
                 "stages": stages.seconds,
             },
-            host_rss_bytes=resident_bytes(),
+            host_rss_bytes=resident_bytes() - self._counted_elsewhere,
             gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if self._on_gpu else 0,
             pid=os.getpid(),
             activity=recorder.activity(self.name, self.host_name, self.part.threads),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -80,9 +81,12 @@ def share_weights(plan: Plan, specs: ActorSpecs) -> tuple[ActorSpecs, list[int]]
     shared = any(spec.streamed and shares_weights(spec.lora) for spec in specs.stages)
     if not shared or plan.replicas == 1:
         return specs, []
-    files = [os.memfd_create(f"kt_ray-weights-{stage}", os.MFD_CLOEXEC) for stage in range(plan.stages)]
+    # A name that no other file has: in another container the same path may be a stranger's.
+    names = [f"kt_ray-weights-{secrets.token_hex(8)}" for _ in range(plan.stages)]
+    files = [os.memfd_create(name, os.MFD_CLOEXEC) for name in names]
+    paths = [(f"/proc/{os.getpid()}/fd/{file}", name) for file, name in zip(files, names, strict=True)]
     stages = (
-        replace(spec, weights_file=f"/proc/{os.getpid()}/fd/{files[worker.stage]}")
+        replace(spec, weights_file=paths[worker.stage])
         for spec, worker in zip(specs.stages, plan.workers, strict=True)
     )
     return replace(specs, stages=tuple(stages)), files
@@ -108,7 +112,7 @@ def actor_specs(
     """
     stages = stage_specs(plan, config, model_dir, start)
     if formulas is None:
-        whole = replace(stages[0], layers=(0, plan.dims.num_layers))
+        whole = replace(stages[0].of_layer(0), layers=(0, plan.dims.num_layers))
         built = build_on_meta(whole)
         formulas, root = built.formulas, built.root
     nodes = len(plan.hardware.on(0))

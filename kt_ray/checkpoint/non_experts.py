@@ -96,10 +96,10 @@ def load_non_experts(
         return -1 if layer is None else layer
 
     filled: set[str] = set()
+    shared = set(tied) | set(tied.values())
     for layer, of_one in groupby(sorted(mapping, key=of_layer), key=of_layer):
         for target in of_one:
             transform, keys = mapping[target]
-            shared = set(tied) | set(tied.values())
             if keep_quantized and transform is None and _keepable(module, target, shared):
                 stored = index.matrices.get(keys[-1][0])
                 if stored is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -108,7 +107,7 @@ def measure_layers(
     rates: list[LayerRate] = []
     for signature, layer in kinds.items():
         say(f"layer {layer} of {model}")
-        stage = Stage(replace(spec, layers=(layer, layer + 1)))
+        stage = Stage(spec.of_layer(layer))
         for count in threads if stage.device.type == "cpu" else (0,):
             seconds: dict[str, dict[int, float]] = {kind: {} for kind in (*KINDS, *ENDS)}
             with torch_threads(count or torch.get_num_threads()):

@@ -40,7 +40,6 @@ class StageModel:
     names: dict[int, str]  # their Hugging Face names
     experts: dict[int, LayerContext]  # context of each own MoE layer
     formulas: dict[int, ExpertFormula]  # what the experts of each MoE layer of the whole model compute
-    weights: StreamedWeights | None  # of the streamed layers
     capture: LayerCallCapture  # gives the layers' call arguments
     lora_names: list[str]  # linear modules of the whole model that LoRA may adapt (all layers)
     other_names: list[str]  # linear modules outside the decoder layers: head, other towers
@@ -50,6 +49,12 @@ class StageModel:
     top_k: int  # experts per token
     hidden_size: int
     vocab_size: int
+    streamed: StreamedWeights | None = None  # of the layers that do not stay on the device
+
+    def add_streamed(self, layer: int) -> None:
+        """A streamed layer's tensors are loaded."""
+        assert self.streamed is not None
+        self.streamed.add(layer, self.layers[layer])
 
 
 def build_stage_model(spec: StageSpec) -> StageModel:
@@ -74,7 +79,11 @@ def build_stage_model(spec: StageSpec) -> StageModel:
     from kt_ray.checkpoint.non_experts import load_non_experts, materialize_buffers
     from kt_ray.checkpoint.safetensors_file import damaged
 
-    weights = model.weights
+    if spec.streamed:
+        model.streamed = StreamedWeights(spec.streamed, spec.slots, model.device, spec.weights_file)
+    embedding = causal.get_input_embeddings()
+    # Others compute, too: a norm, a scale.
+    looked_up = spec.embedding_on_host and type(embedding) is nn.Embedding
     index = CheckpointIndex.open(Path(spec.model_dir))
     if spec.fingerprint:
         check_unchanged(index.fingerprint, spec.fingerprint, spec.model_dir)
@@ -88,12 +97,12 @@ def build_stage_model(spec: StageSpec) -> StageModel:
         need_head=spec.last,
         keep_quantized=spec.keep_quantized,
         on_host=spec.streamed,
-        embedding_on_host=spec.embedding_on_host,
-        ready=lambda layer: weights.add(layer, model.layers[layer]) if weights is not None else None,
+        embedding_on_host=looked_up,
+        ready=model.add_streamed,
     )
     _drop_unused(model, spec)
-    if spec.embedding_on_host:
-        _look_up_on_host(causal.get_input_embeddings(), model.device)
+    if looked_up:
+        _look_up_on_host(embedding, model.device)
     materialize_buffers(causal, model.device)
     missing = [name for name, t in [*causal.named_parameters(), *causal.named_buffers()] if t.is_meta]
     if missing:
@@ -145,9 +154,6 @@ def build_on_meta(spec: StageSpec) -> StageModel:
         names={index: names[index] for index in own},
         experts={index: context for index, context in contexts.items() if index in own},
         formulas=formulas,
-        weights=StreamedWeights(spec.streamed, spec.slots, torch.device(spec.device), spec.weights_file)
-        if spec.streamed
-        else None,
         capture=LayerCallCapture(causal, base, list(layers)),
         lora_names=linear_names(dict(zip(names, layers, strict=True)), family.text_type),
         other_names=others,

@@ -41,9 +41,9 @@ from kt_ray.model.layer_calls import Handler
 from kt_ray.model.preference_losses import preference_loss
 from kt_ray.model.routing import RouterWatch
 from kt_ray.model.state import Graph, GroupState, MicroState, Routes
-from kt_ray.model.streamed_weights import StreamedWeights
 from kt_ray.model.token_loss import Head
 from kt_ray.placement.order import Op
+from kt_ray.placement.weight_slots import WeightSlots
 
 _WEIGHT_TOLERANCE = 1e-5  # routing weights recomputed on the same device are bit-equal in practice
 
@@ -123,8 +123,8 @@ class _Stop(Exception):
 class LayerLoop:
     """One replica's pass over one stage.
 
-    shelf: where hidden states wait for backward; None = on the device. weights: of the layers whose weights
-    do not stay on the device. whole_groups: `recompute` computes a layer again for a whole group; else for
+    shelf: where hidden states wait for backward; None = on the device. slots: of the layers whose weights do
+    not stay on the device. whole_groups: `recompute` computes a layer again for a whole group; else for
     its first micro-batch, and `backward` for the others, one by one.
     """
 
@@ -151,7 +151,7 @@ class LayerLoop:
         clock: Clock,
         watch: RouterWatch | None = None,
         shelf: HostShelf | None = None,
-        weights: StreamedWeights | None = None,
+        slots: WeightSlots | None = None,
         whole_groups: bool = True,
     ) -> None:
         self.model, self.device = model, model.device
@@ -163,7 +163,7 @@ class LayerLoop:
         self.clock = clock
         self.watch = watch
         self.shelf = shelf
-        self.weights = weights
+        self.slots = slots
         self.whole_groups = whole_groups
         self.train = spec.kind == "train"
         self.loss_sum = 0.0  # of the losses so far (last stage)
@@ -347,8 +347,8 @@ class LayerLoop:
         """Submit dy, and run the layer again under grad: for the whole group, or its first micro-batch."""
         state = self.groups[group]
         grads = require(state.grads, "recompute", layer, group)
-        if self.weights is not None:
-            self.weights.slots.hold(layer)
+        if self.slots is not None:
+            self.slots.hold(layer)
         state.graphs[layer] = []
         ahead = len(state.micro) if self.whole_groups else 1
         for kept in state.layer_inputs[layer][:1]:
@@ -464,8 +464,8 @@ class LayerLoop:
         ]
         for held in (state.graphs, state.layer_inputs, state.routes, state.expert_outputs):
             held.pop(layer, None)
-        if self.weights is not None:
-            self.weights.slots.release(layer)
+        if self.slots is not None:
+            self.slots.release(layer)
 
     def _differentiated(self, graph: Graph, grad: Tensor, dx: Tensor | None, dw: Tensor | None) -> Tensor:
         """The gradient at a recomputed layer's input; what the graph held is free again."""

@@ -199,7 +199,8 @@ def inject_lora(
         if config.dora:
             magnitude = module.lora_magnitude_vector[ADAPTER]
             base: Any = module.get_base_layer()
-            norms = torch.linalg.norm(base.weight.detach().float(), dim=1)
+            # On the device, where a streamed layer's weight is not yet: the same sums wherever it waits.
+            norms = torch.linalg.norm(base.weight.detach().to(device, torch.float32), dim=1)
             magnitude.weight = nn.Parameter(norms.to(device), requires_grad=True)
             parameters[name + MAGNITUDE] = magnitude.weight
             # PEFT's DoRA drops nothing in a module that is not in training; CounterDropout knows by itself.

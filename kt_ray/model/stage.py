@@ -74,9 +74,9 @@ class Stage:
         self.state_shape = model.capture.state_shape
         self.dropout = DropoutContext()
         self.parameters = self._inject(model)
-        self.weights = model.weights
-        if self.weights is not None:
-            self.weights.attach(model.layers)
+        self.streamed = model.streamed
+        if self.streamed is not None:
+            self.streamed.attach(model.layers)
         self.adapters = AdapterSwitch(model.layers, self.parameters)
         # PiSSA's come from weights that are changed by taking them: kept for a restart and for the export.
         self.principal = {
@@ -149,8 +149,9 @@ class Stage:
     ) -> LayerLoop:
         """Start a pass of a replica's micro-batches: record their call arguments. See LayerLoop."""
         clock = Clock(self.device)
-        if self.weights is not None:
-            self.weights.slots.release_all()
+        slots = None if self.streamed is None else self.streamed.slots
+        if slots is not None:
+            slots.begin(wraps=spec.kind != "train")
         self.adapters.switch_all(spec.adapters)
         watching = spec.routing or spec.router_slopes is not None
         if watching and self._watch is None:
@@ -168,7 +169,7 @@ class Stage:
         own = (self.model, self.scales, self.dropout, self.head)
         links = (experts, stages, clock, self._watch)
         whole_groups = self.spec.activations == "group"
-        return LayerLoop(*own, spec, groups, *links, self.shelf, self.weights, whole_groups)
+        return LayerLoop(*own, spec, groups, *links, self.shelf, slots, whole_groups)
 
     def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
         def note(index: int, hidden: Tensor) -> Tensor:

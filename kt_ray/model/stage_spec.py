@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kt_ray.config.schema import LoraConfig
 
@@ -44,9 +44,15 @@ class StageSpec:
     streamed: tuple[int, ...] = ()  # layers whose weights wait in host memory (rule.resident_layers)
     slots: int = 0  # places for them on the device
     embedding_on_host: bool = False  # whether the embedding waits there, too, and tokens are looked up there
-    weights_file: str = ""  # file in memory for those weights, which replicas share; "" = their own memory
+    # path and name of a file in memory for those weights, which replicas share; None = their own memory
+    weights_file: tuple[str, str] | None = None
     padded: bool = False  # whether micro-batches may hold rows of several lengths
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
+
+    def of_layer(self, layer: int) -> StageSpec:
+        """One layer of the same model on the same device, nothing of it streamed."""
+        whole = {"streamed": (), "slots": 0, "weights_file": None, "embedding_on_host": False}
+        return replace(self, layers=(layer, layer + 1), **whole)  # type: ignore[arg-type]
 
     @property
     def first(self) -> bool:

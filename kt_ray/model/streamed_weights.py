@@ -30,14 +30,16 @@ class _Matrices:
     """A layer's streamed tensors and where each lies in the layer's block."""
 
     tensors: list[Tensor]  # the module's own: what they show is changed
+    strides: list[tuple[int, ...]]  # a transposed matrix stays one
     offsets: list[int]  # bytes
     block: Tensor  # uint8, in host memory
 
     def show(self, block: Tensor) -> None:
         """Let the module's tensors be those of a copy of the block."""
-        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
+        for tensor, stride, offset in zip(self.tensors, self.strides, self.offsets, strict=True):
             size = tensor.numel() * tensor.element_size()
-            tensor.data = block[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+            flat = block[offset : offset + size].view(tensor.dtype)
+            tensor.data = flat.as_strided(tensor.shape, stride, flat.storage_offset())
 
 
 class StreamedWeights:
@@ -47,14 +49,20 @@ class StreamedWeights:
         streamed: indices of the layers, ascending, at least one.
         count: slots.
         device: of the stage.
-        shared: path of a file in memory with the blocks of all replicas of this stage, each of which writes
-            the same bytes to the same place; "" = memory of its own.
+        shared: path and name of a file in memory with the blocks of all replicas of this stage, each of which
+            writes the same bytes to the same place; None = memory of its own.
 
     Raises:
         RuntimeError: by `add`, where CUDA refuses to page-lock the host memory.
     """
 
-    def __init__(self, streamed: Sequence[int], count: int, device: torch.device, shared: str = "") -> None:
+    def __init__(
+        self,
+        streamed: Sequence[int],
+        count: int,
+        device: torch.device,
+        shared: tuple[str, str] | None = None,
+    ) -> None:
         self.slots, self.device = WeightSlots(streamed, count), device
         self._shared = shared
         self.not_shared = ""  # why not, although it was to be
@@ -81,8 +89,8 @@ class StreamedWeights:
         for tensor in tensors:
             offsets.append(size)
             size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        packed = _Matrices(tensors, offsets, self._room(size))
-        before = [tensor.data for tensor in tensors]
+        before = [_dense(tensor.data) for tensor in tensors]
+        packed = _Matrices(tensors, [value.stride() for value in before], offsets, self._room(size))
         packed.show(packed.block)
         for tensor, value in zip(tensors, before, strict=True):
             tensor.data.copy_(value)
@@ -91,19 +99,14 @@ class StreamedWeights:
         self._layers[index] = packed
 
     def _room(self, size: int) -> Tensor:
-        if not self._shared or self.not_shared:
+        if self._shared is None:
             return whole_pages(size)
         start = sum(_pages(own.block.numel()) for own in self._layers.values())
         try:
-            file = os.open(self._shared, os.O_RDWR)
+            mapped = _mapped(*self._shared, start, _pages(size))
         except OSError as error:  # the driver is in another container, say
-            self.not_shared = str(error)
+            self.not_shared, self._shared = str(error), None
             return whole_pages(size)
-        try:
-            os.posix_fallocate(file, start, _pages(size))  # never shortens it, whoever comes first
-            mapped = mmap.mmap(file, _pages(size), offset=start)
-        finally:
-            os.close(file)
         return torch.frombuffer(mapped, dtype=torch.uint8)[:size]
 
     def attach(self, layers: Mapping[int, nn.Module]) -> None:
@@ -116,6 +119,11 @@ class StreamedWeights:
             layers[index].register_forward_pre_hook(layers[index]._kt_weights)  # type: ignore[arg-type]
 
     @property
+    def shared(self) -> bool:
+        """Whether other replicas have the same host memory."""
+        return self._shared is not None
+
+    @property
     def host_bytes(self) -> int:
         return sum(own.block.numel() for own in self._layers.values())
 
@@ -123,6 +131,15 @@ class StreamedWeights:
     def device_bytes(self) -> int:
         """Of the slots."""
         return sum(slot.numel() for slot in self._memory)
+
+    def facts(self) -> dict[str, int]:
+        """For env.json."""
+        return {
+            "layers": len(self._layers),
+            "host_bytes": self.host_bytes,
+            "device_bytes": self.device_bytes,
+            "copied_bytes": self.copied_bytes,
+        }
 
     def bring(self, layer: int) -> None:
         """Called before each use of a layer: its weights are on the device for what this stream does next,
@@ -164,6 +181,28 @@ class StreamedWeights:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # CUDA may be gone already
             self.close()
+
+
+def _dense(value: Tensor) -> Tensor:
+    """The value in memory without gaps, in the order of dimensions that it has."""
+    return torch.empty_like(value, memory_format=torch.preserve_format).copy_(value)
+
+
+def _mapped(path: str, name: str, start: int, size: int) -> mmap.mmap:
+    """Part of the file in memory of that name.
+
+    Raises:
+        OSError: there is none, or the path is another file's.
+    """
+    file = os.open(path, os.O_RDWR)
+    try:
+        found = os.readlink(f"/proc/self/fd/{file}")
+        if not found.startswith(f"/memfd:{name}"):
+            raise OSError(f"{path} is {found}, another file")
+        os.posix_fallocate(file, start, size)  # never shortens it, whoever comes first
+        return mmap.mmap(file, size, offset=start)
+    finally:
+        os.close(file)
 
 
 def _pages(size: int) -> int:

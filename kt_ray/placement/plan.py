@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kt_ray.config.fields import show
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
@@ -57,8 +58,12 @@ def make_plan(
     asked = config.rule.resident_layers
     choices = layouts(dims, config, hardware)
 
-    def plan_of(layout: Layout | None, resident: int | None) -> Plan:
+    def plan_of(layout: Layout | None, resident: int | None, like: Plan | None = None) -> Plan:
         chosen = with_layout(config, layout) if layout else config
+        if like is not None and not generates(config):
+            held = {"experts.activations": like.experts[0].activations, "activations": like.activations}
+            chosen = with_keys(chosen, {f"rule.{key}": value for key, value in held.items()})
+            chosen = with_keys(chosen, {"rule.wave": like.wave})
         return _laid_out(dims, chosen, hardware, load, lane_rates, resident)
 
     stay = asked if isinstance(asked, int) else None
@@ -76,24 +81,24 @@ def _streamed(
     plan: Plan,
     full: Sequence[Budget],
     choices: Sequence[Layout | None],
-    plan_of: Callable[[Layout | None, int], Plan],
+    plan_of: Callable[..., Plan],
 ) -> Plan | None:
     """The plan of the first layout that fits with streamed layers, as many of them resident as cost no wave.
 
     Args:
-        plan: the one that does not fit. full: its GPUs that are too small.
+        plan: the one that does not fit. full: its GPUs that are too small. plan_of: plans a layout with so
+            many resident layers; with the waves of a third argument, which needs no search.
     """
     for layout in choices:
         least = plan_of(layout, 0)
         if not least.fits:
             continue
 
-        def fits_as_well(resident: int, layout: Layout | None = layout, least: Plan = least) -> bool:
-            other = plan_of(layout, resident)
-            return other.fits and other.wave >= least.wave
+        def too_many(resident: int, layout: Layout | None = layout, least: Plan = least) -> bool:
+            return not plan_of(layout, resident, least).fits
 
         most = max(stop - start for start, stop in (worker.layers for worker in least.workers))
-        resident = bisect_left(range(most), True, key=lambda n: not fits_as_well(n + 1))
+        resident = bisect_left(range(1, most + 1), True, key=too_many)
         chosen = plan_of(layout, resident)
         worst = max(full, key=lambda budget: budget.total - budget.capacity)
         note = (

@@ -102,7 +102,7 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
     if rule.activations in ("group", "micro_batch"):
         yield change("rule.activations", "auto", "same results, less GPU memory")
     if isinstance(rule.resident_layers, int):
-        yield change("rule.resident_layers", "auto", "same results, more weights pass through the GPUs")
+        yield change("rule.resident_layers", "auto", "same results, as many weights on the GPUs as fit")
     if rule.gpu_memory != "auto":
         yield change("rule.gpu_memory", "auto", "same results, all that the cards have")
     if isinstance(rule.wave, int):

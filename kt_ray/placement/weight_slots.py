@@ -43,6 +43,7 @@ class WeightSlots:
         self._slots: list[int | None] = [None] * count
         self._used: list[int] = list(range(count))  # the one used longest ago first
         self._held: Counter[int] = Counter()
+        self._wraps = True
 
     def slot_of(self, layer: int) -> int | None:
         """Where a layer's weights are."""
@@ -66,12 +67,9 @@ class WeightSlots:
         return filled
 
     def ahead(self, layer: int, *, downwards: bool) -> Filled | None:
-        """What to copy while `layer` is computed: the next streamed layer, or nothing.
-
-        It may be there, or find no slot. Upwards the first follows the last: another pass.
-        """
+        """What to copy while `layer` is computed: the next layer, unless it is there or finds no slot."""
         number = self._position[layer] + (-1 if downwards else 1)
-        if number < 0:
+        if number < 0 or (number == len(self.layers) and not self._wraps):
             return None
         return self._fill(self.layers[number % len(self.layers)], layer)
 
@@ -87,9 +85,11 @@ class WeightSlots:
         else:
             del self._held[layer]
 
-    def release_all(self) -> None:
-        """A pass begins: what one that was given up held is free."""
+    def begin(self, *, wraps: bool) -> None:
+        """A pass begins: what one that was given up held is free. wraps: upwards the first layer follows the
+        last, as when another pass like this one comes."""
         self._held.clear()
+        self._wraps = wraps
 
     def _fill(self, layer: int, current: int) -> Filled | None:
         """Give a layer the free slot used longest ago, unless it has one."""

@@ -38,7 +38,8 @@ from kt_ray.timing.step_costs import PlanDurations
 
 GAIN = 1.05  # memory's choice stays unless another one is so many times as fast
 GROUPS = (1, 4, 8)  # tried beside the usual two
-LAYOUTS = 3  # simulated at the most, those with most replicas first
+LAYOUTS = 3  # that fit are simulated at the most, those with most replicas first
+STREAMED = 2  # layouts with more replicas, which fit with streamed layers: those with fewest replicas
 
 
 def choose_plan(
@@ -90,18 +91,18 @@ def choose_plan(
             plan = replace(earlier[0].plan, compared=(earlier[0].choice,))
             return _beside_resumed(plan, before)
         simulated.add(choice_of(plan))
-    best = _Candidate(config, plan, step_seconds(plan, config, host_rates))
-    simulations = [best]
+    own = with_layout(config, (plan.stages, plan.replicas)) if choices else config
+    simulations = [_Candidate(own, plan, step_seconds(plan, config, host_rates))]
     if choices:
         at = choices.index((plan.stages, plan.replicas))  # the first that fits
         tried = choices[at + 1 :][: LAYOUTS - 1]
-        if config.rule.experts.stream != "off":  # who streams experts may stream layers: more replicas fit
-            tried = (*choices[:at], *tried)
-        others = simulate_fitting(with_layout(config, other) for other in tried)
-        simulations += others
-        best = _faster(best, others)
-        best = replace(best, config=with_layout(config, (best.plan.stages, best.plan.replicas)))
-    for alternatives in (_fewer_residents, _other_activations, _other_attention, _other_groups):
+        if config.rule.resident_layers == "auto":  # with layers that pass through the GPU more replicas fit
+            tried = (*choices[:at][-STREAMED:], *tried)
+        simulations += simulate_fitting(with_layout(config, other) for other in tried)
+    of_layouts = tuple(simulations)
+    simulations += simulate_fitting(other for one in of_layouts for other in _other_residents(one, (0.0,)))
+    best = _faster(simulations[0], simulations[1:])
+    for alternatives in (_other_residents, _other_activations, _other_attention, _other_groups):
         others = simulate_fitting(alternatives(best))
         simulations += others
         best = _faster(best, others)
@@ -156,20 +157,15 @@ def _faster(best: _Candidate, others: list[_Candidate]) -> _Candidate:
     return min((best, *others), key=lambda c: c.seconds if c is best else c.seconds * GAIN)
 
 
-def _fewer_residents(best: _Candidate) -> Iterator[Config]:
-    """Layers whose weights pass through the GPU leave room for larger waves. For who streams experts, too."""
-    rule, plan = best.config.rule, best.plan
-    whole = waves_of(micro_batches(best.config), plan.wave) == 1
-    if (
-        rule.resident_layers != "auto"
-        or rule.experts.stream == "off"
-        or whole
-        or plan.workers[0].device == "cpu"
-    ):
+def _other_residents(best: _Candidate, shares: tuple[float, ...] = (0.0, 0.5)) -> Iterator[Config]:
+    """Layers whose weights pass through the GPU leave room for larger waves. shares: of those that stay."""
+    plan = best.plan
+    whole = waves_of(micro_batches(best.config), plan.wave) == 1 and plan.resident is None
+    if best.config.rule.resident_layers != "auto" or whole or plan.workers[0].device == "cpu":
         return
-    own = min(stop - start for start, stop in (worker.layers for worker in plan.workers))
-    for resident in (own // 2, 0):
-        if plan.resident is None or resident < plan.resident:
+    layers = min(stop - start for start, stop in (worker.layers for worker in plan.workers))
+    for resident in (int(share * layers) for share in shares):
+        if resident != plan.resident:
             yield with_keys(best.config, {"rule.resident_layers": resident})
 
 

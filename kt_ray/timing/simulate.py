@@ -409,6 +409,7 @@ class _Step:
         for group in groups:
             yield Busy("begin", "attention", sum(durations.attention("begin", worker.layers[0], group)))
         slots, filled = WeightSlots(worker.streamed, worker.slots), Counter[int]()
+        slots.begin(wraps=False)
 
         def fill(part: Filled | None) -> None:
             if part is not None:

@@ -63,7 +63,7 @@ def test_replicas_have_one_copy_of_streamed_weights(tmp_path: Path, lora: list[s
     path = build_checkpoint(tmp_path, "olmoe")
     layout = ("rule.device=cpu", "rule.replicas=2", "rule.stages=2", "rule.resident_layers=0")
     with local_cluster(path, config_for(path, *layout, *lora)) as cluster:
-        weights = [cast(Any, handle).actor.stage.weights for handle in cluster.workers]
+        weights = [cast(Any, handle).actor.stage.streamed for handle in cluster.workers]
         planned = sum(b.items["weights"] for b in cluster.plan.budgets)
         of_stage = [own.host_bytes for own in weights[:2]]
         slots = sum(own.device_bytes for own in weights)
@@ -89,7 +89,7 @@ def test_a_file_out_of_reach_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = config_for(path, "rule.device=cpu", "rule.replicas=2", "rule.resident_layers=0")
     plan = plan_for(path, config)
     specs = actor_specs(plan, config, str(path))
-    gone = replace(specs.stages[1], weights_file="/proc/1/fd/4242")
+    gone = replace(specs.stages[1], weights_file=("/proc/1/fd/4242", "x"))
     out_of_reach = replace(specs, stages=(specs.stages[0], gone))
     monkeypatch.setattr(actors_cluster, "share_weights", lambda plan, specs: (out_of_reach, []))
     cluster = LocalCluster(plan, specs)

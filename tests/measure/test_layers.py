@@ -49,6 +49,13 @@ def test_every_kind_of_layer_and_both_ends_are_measured() -> None:
     assert len(said) == len(kinds), "one layer of each kind is loaded, no more"
 
 
+def test_layers_of_a_plan_that_streams_are_measured() -> None:
+    """Each alone on its device."""
+    _, spec, works = demo()
+    streaming = dataclasses.replace(spec, streamed=(0, 1), slots=2, embedding_on_host=True)
+    assert measure_layers(streaming, works, (1,), (4,))
+
+
 def test_threads_are_as_before_afterwards() -> None:
     _, spec, works = demo()
     before = torch.get_num_threads()

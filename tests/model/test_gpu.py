@@ -97,7 +97,7 @@ def test_streamed_layers_give_the_same_bits(tmp_path: Path) -> None:
     for more in ({}, {"streamed": tuple(range(7)), "slots": 3, "embedding_on_host": True}):
         reference, stages = ready(path, LoraConfig(rank=4, dropout=0.1), (0, 7), device="cuda:0", **more)
         found.append(run(stages, pass_spec(ROWS, groups=1, micro=1, step=3), reference))
-        weights = stages[0].weights
+        weights = stages[0].streamed
         if weights is not None:
             assert all(own.block.is_pinned() for own in weights._layers.values())
             assert all(slot.is_cuda for slot in weights._memory)
@@ -120,8 +120,9 @@ def test_weights_wait_for_the_device() -> None:
     with torch.no_grad():
         for number in [*range(6), *range(5, -1, -1)] * 2:
             bring(layers[number])
+            sums.append((number, layers[number].weight.sum(dtype=torch.float64)))  # at once
             torch.cuda._sleep(50_000_000)
-            sums.append((number, layers[number].weight.sum(dtype=torch.float64)))
+            sums.append((number, layers[number].weight.sum(dtype=torch.float64)))  # and long afterwards
     assert all(float(total) == number * 4096.0**2 for number, total in sums)
     assert weights.device_bytes == 2 * 4096 * 4096 * 4
     weights.close()

@@ -116,12 +116,12 @@ def test_a_stage_holds_less_and_says_what(tmp_path: Path, lora: LoraConfig, dtyp
         observed = layer.state_dict()
         assert observed.keys() == expected.keys()
         assert all(torch.equal(observed[name], value) for name, value in expected.items())
-    assert streamed.weights is not None and whole.weights is None
+    assert streamed.streamed is not None and whole.streamed is None
     largest = max(
         sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in whole.model.layers.values()
     )
-    assert 0 < streamed.weights.device_bytes < 3 * 1.1 * largest + 3 * 256 * 40
-    assert streamed.weights.host_bytes > streamed.weights.device_bytes
+    assert 0 < streamed.streamed.device_bytes < 3 * 1.1 * largest + 3 * 256 * 40
+    assert streamed.streamed.host_bytes > streamed.streamed.device_bytes
 
 
 def test_pissa_takes_from_weights_in_host_memory(tmp_path: Path) -> None:
@@ -134,3 +134,25 @@ def test_pissa_takes_from_weights_in_host_memory(tmp_path: Path) -> None:
         bring(streamed.model.layers[index])
         observed = streamed.model.layers[index].state_dict()
         assert all(torch.equal(observed[name], value) for name, value in layer.state_dict().items())
+
+
+def test_a_file_of_another_name_is_left_alone(tmp_path: Path) -> None:
+    """In another container the driver's path may be a stranger's file."""
+    stray = tmp_path / "log"
+    stray.write_text("a line\n")
+    layers: dict[int, nn.Module] = {number: Layer(number) for number in range(3)}
+    weights = attached(layers, StreamedWeights(range(3), 2, CPU, (str(stray), "kt_ray-weights-0")))
+    assert stray.read_text() == "a line\n"
+    assert not weights.shared and weights.not_shared == f"{stray} is {stray}, another file"
+    assert torch.equal(layers[2](torch.ones(5)), Layer(2)(torch.ones(5)))
+
+
+def test_a_transposed_matrix_stays_one() -> None:
+    """Products of transposed and of plain matrices may sum in another order."""
+    layer = nn.Linear(6, 4, bias=False)
+    layer.weight = nn.Parameter(torch.randn(6, 4).T, requires_grad=False)
+    value = layer.weight.clone()
+    weights = attached({0: layer}, StreamedWeights([0], 1, CPU))
+    bring(layer)
+    assert layer.weight.stride() == (1, 4) and torch.equal(layer.weight, value)
+    assert weights.facts() == {"layers": 1, "host_bytes": 256, "device_bytes": 256, "copied_bytes": 256}

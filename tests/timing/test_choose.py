@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from typing import Any
@@ -77,7 +78,7 @@ def test_it_is_the_plan_of_the_values_it_chose() -> None:
 def test_replicas_that_starve_the_experts_are_passed_over() -> None:
     """A replica fits, but only in waves so small that every expert gets few rows per call."""
     hardware = host(2, 36)
-    plan = v3(hardware, 64, groups=2, experts={"activations": "retain"})
+    plan = v3(hardware, 64, groups=2, resident_layers=61, experts={"activations": "retain"})
     assert (make_plan(V3, v3_config(64), hardware).stages, plan.stages) == (1, 2)
     assert plan.notes[0].startswith(f"{LAYOUT}: 2 stages x 1 replica; 1 stage x 2 replicas would take ")
 
@@ -167,7 +168,7 @@ def test_a_resumed_run_keeps_its_choice() -> None:
 
 
 def test_a_resumed_run_keeps_its_layout_although_another_is_faster() -> None:
-    hardware, config = host(2, 38), v3_config(64)
+    hardware, config = host(2, 38), v3_config(64, resident_layers=61)
     assert choose_plan(V3, config, hardware).stages == 2
     before = Choice(1, 2, 2, 4, "retain", 0.0)
     plan = choose_plan(V3, config, hardware, before=before)
@@ -175,9 +176,9 @@ def test_a_resumed_run_keeps_its_layout_although_another_is_faster() -> None:
 
 
 def test_fewer_layers_stay_where_that_makes_larger_waves() -> None:
-    """For who streams experts, too. A resumed run keeps them, since waves follow from them."""
-    hardware, experts = host(2, 42), {"stream": "auto"}
-    config = v3_config(64, stages=1, replicas=2, experts=experts)
+    """A resumed run keeps them, since waves follow from them."""
+    hardware = host(2, 42)
+    config = v3_config(64, stages=1, replicas=2)
     plan = choose_plan(V3, config, hardware)
     by_resident = {choice.resident: choice for choice in plan.compared[::-1]}
     assert plan.resident == 0 and plan.wave == by_resident[0].wave == 32 > by_resident[None].wave
@@ -185,21 +186,28 @@ def test_fewer_layers_stay_where_that_makes_larger_waves() -> None:
     again = choose_plan(V3, config, hardware, before=plan.compared[0])
     assert again.workers == plan.workers and again.wave == plan.wave
     assert "are those of the run that is resumed" in again.notes[-1]
-    asked = choose_plan(
-        V3, v3_config(64, stages=1, replicas=2, experts=experts, resident_layers=30), hardware
-    )
+    asked = choose_plan(V3, v3_config(64, stages=1, replicas=2, resident_layers=30), hardware)
     assert {choice.resident for choice in asked.compared} == {30}
-    usual = choose_plan(V3, v3_config(64, stages=1, replicas=2), hardware)
-    assert {choice.resident for choice in usual.compared} == {None}
 
 
 def test_more_replicas_with_streamed_layers_are_weighed() -> None:
-    """A replica fits no card. By default its layers are divided; who streams experts may stream layers."""
-    hardware = host(8, 32)
-    usual = choose_plan(V3, v3_config(64), hardware)
-    assert {(c.replicas, c.resident) for c in usual.compared} == {(4, None), (2, None), (1, None)}
-    streaming = choose_plan(V3, v3_config(64, experts={"stream": "auto"}), hardware)
-    assert (8, 35) in {(choice.replicas, choice.resident) for choice in streaming.compared}
+    """A whole replica fits no card. Its layers are divided, or streamed."""
+    plan = choose_plan(V3, v3_config(64), host(8, 32))
+    found = {(choice.replicas, choice.resident is None) for choice in plan.compared}
+    assert {(8, False), (4, True), (2, True), (1, True)} <= found
+    asked = choose_plan(V3, v3_config(64, resident_layers=61), host(8, 32))
+    assert all(choice.resident is None for choice in asked.compared)
+
+
+def test_larger_cards_are_no_slower() -> None:
+    """Where a plan barely fits without streamed layers, its waves are small."""
+
+    def seconds(gpus: int, sizes: tuple[int, ...]) -> list[float]:
+        config = v3_config(32, activations="auto", experts={"activations": "retain"})
+        return [choose_plan(V3, config, host(gpus, gib)).compared[0].seconds for gib in sizes]
+
+    for found in (seconds(1, (34, 36, 38, 40, 48)), seconds(4, (12, 16, 24))):
+        assert all(larger <= 1.06 * smaller for smaller, larger in itertools.pairwise(found)), found
 
 
 def test_a_resumed_run_whose_choice_is_not_possible_says_so() -> None:

@@ -338,12 +338,12 @@ def test_streamed_weights_come_one_layer_ahead() -> None:
     seconds = {"forward": (1.0, 0.0), "recompute": 1.0, "backward": 2.0, "experts": 0.0}
     plain = run(stay, Fixed(**seconds, copied=100.0))
     assert plain.seconds == pytest.approx(8 * 4) and "link" not in plain.used
-    # Eight copies upwards, the first again for the next pass, and seven downwards: the last is still there.
+    # Eight copies upwards and six downwards: the last two are still there.
     hidden = run(streamed, Fixed(**seconds, copied=0.5))
     assert hidden.seconds == pytest.approx(8 * 4 + 0.5)
-    assert hidden.used["link"] * hidden.seconds == pytest.approx(16 * 0.5)
+    assert hidden.used["link"] * hidden.seconds == pytest.approx(14 * 0.5)
     slow = run(streamed, Fixed(**seconds, copied=10.0))
     # The last copy is waited for; then one layer is recomputed and differentiated.
-    assert slow.seconds == pytest.approx(16 * 10 + 3, abs=3)
-    assert slow.used["link"] >= 0.95 and slow.path["link"] > 140
+    assert slow.seconds == pytest.approx(14 * 10 + 3, abs=5)
+    assert slow.used["link"] >= 0.95 and slow.path["link"] > 120
     assert slow.idle["worker 0"]["transfer"] == pytest.approx(slow.seconds - 8 * 4)
