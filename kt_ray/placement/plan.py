@@ -21,7 +21,7 @@ from kt_ray.placement.generation_memory import generates, room, step_tokens
 from kt_ray.placement.lane_plan import plan_lanes
 from kt_ray.placement.lane_share import LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
-from kt_ray.placement.memory import budgets, staged
+from kt_ray.placement.memory import budgets, layer_weight_bytes, staged
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.render import counted, gib, layout_text
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
@@ -182,6 +182,8 @@ def _laid_out(
     groups = choose_groups(config, chosen.wave)
     own = keeping(chosen.held.experts)
     workers, experts = staged(dims, config, with_streams(groups), own, chosen.wave, groups, dtype)
+    if generating:
+        notes += _copied_notes(dims, config, workers, dtype)
     plan = Plan(
         dims=dims,
         hardware=hardware,
@@ -222,6 +224,17 @@ def _room_notes(hardware: Hardware, memory: Sequence[Budget]) -> list[str]:
         f"{' each' if len(gpus) > 1 else ''}, of which {GPU_FREE:.0%} stay free: "
         f"{gib(gpus[0].room)} to plan with"
         for (size, capped), gpus in sizes.items()
+    ]
+
+
+def _copied_notes(dims: ModelDims, config: Config, workers: Sequence[WorkerPlan], dtype: str) -> list[str]:
+    """What streamed layers cost an answer: their weights cross the link for every token."""
+    sizes = [sum(layer_weight_bytes(dims, config, layer, dtype) for layer in w.streamed) for w in workers]
+    if not any(sizes):
+        return []
+    return [
+        f"each step of generation copies {gib(max(sizes))} of weights to a GPU: streamed layers make answers "
+        "slow; more stages or model.keep_quantized=true make them faster"
     ]
 
 

@@ -170,6 +170,7 @@ def test_generation_holds_nothing_for_backward() -> None:
     config = make_config(rule={"resident_layers": 0}, mode="predict")
     plan = make_plan(small_dims(), config, make_hardware())
     assert [worker.slots for worker in plan.workers] == [2]
+    assert any("each step of generation copies" in note for note in plan.notes)
     trained = make_plan(small_dims(), make_config(rule={"resident_layers": 0}), make_hardware())
     assert trained.workers[0].slots == min(3, len(trained.workers[0].streamed))
     assert any("stand-in for a GPU" in note for note in trained.notes)
