@@ -77,8 +77,10 @@ def test_an_actor_that_dies_is_replaced_under_the_server(serving: tuple[Place, A
         before = {name: said(name) for name in ("demo", "wild")}
         assert before["demo"] != before["wild"]
         for number, victim in enumerate(("kt-experts-0", "kt-worker-0"), 1):
+            # Else an answer may draw its end before the actor dies.
+            long: dict[str, Any] = {"max_tokens": 1900, "extra_body": {"min_tokens": 1900}}
             stream = client.chat.completions.create(
-                model="wild", messages=QUESTION, max_tokens=1900, stream=True, temperature=1
+                model="wild", messages=QUESTION, stream=True, temperature=1, **long
             )
             next(iter(stream))
             with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -86,8 +88,8 @@ def test_an_actor_that_dies_is_replaced_under_the_server(serving: tuple[Place, A
                     client.chat.completions.create,
                     model="demo",
                     messages=QUESTION,
-                    max_tokens=1900,
                     temperature=1,
+                    **long,
                 )
                 time.sleep(1.0)  # it is in the batch
                 actor_process(place, victim).send_signal(signal.SIGKILL)
