@@ -233,8 +233,8 @@ def _copied_notes(dims: ModelDims, config: Config, workers: Sequence[WorkerPlan]
     if not any(sizes):
         return []
     return [
-        f"each step of generation copies {gib(max(sizes))} of weights to a GPU: streamed layers make answers "
-        "slow; more stages or model.keep_quantized=true make them faster"
+        f"each step of generation copies {gib(max(sizes))} of weights to a GPU: streamed layers slow answers "
+        "down, which more stages or model.keep_quantized=true lessen"
     ]
 
 
