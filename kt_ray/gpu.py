@@ -42,6 +42,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()  # the same sums
 
 
+def aligned(size: int) -> int:
+    """Bytes up to the next place for a tensor in a block of several: CUDA's own allocations begin at such."""
+    return -(-size // 256) * 256
+
+
 class PageLock:
     """Registers mappings of this process with CUDA (`cudaHostRegister`), each once: the GPU copies straight
     out of them and into them.

@@ -15,9 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kt_ray.gpu import PageLock, whole_pages
-
-_ALIGN = 256  # bytes; more than any element
+from kt_ray.gpu import PageLock, aligned, whole_pages
 
 
 class Kept(Protocol):
@@ -65,7 +63,7 @@ class HostShelf:
 
     def clear(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
         """Begin a pass that keeps a hidden state of each of these shapes, at most; earlier ones are gone."""
-        size = sum(_room(math.prod(shape) * dtype.itemsize) for shape in shapes)
+        size = sum(aligned(math.prod(shape) * dtype.itemsize) for shape in shapes)
         self._used = 0
         if self._writing is not None:  # a pass that was given up may still read
             self._writing.wait_stream(self._reading)
@@ -83,7 +81,7 @@ class HostShelf:
     def keep(self, hidden: Tensor) -> Kept:
         """Copy a hidden state out; the device's memory is free again once that is done."""
         size = hidden.numel() * hidden.element_size()
-        at, self._used = self._used, self._used + _room(size)
+        at, self._used = self._used, self._used + aligned(size)
         if self._used > self.nbytes:
             raise RuntimeError(f"{self._used} bytes of hidden states, {self.nbytes} were asked for")
         host = self._memory[at : at + size].view(hidden.dtype).view(hidden.shape)
@@ -139,7 +137,3 @@ class _KeptOnHost:
             stream.wait_event(arrived)
             hidden.record_stream(stream)
         return hidden
-
-
-def _room(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN

@@ -163,7 +163,7 @@ class LayerLoop:
         self.clock = clock
         self.watch = watch
         self.shelf = shelf
-        self.slots = slots
+        self.slots = slots or WeightSlots((), 0)
         self.whole_groups = whole_groups
         self.train = spec.kind == "train"
         self.loss_sum = 0.0  # of the losses so far (last stage)
@@ -347,8 +347,7 @@ class LayerLoop:
         """Submit dy, and run the layer again under grad: for the whole group, or its first micro-batch."""
         state = self.groups[group]
         grads = require(state.grads, "recompute", layer, group)
-        if self.slots is not None:
-            self.slots.hold(layer)
+        self.slots.hold(layer)
         state.graphs[layer] = []
         ahead = len(state.micro) if self.whole_groups else 1
         for kept in state.layer_inputs[layer][:1]:
@@ -464,8 +463,7 @@ class LayerLoop:
         ]
         for held in (state.graphs, state.layer_inputs, state.routes, state.expert_outputs):
             held.pop(layer, None)
-        if self.slots is not None:
-            self.slots.release(layer)
+        self.slots.release(layer)
 
     def _differentiated(self, graph: Graph, grad: Tensor, dx: Tensor | None, dw: Tensor | None) -> Tensor:
         """The gradient at a recomputed layer's input; what the graph held is free again."""

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear
-from kt_ray.gpu import PageLock, whole_pages
+from kt_ray.gpu import PageLock, aligned, whole_pages
 from kt_ray.placement.weight_slots import Filled, WeightSlots
-
-_ALIGN = 256  # bytes; more than any element, and what CUDA's own allocations are aligned to
 
 
 @dataclass
@@ -88,7 +86,7 @@ class StreamedWeights:
         tensors, offsets, size = list(matrices.values()), [], 0
         for tensor in tensors:
             offsets.append(size)
-            size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+            size += aligned(tensor.numel() * tensor.element_size())
         before = [_dense(tensor.data) for tensor in tensors]
         packed = _Matrices(tensors, [value.stride() for value in before], offsets, self._room(size))
         packed.show(packed.block)
