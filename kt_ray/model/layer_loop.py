@@ -123,9 +123,8 @@ class _Stop(Exception):
 class LayerLoop:
     """One replica's pass over one stage.
 
-    shelf: where hidden states wait for backward; None = on the device. slots: of the layers whose weights do
-    not stay on the device. whole_groups: `recompute` computes a layer again for a whole group; else for
-    its first micro-batch, and `backward` for the others, one by one.
+    shelf: where hidden states wait for backward; None = on the device. slots: of streamed layers.
+    whole_groups: `recompute` runs a whole group; else its first micro-batch, and `backward` the others.
     """
 
     # Kind -> method. Names, since bound methods kept in the loop would keep a finished pass alive until the
