@@ -171,7 +171,7 @@ def _fit(task: Task, run: Run, config: Config, hardware: Hardware, folder: Path)
     # The run looks at the whole machine; the plan above at what nobody uses of it.
     chosen = [f"rule.wave={plan.wave}", f"rule.groups={plan.groups}", f"rule.stages={plan.stages}"]
     chosen += [f"rule.replicas={plan.replicas}", f"rule.experts.activations={plan.experts[0].activations}"]
-    chosen += [f"rule.activations={plan.activations}"]
+    chosen += [f"rule.activations={plan.activations}", f"rule.attention_output={plan.attention_output}"]
     return Fitted(dims.num_layers, whole, rows, length, [*options, *chosen], plan)
 
 

@@ -200,7 +200,7 @@ class AttentionWorker(PlainActor):
             with recorder.span(op.kind, "compute", op.layer, op.group):
                 loop.run(op)
         with recorder.span("check", "compute"):
-            loop.check_recomputation()
+            loop.recomputed.check()
         experts.finish()
         stages.finish()
         self.doing = "idle"

@@ -157,6 +157,7 @@ def stage_specs(
             loss_chunk=config.trainer.loss_chunk,
             keep_quantized=config.model.keep_quantized,
             activations=plan.activations,
+            attention_output=plan.attention_output,
             streamed=worker.streamed,
             slots=worker.slots,
             embedding_on_host=embedding_on_host(plan.dims, worker, plan.stages),

@@ -89,6 +89,13 @@ def _dora(c: Config) -> Iterator[Fault]:
             "trains vectors, and optim.name=muon turns matrices alone",
             remedy="set optim=adamw, or lora.dora=false",
         )
+    if c.rule.attention_output == "retain":
+        yield Fault(
+            "lora.dora",
+            "multiplies again for backward: a magnitude's gradient needs more than is kept with "
+            "rule.attention_output=retain",
+            remedy="set rule.attention_output=auto, or lora.dora=false",
+        )
 
 
 def _start(c: Config, adapter: str) -> Iterator[Fault]:

@@ -74,6 +74,7 @@ class RuleConfig:
     groups: int | str = "auto"
     wave: int | str = "auto"
     activations: str = "auto"
+    attention_output: str = "auto"
     overlap: bool = True
     transport: str = "auto"
     nodes: int = 1

@@ -8,7 +8,8 @@ last one it submits the whole group, and the layer runs on with zeros in the exp
 shared expert overlaps with the routed ones; the join adds c·y. Backward submits dy = c·dH first and
 recomputes the layer under grad meanwhile; one autograd.backward per micro-batch then takes dH, dX and dw
 together. What is recomputed meanwhile is the whole group, or only its first micro-batch: then the others
-follow one by one, when dX and dw are there, and one graph per group is held.
+follow one by one, when dX and dw are there, and one graph per group is held. Products whose outputs are
+known, or not needed, are not repeated (kt_ray.model.known_outputs).
 
 A layer that is not affine in y (kt_ray.model.layer_checks) cannot be finished from h_partial. Its forward
 stops at the hook, so the experts get their tokens as early as elsewhere, and the join runs the layer again
@@ -23,8 +24,9 @@ hyper-connections.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -36,16 +38,15 @@ from kt_ray.gpu import host_event
 from kt_ray.model.build import StageModel
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
-from kt_ray.model.hidden_shelf import HostShelf, KeptOnDevice
+from kt_ray.model.hidden_shelf import HostShelf, Kept, KeptOnDevice
+from kt_ray.model.known_outputs import KnownOutputs
 from kt_ray.model.layer_calls import Handler
 from kt_ray.model.preference_losses import preference_loss
 from kt_ray.model.routing import RouterWatch
-from kt_ray.model.state import Graph, GroupState, MicroState, Routes
+from kt_ray.model.state import Graph, GroupState, MicroState, RecomputedRoutes, Routes
 from kt_ray.model.token_loss import Head
 from kt_ray.placement.order import Op
 from kt_ray.placement.weight_slots import WeightSlots
-
-_WEIGHT_TOLERANCE = 1e-5  # routing weights recomputed on the same device are bit-equal in practice
 
 
 class ExpertExchange(Protocol):
@@ -106,16 +107,6 @@ class StageExchange(Protocol):
     def receive_grad(self, group: int) -> list[Tensor]: ...
 
 
-class _Compared(NamedTuple):
-    """A micro-batch's recomputed MoE layer. found: float64 [3] on the device: tokens that chose other
-    experts, largest difference of a routing weight, largest routing weight."""
-
-    layer: int
-    group: int
-    tokens: int
-    found: Tensor
-
-
 class _Stop(Exception):
     """Leaves a layer at its experts hook."""
 
@@ -125,6 +116,7 @@ class LayerLoop:
 
     shelf: where hidden states wait for backward; None = on the device. slots: of streamed layers.
     whole_groups: `recompute` runs a whole group; else its first micro-batch, and `backward` the others.
+    known: by layer, of which products a recomputed layer need not repeat.
     """
 
     # Kind -> method. Names, since bound methods kept in the loop would keep a finished pass alive until the
@@ -152,6 +144,7 @@ class LayerLoop:
         shelf: HostShelf | None = None,
         slots: WeightSlots | None = None,
         whole_groups: bool = True,
+        known: Mapping[int, KnownOutputs] | None = None,
     ) -> None:
         self.model, self.device = model, model.device
         self.scales, self.dropout, self.head = scales, dropout, head
@@ -164,9 +157,11 @@ class LayerLoop:
         self.shelf = shelf
         self.slots = slots or WeightSlots((), 0)
         self.whole_groups = whole_groups
+        self.known = known or {}
+        self._keep: Callable[[Tensor], Kept] = KeptOnDevice if shelf is None else shelf.keep
         self.train = spec.kind == "train"
         self.loss_sum = 0.0  # of the losses so far (last stage)
-        self._compared: list[_Compared] = []  # recomputed MoE layers of this pass
+        self.recomputed = RecomputedRoutes()  # of this pass
 
     def run(self, op: Op) -> None:
         """Do one operation of the stage's program. Raises ValueError: the loop has no such operation."""
@@ -269,11 +264,10 @@ class LayerLoop:
         state = self.groups[group]
         hidden = require(state.hidden, "forward", layer, group)
         if self.train:
-            keep = KeptOnDevice if self.shelf is None else self.shelf.keep
-            state.layer_inputs[layer] = [keep(h) for h in hidden]
+            state.layer_inputs[layer] = [self._keep(h) for h in hidden]
         context = self.model.experts.get(layer)
         if context is None:
-            with torch.no_grad(), self.clock.device("attention"):
+            with torch.no_grad(), self._recorded(layer, state), self.clock.device("attention"):
                 state.hidden = [self._run(layer, m, h) for m, h in zip(state.micro, hidden, strict=True)]
             return
         collected: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -290,7 +284,8 @@ class LayerLoop:
         if not state.micro:
             self._submit_forward(layer, group, [])
         out: list[Tensor] = []
-        with torch.no_grad(), context.handled_by(handler), self.clock.device("attention"):
+        recorded, timed = self._recorded(layer, state), self.clock.device("attention")
+        with torch.no_grad(), recorded, context.handled_by(handler), timed:
             for micro, h in zip(state.micro, hidden, strict=True):
                 try:
                     out.append(self._run(layer, micro, h))
@@ -303,6 +298,13 @@ class LayerLoop:
                 f"layer {layer} called its experts {len(collected)} times for {len(state.micro)} inputs"
             )
         state.hidden = out
+
+    def _recorded(self, layer: int, state: GroupState) -> AbstractContextManager[None]:
+        """Inside, what is kept of the layer's products is."""
+        if not self.train or layer not in self.known:
+            return nullcontext()
+        kept = state.known_outputs[layer] = []
+        return self.known[layer].recorded(lambda output: kept.append(self._keep(output)))
 
     def _submit_forward(self, layer: int, group: int, collected: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         model, state = self.model, self.groups[group]
@@ -349,8 +351,7 @@ class LayerLoop:
         self.slots.hold(layer)
         state.graphs[layer] = []
         ahead = len(state.micro) if self.whole_groups else 1
-        for kept in state.layer_inputs[layer][:1]:
-            kept.fetch()
+        self._fetch(layer, state, 0)
         if layer in self.model.experts:
             scale = self.scales[layer]
             if scale is None:  # dy is the gradient at y, so every graph is needed now
@@ -375,14 +376,14 @@ class LayerLoop:
     def _recomputed(self, layer: int, group: int, number: int) -> Graph:
         """The graph of a micro-batch's layer."""
         state = self.groups[group]
-        micro, inputs = state.micro[number], state.layer_inputs[layer]
+        micro, outputs = state.micro[number], state.known_outputs.get(layer)
         # The embedding is frozen: nothing before the model's first layer wants a gradient.
-        h = inputs[number].take().detach().requires_grad_(layer > 0)
-        if number + 1 < len(inputs):
-            inputs[number + 1].fetch()
+        h = state.layer_inputs[layer][number].take().detach().requires_grad_(layer > 0)
+        known = self.known.get(layer, KnownOutputs()).given(outputs[number].take() if outputs else None)
+        self._fetch(layer, state, number + 1)
         graph, context = Graph(h, h), self.model.experts.get(layer)
         if context is None:
-            with torch.enable_grad(), self.clock.device("attention"):
+            with torch.enable_grad(), known, self.clock.device("attention"):
                 graph.out = self._run(layer, micro, h)
             return graph
         if layer in state.expert_outputs:
@@ -396,48 +397,21 @@ class LayerLoop:
                 return torch.zeros_like(hidden_NH)
             return answer_with(micro, graph.y_TH)(hidden_NH, ids_NK, weights_NK)
 
-        with torch.enable_grad(), context.handled_by(handler), self.clock.device("attention"):
+        with torch.enable_grad(), known, context.handled_by(handler), self.clock.device("attention"):
             graph.out = self._run(layer, micro, h)
             if self.watch is not None and self.spec.router_slopes is not None:
                 slopes_E = torch.tensor(self.spec.router_slopes, dtype=torch.float32, device=self.device)
                 graph.balance = (self.watch.take(micro.rows) * slopes_E).sum()
         assert graph.weights_TK is not None
-        self._compare(layer, group, state.routes[layer][number], Routes(ids, graph.weights_TK.detach()))
+        again = Routes(ids, graph.weights_TK.detach())
+        self.recomputed.compare(layer, group, state.routes[layer][number], again)
         return graph
 
-    def _compare(self, layer: int, group: int, before: Routes, again: Routes) -> None:
-        """Hold the recomputation against the forward; `check_recomputation` looks at what was found."""
-        if before.ids_TK.numel() == 0:
-            return
-        found = (
-            (before.ids_TK != again.ids_TK).any(dim=1).sum(),
-            (before.weights_TK.float() - again.weights_TK.float()).abs().max(),
-            before.weights_TK.abs().max(),
-        )
-        compared = _Compared(layer, group, before.ids_TK.shape[0], torch.stack([f.double() for f in found]))
-        self._compared.append(compared)
-
-    def check_recomputation(self) -> None:
-        """At a pass's end: every layer was computed again as in its forward. Once, since the host waits here
-        for all that the device has to do.
-
-        Raises:
-            RuntimeError: the first layer that was not, in the order of the recomputation.
-        """
-        compared, self._compared = self._compared, []
-        if not compared:
-            return
-        found = torch.stack([c.found for c in compared]).tolist()
-        for c, (differs, drift, largest) in zip(compared, found, strict=True):
-            if differs:
-                raise RuntimeError(
-                    f"layer {c.layer}, group {c.group}: the recomputation chose other experts than the "
-                    f"forward for {differs:.0f} of {c.tokens} tokens"
-                )
-            if not drift <= _WEIGHT_TOLERANCE * largest:
-                raise RuntimeError(
-                    f"layer {c.layer}, group {c.group}: recomputed routing weights differ by {drift:.3g}"
-                )
+    def _fetch(self, layer: int, state: GroupState, number: int) -> None:
+        """Begin to bring back what a layer is recomputed from for the micro-batch of this number, if any."""
+        for kept in (state.layer_inputs[layer], state.known_outputs.get(layer, [])):
+            for one in kept[number : number + 1]:
+                one.fetch()
 
     def _submit_backward(self, layer: int, group: int, dy: list[Tensor], scale: float) -> None:
         parts = [d if scale == 1.0 else d * scale for d in dy]
@@ -460,8 +434,7 @@ class LayerLoop:
             self._differentiated(graphs.pop(0) if graphs else self._recomputed(layer, group, i), *gradients)
             for i, gradients in enumerate(zip(grads, dx, dw, strict=True))
         ]
-        for held in (state.graphs, state.layer_inputs, state.routes, state.expert_outputs):
-            held.pop(layer, None)
+        state.drop(layer)
         self.slots.release(layer)
 
     def _differentiated(self, graph: Graph, grad: Tensor, dx: Tensor | None, dw: Tensor | None) -> Tensor:

@@ -23,7 +23,12 @@ from kt_ray.gpu import product
 
 
 class LoraLinear(peft.tuners.lora.Linear):
-    """PEFT's module of a frozen base layer, with neither dropout nor a variant (DoRA)."""
+    """PEFT's module of a frozen base layer, with neither dropout nor a variant (DoRA).
+
+    multiplies: False = give zeros, for whoever knows the output or does not need it (known_outputs.py).
+    """
+
+    multiplies = True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged or args or kwargs or not multiplies_in_parts(x):
@@ -31,7 +36,7 @@ class LoraLinear(peft.tuners.lora.Linear):
             return answer
         (name,) = self.active_adapters
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        y: Tensor = LoraFunction.apply(x, a, b, self.scaling[name], self.base_layer)
+        y: Tensor = LoraFunction.apply(x, a, b, self.scaling[name], self.base_layer, self.multiplies)
         return y
 
 
@@ -44,10 +49,13 @@ class LoraFunction(torch.autograd.Function):
     """base(x) + scale B A x, with x bfloat16, A [r, K] and B [N, r] float32. Keeps x and A x for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, base: nn.Module) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, base: nn.Module, multiplies: bool = True
+    ) -> Tensor:
         y: Tensor = base(x)
         h = _split(_contracted(_split(a), x.reshape(-1, x.shape[-1])))
-        _add_expanded(y.view(-1, y.shape[-1]), h, b.T, scale)
+        if multiplies:
+            _add_expanded(y.view(-1, y.shape[-1]), h, b.T, scale)
         ctx.save_for_backward(x, h, a, b)
         ctx.scale, ctx.base = scale, base
         return y
@@ -59,17 +67,17 @@ class LoraFunction(torch.autograd.Function):
         dh = _split(_contracted(_split(b.T), dy))
         dx = da = db = None
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(ctx.base, dy)
+            dx = input_gradient(ctx.base, dy)
             _add_expanded(dx, dh, a, ctx.scale)
             dx = dx.view(x.shape)
         if ctx.needs_input_grad[1]:
             da = ctx.scale * _contracted(dh, x.reshape(-1, x.shape[-1]).T)
         if ctx.needs_input_grad[2]:
             db = ctx.scale * _contracted(h, dy.T).T
-        return dx, da, db, None, None
+        return dx, da, db, None, None, None
 
 
-def _input_gradient(base: Any, dy: Tensor) -> Tensor:
+def input_gradient(base: Any, dy: Tensor) -> Tensor:
     """dy W [M, K], new memory."""
     own = getattr(base, "input_gradient", None)  # of a QuantizedLinear
     gradient: Tensor = dy @ base.weight if own is None else own(dy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.embedding_noise import with_noise
 from kt_ray.model.hidden_shelf import HostShelf
+from kt_ray.model.known_outputs import KnownOutputs, find_all
 from kt_ray.model.layer_checks import check_carry, check_family, check_packing, padding_moves, probe_layer
 from kt_ray.model.layer_loop import ExpertExchange, LayerLoop, StageExchange
 from kt_ray.model.lora import AdapterSwitch, initial_lora, inject_lora, resolve_targets
@@ -88,6 +90,7 @@ class Stage:
             name: p.detach().cpu().clone() for name, p in self.parameters.items() if name.endswith(MAGNITUDE)
         }
         self.scales = self._probe()
+        self.known_outputs = self._find_known_outputs()
         self.padding_moves = self._padding_moves() if spec.padded else ""
         self.head = Head(model, spec.loss_chunk) if self.last else None
         self.shelf = HostShelf(self.device) if spec.activations == "host" else None
@@ -130,6 +133,15 @@ class Stage:
             for layer, context in sorted(model.experts.items())
         }
 
+    def _find_known_outputs(self) -> dict[int, KnownOutputs]:
+        model, shape = self.model, (2, 4, *self.state_shape)
+        ids = torch.zeros(shape[:2], dtype=torch.int64, device=self.device)
+        calls = model.capture.record({"input_ids": ids}, None)
+        found = find_all(model.layers, calls, model.experts, shape, self.dtype)
+        if self.spec.attention_output == "retain":
+            return found
+        return {layer: replace(known, retained=None) for layer, known in found.items()}
+
     def _padding_moves(self) -> str:
         with self._zero_experts():
             return padding_moves(self.model.capture, self.model.layers, self.device)
@@ -165,11 +177,13 @@ class Stage:
             ]
         if self.shelf is not None and spec.kind == "train":
             shapes = [(*m.batch.input_ids.shape, *self.state_shape) for group in groups for m in group.micro]
-            self.shelf.clear(shapes * len(self.model.layers), self.dtype)
+            retained = sum(known.retained is not None for known in self.known_outputs.values())
+            outputs = [(*shape[:2], shape[-1]) for shape in shapes]
+            self.shelf.clear(shapes * len(self.model.layers) + outputs * retained, self.dtype)
         own = (self.model, self.scales, self.dropout, self.head)
         links = (experts, stages, clock, self._watch)
         whole_groups = self.spec.activations == "group"
-        return LayerLoop(*own, spec, groups, *links, self.shelf, slots, whole_groups)
+        return LayerLoop(*own, spec, groups, *links, self.shelf, slots, whole_groups, self.known_outputs)
 
     def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
         def note(index: int, hidden: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class StageSpec:
     keep_quantized: bool = False
     fingerprint: str = ""  # of the weights in `model_dir` (`CheckpointIndex.fingerprint`); "" = any
     activations: str = "group"  # rule.activations, without "auto"
+    attention_output: str = "recompute"  # rule.attention_output, likewise
     streamed: tuple[int, ...] = ()  # layers whose weights wait in host memory (rule.resident_layers)
     slots: int = 0  # places for them on the device
     embedding_on_host: bool = False  # whether the embedding waits there, too, and tokens are looked up there

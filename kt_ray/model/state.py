@@ -16,6 +16,8 @@ from kt_ray.batch import MicroBatch
 from kt_ray.model.hidden_shelf import Kept
 from kt_ray.model.layer_calls import RecordedCall
 
+_WEIGHT_TOLERANCE = 1e-5  # routing weights recomputed on the same device are bit-equal in practice
+
 
 @dataclass
 class MicroState:
@@ -80,6 +82,57 @@ class Routes(NamedTuple):
     weights_TK: Tensor  # as the router made them
 
 
+class _Compared(NamedTuple):
+    """A micro-batch's recomputed MoE layer. found: float64 [3] on the device: tokens that chose other
+    experts, largest difference of a routing weight, largest routing weight."""
+
+    layer: int
+    group: int
+    tokens: int
+    found: Tensor
+
+
+class RecomputedRoutes:
+    """Holds recomputed layers' routing against the forward's: on the device, read once per pass."""
+
+    def __init__(self) -> None:
+        self._compared: list[_Compared] = []
+
+    def compare(self, layer: int, group: int, before: Routes, again: Routes) -> None:
+        """Note how a micro-batch's routes differ."""
+        if before.ids_TK.numel() == 0:
+            return
+        found = (
+            (before.ids_TK != again.ids_TK).any(dim=1).sum(),
+            (before.weights_TK.float() - again.weights_TK.float()).abs().max(),
+            before.weights_TK.abs().max(),
+        )
+        compared = _Compared(layer, group, before.ids_TK.shape[0], torch.stack([f.double() for f in found]))
+        self._compared.append(compared)
+
+    def check(self) -> None:
+        """At a pass's end: every layer was computed again as in its forward. Once, since the host waits here
+        for all that the device has to do.
+
+        Raises:
+            RuntimeError: the first layer that was not, in the order of the recomputation.
+        """
+        compared, self._compared = self._compared, []
+        if not compared:
+            return
+        found = torch.stack([c.found for c in compared]).tolist()
+        for c, (differs, drift, largest) in zip(compared, found, strict=True):
+            if differs:
+                raise RuntimeError(
+                    f"layer {c.layer}, group {c.group}: the recomputation chose other experts than the "
+                    f"forward for {differs:.0f} of {c.tokens} tokens"
+                )
+            if not drift <= _WEIGHT_TOLERANCE * largest:
+                raise RuntimeError(
+                    f"layer {c.layer}, group {c.group}: recomputed routing weights differ by {drift:.3g}"
+                )
+
+
 @dataclass
 class Graph:
     """One micro-batch's recomputed layer, waiting for the experts' gradients."""
@@ -101,6 +154,8 @@ class GroupState:
     grads: list[Tensor] | None = None  # dH of each, between layers (backward)
     # layer -> h of each at the layer's input
     layer_inputs: dict[int, list[Kept]] = field(default_factory=dict)
+    # layer -> of each, the output that a recomputed layer is given (kt_ray.model.known_outputs)
+    known_outputs: dict[int, list[Kept]] = field(default_factory=dict)
     # non-affine layer -> y float32 [T_i, H] of each
     expert_outputs: dict[int, list[Tensor]] = field(default_factory=dict)
     routes: dict[int, list[Routes]] = field(default_factory=dict)  # MoE layer -> experts chosen by each
@@ -109,6 +164,11 @@ class GroupState:
     logits: list[Tensor] | None = None  # float32 [b, s, V] of each, on the CPU, when asked for
     losses: list[float] = field(default_factory=list)  # summed losses of each, after `loss`
     logps: list[np.ndarray] = field(default_factory=list)  # float64 [b] of each, when asked for
+
+    def drop(self, layer: int) -> None:
+        """Free what was held of a layer for its backward."""
+        for held in (self.graphs, self.layer_inputs, self.known_outputs, self.routes, self.expert_outputs):
+            held.pop(layer, None)
 
     @property
     def sizes(self) -> list[int]:

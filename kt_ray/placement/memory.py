@@ -14,7 +14,8 @@ Attention worker with n layers:
     weights           of the layers that stay, and of the largest streamed one for each slot; the streamed
                       ones are on the socket, once for all replicas
     kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing. With
-                      rule.activations=host the inputs are on the socket, and here two of each token
+                      rule.activations=host the inputs are on the socket, and here two of each token; and
+                      n * T_r * H * b of outputs, in the same place, with rule.attention_output=retain
     workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32 where PEFT computes
                       it, its dropout masks, q/k/v): all groups of a layer are recomputed before the first is
                       released, unless rule.activations has one micro-batch of each recomputed at a time; what
@@ -58,7 +59,7 @@ from kt_ray.placement.lora_sizes import (
     lora_params,
     trained_params,
 )
-from kt_ray.placement.plan_types import Budget, ExpertActorPlan, WorkerPlan
+from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
 from kt_ray.placement.staging import expert_staging, worker_staging
 
 GIB = 1 << 30
@@ -70,6 +71,8 @@ EXPERT_RUNTIME = int(0.3 * GIB)
 DRIVER_RUNTIME = int(0.6 * GIB)
 RAY_RUNTIME = int(0.8 * GIB)  # raylet, GCS, dashboard
 GPU_RUNTIME = int(0.8 * GIB)  # CUDA context, libraries, allocator slack
+
+HELD = Held("retain")  # the least that attention workers hold of recomputed layers' products
 
 LOGITS_BYTES = 1 << 26  # float32 logits that trainer.loss_chunk=auto allows at once
 
@@ -105,7 +108,7 @@ class Load:
 
     total: all replicas. replica: the largest replica. group: one group of all replicas. micro: one
     micro-batch. row: the longest row. recomputed: of a replica, whose recomputed layers are held at once.
-    on_host: whether hidden states wait for backward in host memory.
+    on_host: whether hidden states wait for backward in host memory. outputs: whether attention's wait, too.
     """
 
     total: int
@@ -115,6 +118,7 @@ class Load:
     row: int
     recomputed: int
     on_host: bool = False
+    outputs: bool = False
 
 
 def widest_row(data: DataConfig) -> int:
@@ -122,11 +126,10 @@ def widest_row(data: DataConfig) -> int:
     return math.ceil(data.max_length / data.pad_to_multiple_of) * data.pad_to_multiple_of
 
 
-def load_of(config: Config, wave: int, groups: int, activations: str = "group") -> Load:
+def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
     """Tokens of a wave of `wave` micro-batches per replica, cut into `groups`; every row at data.max_length.
 
-    Of generation those of one step, each replica's an engine call of its own. activations: as
-    `Plan.activations`.
+    Of generation those of one step, each replica's an engine call of its own.
     """
     if generates(config):
         tokens = step_tokens(config)
@@ -143,9 +146,10 @@ def load_of(config: Config, wave: int, groups: int, activations: str = "group") 
     group_rows = min(rows, math.ceil(math.ceil(rows / micro) / groups) * micro)
     total = min(trainer.batch_size, rows * replicas) * row
     # One micro-batch of each group, and the gradients while one is differentiated.
-    at_once = rows if activations == "group" else min(rows, (groups + 1) * micro)
+    at_once = rows if held.attention == "group" else min(rows, (groups + 1) * micro)
     group = min(total, group_rows * row * replicas)
-    return Load(total, rows * row, group, micro * row, row, at_once * row, activations == "host")
+    waiting = (held.attention == "host", held.output == "retain")
+    return Load(total, rows * row, group, micro * row, row, at_once * row, *waiting)
 
 
 def lora_bytes(config: Config) -> int:
@@ -184,10 +188,10 @@ def budgets(
     wave: int,
     groups: int,
     dtype: str,
-    activations: str = "group",
+    held: Held = HELD,
 ) -> tuple[Budget, ...]:
     """One budget per GPU in use and per socket in use, for waves of `wave` micro-batches per replica."""
-    load = load_of(config, wave, groups, activations)
+    load = load_of(config, wave, groups, held)
     stages = 1 + max(worker.stage for worker in workers)
     sums: dict[str, dict[str, int]] = {}
 
@@ -363,9 +367,11 @@ def worker_items(
     adapters = sum(lora_params(dims, config.lora, layer) for layer in own)
     all_adapters = sum(lora_params(dims, config.lora, layer) for layer in range(dims.num_layers))
     root = worker.rank == 0
-    states = (stop - start) * load.replica * dims.hidden_streams * hidden * element
-    # Of hidden states that wait on the host are here those between two layers, and the two being copied.
-    kept = 2 * (load.replica + load.micro) * dims.hidden_streams * hidden * element
+    outputs = int(load.outputs)  # each as wide as one stream of the hidden state
+    states = (stop - start) * load.replica * (dims.hidden_streams + outputs) * hidden * element
+    # Of what waits on the host are here hidden states between two layers, and two of each that are copied.
+    kept = 2 * load.replica * dims.hidden_streams * hidden * element
+    kept += 2 * load.micro * (dims.hidden_streams + outputs) * hidden * element
     kept = kept if load.on_host else states
     kept += moe * load.replica * dims.experts_per_token * 12
     if dims.hidden_streams > 1:  # not affine in the experts' output, which is then kept as well

@@ -28,7 +28,7 @@ from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.stage_split import Ranges, balanced_stages
 from kt_ray.placement.traffic import traffic_notes
 from kt_ray.placement.transports import choose_transport
-from kt_ray.placement.wave import Fit, Held, attention_kinds, choose_groups, fit
+from kt_ray.placement.wave import Fit, Held, attention_kinds, choose_groups, fit, output_kinds
 from kt_ray.placement.weight_slots import streaming
 
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
@@ -62,6 +62,7 @@ def make_plan(
         chosen = with_layout(config, layout) if layout else config
         if like is not None and not generates(config):
             held = {"experts.activations": like.experts[0].activations, "activations": like.activations}
+            held["attention_output"] = like.attention_output
             chosen = with_keys(chosen, {f"rule.{key}": value for key, value in held.items()})
             chosen = with_keys(chosen, {"rule.wave": like.wave})
         return _laid_out(dims, chosen, hardware, load, lane_rates, resident)
@@ -163,13 +164,13 @@ def _laid_out(
     def budget_of(wave: int, held: Held) -> tuple[Budget, ...]:
         own, groups = keeping(held.experts), choose_groups(config, wave)
         placed = with_streams(groups)
-        return budgets(dims, config, hardware, placed, own, wave, groups, dtype, held.attention)
+        return budgets(dims, config, hardware, placed, own, wave, groups, dtype, held)
 
     if generating:
         held = Held("retain")
         chosen = Fit(1, held, budget_of(1, held), _cache_notes(dims, config))
     else:
-        chosen = fit(config, budget_of, attention_kinds(config, dims, device))
+        chosen = fit(config, budget_of, attention_kinds(config, dims, device), output_kinds(config))
     notes += [*expert_notes, *chosen.notes, *_room_notes(hardware, chosen.memory)]
     if rule.gpu_memory != "auto" and all(budget.is_socket for budget in chosen.memory):
         notes.append(f"rule.gpu_memory={show(rule.gpu_memory)} changes nothing: no GPU is used")
@@ -194,6 +195,7 @@ def _laid_out(
         groups=groups,
         wave=chosen.wave,
         activations=chosen.held.attention,
+        attention_output=chosen.held.output,
         overlap=rule.overlap,
         budgets=chosen.memory,
         rule=rule.name,

@@ -153,6 +153,15 @@ class ExpectedLoad:
     chosen: float
 
 
+class Held(NamedTuple):
+    """What is held for backward. experts, output (`Plan.attention_output`): "retain" or "recompute".
+    attention: as `Plan.activations`."""
+
+    experts: str
+    attention: str = "group"
+    output: str = "recompute"
+
+
 class Choice(NamedTuple):
     """A plan that fits, by what may be left at auto, and the simulated seconds of a step."""
 
@@ -163,6 +172,7 @@ class Choice(NamedTuple):
     activations: str  # of the expert actors
     seconds: float
     attention: str = "group"  # `Plan.activations`
+    output: str = "recompute"  # `Plan.attention_output`
     resident: int | None = None  # `Plan.resident`
 
 
@@ -183,6 +193,7 @@ class Plan:
     wave: int = 1  # micro-batches of a replica that pass the layers together
     # "group", "micro_batch" or "host": what attention workers hold for backward (rule.activations)
     activations: str = "group"
+    attention_output: str = "recompute"  # or "retain": whether it waits for backward (rule.attention_output)
     overlap: bool = True  # False = attention and experts wait for each other
     budgets: tuple[Budget, ...] = ()
     notes: tuple[str, ...] = ()

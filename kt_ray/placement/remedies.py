@@ -101,6 +101,8 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
         yield change("rule.experts.activations", "recompute", "same results, slower expert backward")
     if rule.activations in ("group", "micro_batch"):
         yield change("rule.activations", "auto", "same results, less GPU memory")
+    if rule.attention_output == "retain":
+        yield change("rule.attention_output", "auto", "same results, less memory of attention workers")
     if isinstance(rule.resident_layers, int):
         yield change("rule.resident_layers", "auto", "same results, as many weights on the GPUs as fit")
     if rule.gpu_memory != "auto":

@@ -21,7 +21,10 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         *("vocab_size", "num_experts", "experts_per_token", "expert_intermediate", "expert_format"),
     )
     model = {key: getattr(dims, key) for key in sizes}
-    facts = ("stages", "replicas", "groups", "wave", "activations", "resident", "overlap", "tokens_per_step")
+    facts = (
+        *("stages", "replicas", "groups", "wave", "activations", "attention_output", "resident", "overlap"),
+        "tokens_per_step",
+    )
     return {
         "rule": plan.rule,
         "model": _lists({**model, "dtype": plan.dtype, "refusal": dims.refusal}),
@@ -208,6 +211,7 @@ def choice_text(choice: Choice) -> str:
     """ "2 stages x 1 replica, 2 groups, waves of 16 micro-batches, retain"."""
     layout, groups = layout_text(choice.stages, choice.replicas), counted(choice.groups, "group")
     held = choice.activations + ("" if choice.attention == "group" else f", {choice.attention}")
+    held += "" if choice.output == "retain" else ", attention output recomputed"
     held += "" if choice.resident is None else f", {counted(choice.resident, 'layer')} resident"
     return f"{layout}, {groups}, waves of {counted(choice.wave, 'micro-batch')}, {held}"
 

@@ -16,8 +16,8 @@ from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.lora_sizes import adapted
-from kt_ray.placement.memory import GPU_RUNTIME, ON_HOST, Load, load_of, worker_items
-from kt_ray.placement.plan_types import WorkerPlan
+from kt_ray.placement.memory import GPU_RUNTIME, HELD, ON_HOST, Load, load_of, worker_items
+from kt_ray.placement.plan_types import Held, WorkerPlan
 from kt_ray.placement.wave import choose_groups, micro_batches
 
 Ranges = tuple[tuple[int, int], ...]
@@ -55,7 +55,12 @@ def balanced_stages(
     capacities = [min(room[names[stage]] for names in devices) for stage in range(stages)]
     micro, asked = micro_batches(config), config.rule.wave
     # At auto the plan comes to one level or another; balanced for one, stages are nearly so for all.
-    held = "group" if config.rule.activations == "auto" else config.rule.activations
+    rule = config.rule
+    held = Held(
+        HELD.experts,
+        HELD.attention if rule.activations == "auto" else rule.activations,
+        HELD.output if rule.attention_output == "auto" else rule.attention_output,
+    )
     ranges: Ranges = ()
     for wave in (min(asked, micro),) if isinstance(asked, int) else (micro, 1):
         load = load_of(config, wave, choose_groups(config, wave), held)

@@ -7,23 +7,17 @@ often; what is kept for backward grows with it. Pure functions.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.placement.plan_types import Budget
+from kt_ray.placement.plan_types import Budget, Held
 from kt_ray.placement.render import gib
 
 ROOM = 0.9  # of a socket's memory that a plan may fill by choice: the system and the page cache need some
-
-
-class Held(NamedTuple):
-    """What is held for backward. experts: "retain" or "recompute". attention: as `Plan.activations`."""
-
-    experts: str
-    attention: str = "group"
 
 
 BudgetOf = Callable[[int, Held], tuple[Budget, ...]]  # of waves of so many micro-batches of a replica
@@ -55,19 +49,25 @@ def choose_groups(config: Config, wave: int) -> int:
     return min(groups if isinstance(groups, int) else 2, wave)
 
 
-def fit(config: Config, budget_of: BudgetOf, attention: Sequence[str] = ("group",)) -> Fit:
+def fit(
+    config: Config,
+    budget_of: BudgetOf,
+    attention: Sequence[str] = ("group",),
+    outputs: Sequence[str] = ("recompute",),
+) -> Fit:
     """The fewest waves that fit; at equal numbers of waves what holds most, which computes and copies least.
 
     What leaves a tenth of every socket free comes before what fits at all. Keys that are set leave only what
     they allow. When nothing fits: the least of all, so that the shortage that is reported is the true one.
 
     Args:
-        attention: what attention workers may hold, in the order in which it is preferred.
+        attention, outputs: what attention workers may hold, in the order in which it is preferred.
     """
     micro = micro_batches(config)
     asked, activations = config.rule.wave, config.rule.experts.activations
     experts = ("retain", "recompute") if activations == "auto" else (activations,)
-    kinds = [Held(of_experts, of_attention) for of_experts in experts for of_attention in attention]
+    each = itertools.product(experts, outputs, attention)
+    kinds = [Held(of_experts, of_attention, output) for of_experts, output, of_attention in each]
     largest = min(asked, micro) if isinstance(asked, int) else micro
     whole = {kind: budget_of(largest, kind) for kind in kinds}
     for room in (ROOM, 1.0):
@@ -100,6 +100,15 @@ def attention_kinds(config: Config, dims: ModelDims, device: str) -> tuple[str, 
     if dims.hidden_streams > 1:
         return ("group",)
     return ("group", "micro_batch") if device == "cpu" else ("group", "micro_batch", "host")
+
+
+def output_kinds(config: Config) -> tuple[str, ...]:
+    """Whether attention's outputs may be kept, what is preferred first. DoRA needs more of a product than its
+    output."""
+    asked = config.rule.attention_output
+    if asked != "auto":
+        return (asked,)
+    return ("recompute",) if config.lora.dora else ("retain", "recompute")
 
 
 def _largest(budget_of: BudgetOf, kind: Held, micro: int, room: float) -> int:

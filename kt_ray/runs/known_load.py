@@ -69,6 +69,7 @@ def resumed_choice(config: Config) -> Choice | None:
             wave=int(plan["wave"]),
             activations=str(plan["experts"][0]["activations"]),
             attention=str(plan.get("activations", "group")),  # plans of earlier versions have no such key
+            output=str(plan.get("attention_output", "recompute")),
             seconds=0.0,
             resident=None if plan.get("resident") is None else int(plan["resident"]),
         )

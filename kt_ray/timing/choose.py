@@ -30,7 +30,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
 from kt_ray.placement.render import LAYOUT, choice_text, counted, layout_text
 from kt_ray.placement.transports import DEFAULT
-from kt_ray.placement.wave import micro_batches, waves_of
+from kt_ray.placement.wave import micro_batches, output_kinds, waves_of
 from kt_ray.timing.lane_rates import lane_rates
 from kt_ray.timing.seats import even_waves, machine_of
 from kt_ray.timing.simulate import simulate
@@ -102,7 +102,9 @@ def choose_plan(
     of_layouts = tuple(simulations)
     simulations += simulate_fitting(other for one in of_layouts for other in _other_residents(one, (0.0,)))
     best = _faster(simulations[0], simulations[1:])
-    for alternatives in (_other_residents, _other_activations, _other_attention, _other_groups):
+    for alternatives in (
+        *(_other_residents, _other_activations, _other_attention, _other_output, _other_groups),
+    ):
         others = simulate_fitting(alternatives(best))
         simulations += others
         best = _faster(best, others)
@@ -122,7 +124,8 @@ def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
 def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     """What the plan has where a rule may leave it at auto."""
     shape = (plan.stages, plan.replicas, plan.groups, plan.wave)
-    return Choice(*shape, plan.experts[0].activations, seconds, plan.activations, plan.resident)
+    held = (plan.activations, plan.attention_output)
+    return Choice(*shape, plan.experts[0].activations, seconds, *held, plan.resident)
 
 
 def with_choice(config: Config, choice: Choice) -> Config:
@@ -136,6 +139,8 @@ def with_choice(config: Config, choice: Choice) -> Config:
         keys["rule.experts.activations"] = choice.activations
     if rule.activations == "auto":
         keys["rule.activations"] = choice.attention
+    if rule.attention_output == "auto":
+        keys["rule.attention_output"] = choice.output
     if rule.resident_layers == "auto" and choice.resident is not None:
         keys["rule.resident_layers"] = choice.resident
     return with_keys(config, keys)
@@ -183,6 +188,16 @@ def _other_attention(best: _Candidate) -> Iterator[Config]:
     the experts work, and hidden states need not be copied to the host and back."""
     if best.config.rule.activations == "auto" and best.plan.activations != "group":
         yield with_keys(best.config, {"rule.activations": "group"})
+
+
+def _other_output(best: _Candidate) -> Iterator[Config]:
+    """Attention's outputs that wait for backward trade memory, or a link's time, against a product."""
+    plan = best.plan
+    whole = waves_of(micro_batches(best.config), plan.wave) == 1 and plan.resident is None
+    whole &= plan.activations != "host"
+    for output in output_kinds(best.config):
+        if output != plan.attention_output and not (whole and output == "recompute"):
+            yield with_keys(best.config, {"rule.attention_output": output})
 
 
 def _other_groups(best: _Candidate) -> Iterator[Config]:

@@ -30,6 +30,7 @@ from kt_ray.placement.plan_types import Plan
 # Kernels that are dispatched, forward and backward, views not counted (torch.profiler).
 LINEAR_OPS = (7.0, 11.0)  # a linear layer with LoRA by PEFT
 PARTS_OPS = (10.0, 18.0)  # by kt_ray/model/lora_linear.py, its operations counted on the CPU
+KNOWN_OPS = 5.0  # of them forward where the output is known
 BARE_LINEAR_OPS = (1.0, 1.0)  # a linear layer alone
 LAYER_OPS = (120.0, 127.0)  # norms, rotary embedding, masks, residuals, attention itself
 ROUTER_OPS = (39.0, 52.0)
@@ -147,10 +148,35 @@ class LayerWork:
 
     def forward(self, rows: int, width: int) -> tuple[Counts, Counts]:
         """What is counted until the experts get their tokens, and after it (the shared expert)."""
+        return self._forward(rows, width, ())
+
+    def recompute(self, rows: int, width: int, retained: bool) -> tuple[Counts, Counts]:
+        """`forward` under grad, without the products whose outputs are known (kt_ray/model/known_outputs.py).
+
+        That is as in layers that add what shared experts and a dense MLP give to the residual. Where a norm
+        comes after them, which no configuration says, a product more is computed.
+
+        Args:
+            retained: whether the output of attention is.
+        """
+        return self._forward(rows, width, self._known(retained))
+
+    def _known(self, retained: bool) -> tuple[str, ...]:
+        """Names of the modules whose outputs a recomputed layer need not compute."""
+        if self.lora.dora:
+            return ()
+        wide = [
+            (n_in, name, of) for name, n_in, n_out, _, of in self.modules if n_out == self.dims.hidden_size
+        ]
+        last = max((each for each in wide if each[2]), default=None)
+        unused = [name for _, name, of in wide if not of and self.dims.hidden_streams == 1]
+        return (*unused, *([last[1]] if retained and last else []))
+
+    def _forward(self, rows: int, width: int, known: tuple[str, ...]) -> tuple[Counts, Counts]:
         m = rows * width
         first, rest = Counts(), Counts()
         for name, n_in, n_out, rank, of_attention in self.modules:
-            work = self._linear(n_in, n_out, rank, m, 0)
+            work = self._linear(n_in, n_out, rank, m, 0, known=name in known)
             if of_attention or not self.moe or "latent" in name:
                 first = first.plus(work)
             else:
@@ -177,11 +203,15 @@ class LayerWork:
 
     # -- parts -------------------------------------------------------------------------------
 
-    def _linear(self, n_in: int, n_out: int, rank: int, m: int, back: int) -> Counts:
-        product = 2.0 * m * n_in * n_out
+    def _linear(self, n_in: int, n_out: int, rank: int, m: int, back: int, *, known: bool = False) -> Counts:
+        product = 0.0 if known else 2.0 * m * n_in * n_out
         if not rank:
             return Counts(products=product, operations=BARE_LINEAR_OPS[back])
         elements = float(m * (n_in + n_out))
+        if (
+            known and self.in_parts
+        ):  # A x alone, which reads two bytes of an input where both sides' are three
+            return Counts(products=4.0 * m * rank * n_in, adapted=2 / 3 * m * n_in, operations=KNOWN_OPS)
         if self.in_parts:  # two numbers for each of A and B: twice the products, three times to add B A x
             product += 2.0 * m * rank * (5 * n_in + 4 * n_out if back else 2 * n_in + 3 * n_out)
             return Counts(products=product, adapted=elements, operations=PARTS_OPS[back])

@@ -301,6 +301,8 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, 
                 yield {"rule.experts.activations": activations}, same
     if rule.activations != "auto":
         yield {"rule.activations": "auto"}, same
+    if rule.attention_output != "auto":
+        yield {"rule.attention_output": "auto"}, same
     if rule.experts.answers == "float32":
         yield {"rule.experts.answers": "bfloat16"}, "y and dx rounded on their way, docs/numerics.md"
     if isinstance(rule.wave, int):

@@ -103,7 +103,8 @@ class PlanDurations:
             parts = parts[:1] if kind == "recompute" else parts
             parts += [("recompute", m) for m in group[1:]] if kind == "backward" else []
         for part, m in parts:
-            one, two = self._counted(part, layer, m, self.device, self.host)
+            retained = self.plan.attention_output == "retain"
+            one, two = self._counted(part, layer, m, self.device, self.host, retained=retained)
             factor = self._correction(part, layer, m)
             before, after = before + one * factor, after + two * factor
         if moe and kind in ("forward", "recompute"):
@@ -117,17 +118,20 @@ class PlanDurations:
         return (before, after) if moe or kind == "begin" else (before + after, 0.0)
 
     def _counted(
-        self, kind: str, layer: int, m: Micro, device: DeviceRate, host: DeviceRate
+        self, kind: str, layer: int, m: Micro, device: DeviceRate, host: DeviceRate, *, retained: bool = False
     ) -> tuple[float, float]:
-        """One micro-batch's seconds until the experts get their tokens, and after that, by layer_work.py."""
+        """One micro-batch's seconds until the experts get their tokens, and after that, by layer_work.py.
+
+        retained: whether the recomputation has attention's output; layers are measured without.
+        """
         plan, dtype, work = self.plan, self.plan.dtype, self.layers[layer]
         positions = m.rows * m.width
         if kind == "begin":
             begun = Counts(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
             return seconds(begun, device, host, dtype, positions), 0.0
         if kind in ("forward", "recompute"):
-            first, rest = work.forward(m.rows, m.width)
             grad = kind == "recompute"
+            first, rest = work.recompute(m.rows, m.width, retained) if grad else work.forward(m.rows, m.width)
             one = seconds(first, device, host, dtype, positions, softmax=work.softmax, grad=grad)
             two = seconds(rest, device, host, dtype, positions, grad=grad)
             return (0.0, one + two) if grad else (one, two)
@@ -310,7 +314,8 @@ class PlanDurations:
     def shelf(self, worker: int, group: Group, way: str) -> Carriage:
         dims = self.plan.dims
         positions = sum(m.rows * m.width for m in group)
-        size = positions * dims.hidden_size * dims.hidden_streams * ELEMENT_BYTES[self.plan.dtype]
+        streams = dims.hidden_streams + (self.plan.attention_output == "retain")
+        size = positions * dims.hidden_size * streams * ELEMENT_BYTES[self.plan.dtype]
         return Carriage(self._pcie(worker, size, way))
 
     def weights(self, worker: int, layer: int) -> Carriage:

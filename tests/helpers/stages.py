@@ -111,7 +111,7 @@ def make_stages(
 ) -> list[Stage]:
     """Stages of a checkpoint cut at these layers, e.g. (0, 1, 3)."""
     return [
-        Stage(StageSpec(str(path), (a, b), cuts[-1], seed=seed, lora=lora, dtype="float32", **extra))  # type: ignore[arg-type]
+        Stage(StageSpec(str(path), (a, b), cuts[-1], seed=seed, lora=lora, **({"dtype": "float32"} | extra)))  # type: ignore[arg-type]
         for a, b in itertools.pairwise(cuts)
     ]
 
@@ -189,7 +189,7 @@ def run(stages: Sequence[Stage], spec: PassSpec, experts: Reference) -> Run:
     if spec.kind == "train":
         backward(stages, loops)
         for loop in loops:
-            loop.check_recomputation()
+            loop.recomputed.check()
         own = {name: p.grad for stage in stages for name, p in stage.parameters.items()}
         for name, tensor in experts.parameters.items():
             grad = own.get(name) if name in own else tensor.grad

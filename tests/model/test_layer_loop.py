@@ -102,7 +102,7 @@ def test_recomputation_that_chooses_other_experts_raises(
     with pytest.raises(RuntimeError, match="layer 2, group 0: the recomputation chose other experts"):
         loop.recompute(2, 0)
         loop.recompute(2, 1)
-        loop.check_recomputation()
+        loop.recomputed.check()
 
 
 def test_recomputation_with_other_weights_raises(checkpoint: Checkpoint) -> None:
@@ -112,7 +112,7 @@ def test_recomputation_with_other_weights_raises(checkpoint: Checkpoint) -> None
     find_router(stage.model.layers[2]).routed_scaling_factor *= 1.001
     with pytest.raises(RuntimeError, match="layer 2, group 0: recomputed routing weights differ"):
         loop.recompute(2, 0)
-        loop.check_recomputation()
+        loop.recomputed.check()
 
 
 def test_recomputation_is_looked_at_once_per_pass(
@@ -126,7 +126,7 @@ def test_recomputation_is_looked_at_once_per_pass(
     with torch.no_grad():
         router.weight.copy_(router.weight.flip(0))
     looks: list[str] = []
-    compare = loop._compare
+    compare = loop.recomputed.compare
 
     def watched(*arguments: Any) -> None:
         with monkeypatch.context() as patch:
@@ -134,12 +134,12 @@ def test_recomputation_is_looked_at_once_per_pass(
                 patch.setattr(torch.Tensor, name, lambda tensor, name=name: looks.append(name))
             compare(*arguments)
 
-    monkeypatch.setattr(loop, "_compare", watched)
+    monkeypatch.setattr(loop.recomputed, "compare", watched)
     backward([stage], [loop])
     assert looks == []
     with pytest.raises(RuntimeError, match="layer 0, group 0: the recomputation chose other experts"):
-        loop.check_recomputation()
-    loop.check_recomputation()  # what was looked at is forgotten
+        loop.recomputed.check()
+    loop.recomputed.check()  # what was looked at is forgotten
 
 
 def _post_norm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,10 @@ def test_a_stage_computes_the_same_and_exports_for_the_unchanged_weights(checkpo
             ["lora.dora=true", "lora.experts=false", "lora.init=pissa"],
             r"weights that lora\.init=pissa changes",
         ),
+        (
+            ["lora.dora=true", "lora.experts=false", "rule.attention_output=retain"],
+            r"multiplies again for backward.*set rule\.attention_output=auto",
+        ),
         (["lora.dora=true", "lora.experts=false", "optim=muon"], r"trains vectors, and optim\.name=muon"),
         (["lora.rank_pattern={q_proj: 300}"], r"lora\.rank_pattern\.q_proj=300 is out of range"),
         (["lora.alpha_pattern={q_proj: 0}"], r"lora\.alpha_pattern\.q_proj=0 is out of range"),

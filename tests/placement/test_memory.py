@@ -86,14 +86,16 @@ def test_deepseek_v3_on_the_gpus() -> None:
     own = sum(lora_params(V3, LoraConfig(), layer) for layer in range(*plan.workers[0].layers))
     assert on[0]["LoRA"] == 8 * (everywhere + own)
     start, stop = plan.workers[1].layers
-    assert on[1]["kept activations"] == (stop - start) * 8192 * (7168 * 2 + 8 * 12)
+    # the hidden state before every layer, and attention's output
+    assert on[1]["kept activations"] == (stop - start) * 8192 * (2 * 7168 * 2 + 8 * 12)
     assert plan.fits and all("staging" in items(plan, f"socket {n}") for n in (0, 1))
 
 
 def test_one_micro_batch_at_a_time_and_hidden_states_on_the_host() -> None:
     """Eight micro-batches of 1,024 tokens on one stage per GPU, in two groups."""
     kept = {
-        name: v3_plan(activations=name, layers=[16, 15, 15, 15]) for name in ("group", "micro_batch", "host")
+        name: v3_plan(activations=name, layers=[16, 15, 15, 15], attention_output=output)
+        for name, output in (("group", "retain"), ("micro_batch", "retain"), ("host", "recompute"))
     }
     group, micro, host = (items(plan, "cuda:1") for plan in kept.values())
     start, stop = kept["group"].workers[1].layers
@@ -111,6 +113,14 @@ def test_one_micro_batch_at_a_time_and_hidden_states_on_the_host() -> None:
         for name in ("group", "host")
     ]
     assert sockets[1] - sockets[0] == 61 * 8192 * 7168 * 2
+    # With attention's outputs twice as much, and two of these are being copied as well.
+    both = v3_plan(activations="host", layers=[16, 15, 15, 15], attention_output="retain")
+    own = items(both, "cuda:1")["kept activations"]
+    assert own - host["kept activations"] == 2 * 1024 * 7168 * 2
+    assert (
+        sum(items(both, f"socket {n}")["kept activations"] for n in (0, 1)) - sockets[1]
+        == 61 * 8192 * 7168 * 2
+    )
 
 
 def test_replicas_divide_the_tokens() -> None:

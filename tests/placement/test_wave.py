@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.schema import Config
+from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.placement.memory import load_of
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.plan_types import Budget, Plan
-from kt_ray.placement.wave import ROOM, BudgetOf, Held, attention_kinds, choose_groups, fit
+from kt_ray.placement.plan_types import Budget, Held, Plan
+from kt_ray.placement.wave import ROOM, BudgetOf, attention_kinds, choose_groups, fit, output_kinds
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 DIMS = small_dims()
@@ -53,6 +53,24 @@ def test_fewest_waves_then_retain(capacity: int, expected: tuple[int, str]) -> N
     (note,) = (n for n in chosen.notes if n.startswith("rule.experts.activations=auto: "))
     assert expected[1] in note
     assert any(n.startswith("rule.wave=auto: ") for n in chosen.notes) == (expected[0] < 8)
+
+
+def test_attentions_outputs_wait_where_that_costs_no_wave() -> None:
+    def budgets_on(capacity: int) -> BudgetOf:
+        def budget_of(wave: int, held: Held) -> tuple[Budget, ...]:
+            size = (2 if held.output == "retain" else 1) * wave
+            return (Budget("cuda:0", {"kept activations": size}, capacity),)
+
+        return budget_of
+
+    for capacity, expected in ((16, (8, "retain")), (15, (8, "recompute")), (2, (2, "recompute"))):
+        chosen = fit(config_of(8), budgets_on(capacity), outputs=("retain", "recompute"))
+        assert (chosen.wave, chosen.held.output) == expected
+    assert output_kinds(config_of(8)) == ("retain", "recompute")
+    assert output_kinds(config_of(8, attention_output="retain")) == ("retain",)
+    assert output_kinds(dataclasses.replace(config_of(8), lora=LoraConfig(dora=True, experts=False))) == (
+        "recompute",
+    )
 
 
 def test_retain_comes_first_where_both_need_as_many_waves() -> None:

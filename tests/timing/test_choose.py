@@ -106,8 +106,23 @@ def test_small_waves_that_keep_all_are_weighed_against_recomputation(
 
 @pytest.mark.parametrize(("rule", "count"), [({"groups": 3}, 2), ({"groups": 3, "stages": 1}, 1)])
 def test_what_is_set_is_obeyed(rule: dict[str, Any], count: int) -> None:
-    plan = v3(host(2, 48), **rule)
+    plan = v3(host(2, 48), **rule, attention_output="recompute")
     assert plan.groups == 3 and len(plan.compared) == count
+
+
+def test_attentions_outputs_are_kept_where_that_costs_no_wave() -> None:
+    """Else both are simulated, as where they have to cross a link."""
+    plenty = v3(host(1, 80), stages=1)
+    assert plenty.attention_output == "retain" and plenty.wave == 16
+    assert {choice.output for choice in plenty.compared} == {"retain"}
+    for hardware, rule in ((host(1, 48), {}), (host(1, 48), {"activations": "host"})):
+        short = v3(hardware, stages=1, **rule)
+        seconds = {choice.output: choice.seconds for choice in short.compared[::-1]}
+        assert seconds.keys() == {"retain", "recompute"}
+        assert seconds[short.attention_output] <= 1.05 * min(seconds.values())
+    recomputed = v3(host(1, 80), stages=1, attention_output="recompute")
+    assert recomputed.attention_output == "recompute"
+    assert recomputed.compared[0].seconds > plenty.compared[0].seconds
 
 
 def test_ties_go_to_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,11 @@ def test_what_attention_holds_changes_no_bit(tmp_path: Path, family: str) -> Non
     """The same sums in the same order, whatever is recomputed when and wherever hidden states wait."""
     path = build_checkpoint(tmp_path, family)
     common = ["rule.groups=2", "trainer.micro_batch_size=2", "lora.dropout=0.1"]
-    whole = curve(path, *common, "rule.activations=group", stop=3)
-    assert curve(path, *common, "rule.activations=micro_batch", stop=3) == whole
-    assert curve(path, *common, "rule.activations=host", stop=3) == whole
+    recomputed = "rule.attention_output=recompute"
+    whole = curve(path, *common, "rule.activations=group", recomputed, stop=3)
+    for held in ("group", "micro_batch", "host"):
+        for output in (recomputed, "rule.attention_output=retain"):
+            assert curve(path, *common, f"rule.activations={held}", output, stop=3) == whole
 
 
 @pytest.mark.parametrize(("family", "dense"), [("deepseek_v3", {"first_k_dense_replace": 3}), ("olmoe", {})])
