@@ -1,12 +1,13 @@
-"""Bytes that a decoder layer's attention side moves beside its products, counted on transformers' own code.
+"""Bytes that a decoder layer's attention side moves beside its products, and its kernels, counted.
 
     python benchmarks/elementwise_bytes.py CONFIG.json ... --json out.json
 
 For each config.json one layer with experts is built at its released widths, with constant weights, and run
 forward and backward on the CPU. Every operation but products, attention and views counts the bytes of its
-inputs and outputs, as if no cache held any of them; expanded tensors count once. LoRA is not injected
-(kt_ray/model/lora_linear.py counts its own), the routed experts answer at no cost, and attention itself is
-left out. Beside the counts stand the bytes by which a plan predicts a GPU (kt_ray/timing/layer_work.py).
+inputs and outputs, as if no cache held any of them; expanded tensors count once. A norm that a GPU computes
+in one kernel (kt_ray/model/fused_norms.py) counts as one. LoRA is not injected (kt_ray/model/lora_linear.py
+counts its own), and attention and the routed experts answer at no cost. Beside the counts stand those by
+which a plan predicts a GPU (kt_ray/timing/layer_work.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kt_ray.checkpoint.non_experts import materialize_buffers
 from kt_ray.config.schema import LoraConfig
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.hardware.rates import NORM_BYTES
+from kt_ray.model import fused_norms
 from kt_ray.model.build import StageModel, build_on_meta
 from kt_ray.model.layer_calls import is_experts
 from kt_ray.model.layer_checks import check_family
@@ -68,18 +70,32 @@ VIEWS = frozenset(
 PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 
 
-class Bytes(TorchDispatchMode):
-    """Bytes that operations read and write."""
+class Counted(TorchDispatchMode):
+    """Bytes that operations read and write, and kernels: of products, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.bytes = self.kernels = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func._schema.name.split("::")[1] not in VIEWS | PRODUCTS:
-            self.total += sum(_size(t) for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+        name = func._schema.name.split("::")[1]
+        self.kernels += name not in VIEWS
+        if name not in VIEWS | PRODUCTS:
+            self.bytes += sum(_size(t) for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
         return out
+
+
+class _Norm(torch.autograd.Function):
+    """A norm in one kernel, forward and backward: of what it reads and writes, all as wide as x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.clone(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] + torch.empty_like(grads[0])  # the other is x
 
 
 class _Free(torch.autograd.Function):
@@ -95,35 +111,35 @@ class _Free(torch.autograd.Function):
         return tuple(torch.empty_like(t) for t in ctx.saved_tensors)
 
 
-def counted(config: Mapping[str, Any], tokens: int = TOKENS) -> tuple[float, float]:
-    """Bytes per token of a layer of this model, forward and backward."""
+def counted(config: Mapping[str, Any], tokens: int = TOKENS) -> tuple[Counted, Counted]:
+    """Bytes and kernels of a layer of this model, forward and backward."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         model = build_on_meta(StageSpec(folder, (0, 2), 2, dtype="bfloat16"))
     _fill(model)
+    fused_norms.fuse_norms(model.layers.values())
     check_family(model.capture, True, True, model.hidden_size, "cpu")
     call = model.capture.record({"input_ids": torch.zeros(1, tokens, dtype=torch.int64)}, None)[LAYER]
     hidden = torch.randn(1, tokens, model.hidden_size).bfloat16().requires_grad_()
-    forward, backward = Bytes(), Bytes()
-    with _attention_is_free(), model.experts[LAYER].handled_by(lambda x, ids, w: _Free.apply(x, w)):
+    forward, backward = Counted(), Counted()
+    with _one_kernel(), model.experts[LAYER].handled_by(lambda x, ids, w: _Free.apply(x, w)):
         with forward:
             out = call.run(model.layers[LAYER], hidden)
         with backward:
             torch.autograd.backward(out, torch.ones_like(out))
-    return forward.total / tokens, backward.total / tokens
+    return forward, backward
 
 
-def predicted(config: Mapping[str, Any], tokens: int = TOKENS) -> tuple[float, float]:
-    """Bytes per token by which a plan predicts the same layer on a GPU, forward and backward."""
+def predicted(config: Mapping[str, Any], tokens: int = TOKENS) -> tuple[tuple[float, float], ...]:
+    """Bytes and kernels by which a plan predicts the same layer on a GPU, forward and backward."""
     dims = dims_from_config({**config}, "model")
     work = LayerWork(dims, LAYER, LoraConfig(target_modules="none"), "bfloat16", gpu=True)
     first, rest = work.forward(1, tokens)
     both = (first.plus(rest), work.backward(1, tokens))
-    made = [
-        c.normed * size + c.passes * NORM_BYTES[0] / NORM_PASSES
+    return tuple(
+        (c.normed * size + c.passes * NORM_BYTES[0] / NORM_PASSES, c.operations)
         for c, size in zip(both, NORM_BYTES, strict=True)
-    ]
-    return made[0] / tokens, made[1] / tokens
+    )
 
 
 def shortened(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,14 +179,20 @@ def _fill(model: StageModel) -> None:
 
 
 @contextmanager
-def _attention_is_free() -> Iterator[None]:
+def _one_kernel() -> Iterator[None]:
+    """Attention and norms as a GPU has them."""
+
     def attention(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **how: Any) -> Tensor:
         # Its own layout: heads of a token lie together.
         like = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1], dtype=q.dtype).transpose(1, 2)
         out: Tensor = _Free.apply(like, q, k, v)
         return out
 
-    with mock.patch.object(nn.functional, "scaled_dot_product_attention", attention):
+    with (
+        mock.patch.object(nn.functional, "scaled_dot_product_attention", attention),
+        mock.patch.object(nn.functional, "rms_norm", lambda x, *rest: _Norm.apply(x)),
+        mock.patch.object(fused_norms, "takes_kernel", lambda x: True),
+    ):
         yield
 
 
@@ -191,22 +213,17 @@ def main() -> None:
     records = []
     for path in args.configs:
         config = shortened(json.loads(path.read_text()))
-        forward, backward = counted(config)
-        plan = predicted(config)
-        print(
-            f"{path.stem:36} KB per token: forward {forward / 1e3:7.0f}, plan {plan[0] / 1e3:7.0f}; "
-            f"backward {backward / 1e3:7.0f}, plan {plan[1] / 1e3:7.0f}",
-            flush=True,
-        )
-        records.append(
-            {
-                "model": path.stem,
-                "forward": forward,
-                "backward": backward,
-                "plan_forward": plan[0],
-                "plan_backward": plan[1],
-            }
-        )
+        record: dict[str, Any] = {"model": path.stem}
+        both = zip(("forward", "backward"), counted(config), predicted(config), strict=True)
+        for way, found, (size, kernels) in both:
+            record[way] = {"bytes": found.bytes / TOKENS, "plan_bytes": size / TOKENS}
+            record[way] |= {"kernels": found.kernels, "plan_kernels": kernels}
+            print(
+                f"{path.stem:28} {way:8} {found.bytes / TOKENS / 1e3:6.0f} KB per token, plan "
+                f"{size / TOKENS / 1e3:6.0f}; {found.kernels:4} kernels, plan {kernels:4.0f}",
+                flush=True,
+            )
+        records.append(record)
     if args.json:
         write_json(args.json, records, machine())
 

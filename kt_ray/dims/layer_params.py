@@ -26,6 +26,14 @@ UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe", "llama4", "llama4_text", "lo
 # holds all scores.
 WITHOUT_SDPA = frozenset(("deepseek_ref", "deepseek_v4", "hy_v4", "inkling2_text"))
 
+# Families whose norms torch has no single kernel for: weights of 1 + w, or mean and variance.
+WRITTEN_OUT_NORMS = frozenset(
+    (
+        *("cohere2_moe", "minimax_m3_vl", "minimax_m3_vl_text", "phimoe", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_next", "qwen4_exp", "qwen4_exp_text"),
+    )
+)
+
 EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 # Activations that the engine computes, by config.json's names; "swigluoai" is MiniMax-M3's clamped one.
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "swigluoai")

@@ -22,6 +22,7 @@ ROWS = (1, 4, 16, 64, 256)  # rows per expert at which experts are measured
 PEFT_BYTES = (20.0, 40.0)
 PARTS_BYTES = (3.0, 5.0)
 NORM_BYTES = (38.0, 90.0)  # per element of an RMS norm in bfloat16 as transformers computes it, both ways
+FUSED_NORM_BYTES = (4.0, 6.0)  # in one kernel (kt_ray/model/fused_norms.py), which a GPU has
 
 # Formats of checkpoints that the engine knows by a shorter name.
 ENGINE_FORMAT = {"fp8_block": "fp8"}

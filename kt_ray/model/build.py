@@ -12,6 +12,7 @@ from torch import nn
 from kt_ray.errors import UserError
 from kt_ray.model.family import Family, build_causal, drop_towers, read_family
 from kt_ray.model.formula import ExpertFormula, check_trainable
+from kt_ray.model.fused_norms import fuse_norms
 from kt_ray.model.layer_calls import (
     BlankEmbedding,
     LayerCallCapture,
@@ -110,6 +111,8 @@ def build_stage_model(spec: StageSpec) -> StageModel:
         raise damaged("the checkpoint lacks weights of this model", spec.model_dir, observed)
     causal.requires_grad_(False)
     causal.eval()
+    if model.device.type == "cuda":
+        fuse_norms(model.layers.values())
     return model
 
 

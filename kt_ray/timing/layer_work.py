@@ -7,9 +7,9 @@ kernels, which cost their dispatch however small they are. On a CPU the kinds ad
 beside the device's work, so the larger counts.
 
 Sources of the counts: transformers 5's decoder layers and the LoRA layers (PEFT's; for bfloat16 on a GPU
-kt_ray/model/lora_linear.py) as they are; kernels were counted with torch.profiler on layers of the demo
-(docs/prediction.md). Backward is what autograd does for trained LoRA and frozen weights: one product for the
-input's gradient, none for the weight's.
+kt_ray/model/lora_linear.py) as they are; operations were counted with torch.profiler on layers of the demo,
+and kernels of a GPU on layers at released widths (docs/prediction.md). Backward is what autograd does for
+trained LoRA and frozen weights: one product for the input's gradient, none for the weight's.
 
 Legend: M = b * s positions, H hidden size.
 """
@@ -21,19 +21,22 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.dims.layer_params import WITHOUT_SDPA
+from kt_ray.dims.layer_params import WITHOUT_SDPA, WRITTEN_OUT_NORMS
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.hardware.rates import NORM_BYTES, PARTS_BYTES, PEFT_BYTES, DeviceRate
+from kt_ray.hardware.rates import FUSED_NORM_BYTES, NORM_BYTES, PARTS_BYTES, PEFT_BYTES, DeviceRate
 from kt_ray.placement.lora_sizes import in_parts, module_ranks
 from kt_ray.placement.plan_types import Plan
 
-# Kernels that are dispatched, forward and backward, views not counted (torch.profiler).
+# Operations that are dispatched, forward and backward, views not counted (torch.profiler, on a CPU).
 LINEAR_OPS = (7.0, 11.0)  # a linear layer with LoRA by PEFT
 PARTS_OPS = (10.0, 18.0)  # by kt_ray/model/lora_linear.py, its operations counted on the CPU
 KNOWN_OPS = 5.0  # of them forward where the output is known
 BARE_LINEAR_OPS = (1.0, 1.0)  # a linear layer alone
 LAYER_OPS = (120.0, 127.0)  # norms, rotary embedding, masks, residuals, attention itself
 ROUTER_OPS = (39.0, 52.0)
+# Kernels of a GPU, where a norm is one (benchmarks/elementwise_bytes.py).
+GPU_LAYER_OPS = (36.0, 44.0)
+GPU_ROUTER_OPS = (12.0, 10.0)
 # Time of a small operation that views and Python take per kernel; autograd calls kernels without Python.
 AROUND_OP = 4.4
 AROUND_BACK = 3.4
@@ -113,6 +116,11 @@ class LayerWork:
     def in_parts(self) -> bool:
         """Whether LoRA takes kt_ray/model/lora_linear.py's path."""
         return in_parts(self.lora, self.dtype, gpu=self.gpu)
+
+    @property
+    def fused_norms(self) -> bool:
+        """Whether norms are one kernel each (kt_ray/model/fused_norms.py)."""
+        return self.gpu and self.dtype == "bfloat16" and self.dims.model_type not in WRITTEN_OUT_NORMS
 
     @property
     def moe(self) -> bool:
@@ -234,7 +242,10 @@ class LayerWork:
         normed = 2.0 * hidden + compressed
         if self.gpu:  # a CPU's passes have them
             normed += dims.attention_normed
-        return Counts(normed=m * normed, passes=m * passes, operations=LAYER_OPS[back])
+        if self.fused_norms:
+            normed *= FUSED_NORM_BYTES[back] / NORM_BYTES[back]
+        operations = GPU_LAYER_OPS if self.fused_norms else LAYER_OPS
+        return Counts(normed=m * normed, passes=m * passes, operations=operations[back])
 
     def _pairs(self, rows: int, width: int) -> Counts:
         scores = 0.0 if self.softmax == "fused" else rows * float(width) ** 2 * self.dims.num_heads
@@ -249,7 +260,8 @@ class LayerWork:
         dims = self.dims
         matrix = dims.hidden_size * dims.num_experts
         passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.num_experts * self.passes.router[back]
-        return Counts(thin=2.0 * m * matrix, passes=passes, operations=ROUTER_OPS[back])
+        operations = GPU_ROUTER_OPS if self.gpu else ROUTER_OPS
+        return Counts(thin=2.0 * m * matrix, passes=passes, operations=operations[back])
 
 
 def layer_works(plan: Plan, config: Config) -> tuple[LayerWork, ...]:

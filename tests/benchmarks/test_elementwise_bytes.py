@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.elementwise_bytes import Bytes, counted, predicted, shortened
+from benchmarks.elementwise_bytes import Counted, counted, predicted, shortened
 from tests.placement.configs import SMALL
 
 # Wide enough that the router does not decide.
@@ -31,15 +31,17 @@ WIDE: dict[str, dict[str, Any]] = {
 
 def test_operations_count_what_they_read_and_write() -> None:
     x, row = torch.ones(64, 32), torch.ones(1, 32)
-    with Bytes() as found:
+    with Counted() as found:
         y = x + row.expand(64, 32)  # an expanded row is read once
         y.view(32, 64).transpose(0, 1)  # views move nothing, products are counted elsewhere
         x @ x.T
-    assert found.total == 4 * (64 * 32 + 32 + 64 * 32)
+    assert found.bytes == 4 * (64 * 32 + 32 + 64 * 32)
+    assert found.kernels == 2
 
 
 @pytest.mark.parametrize("family", WIDE)
 def test_a_plans_bytes_are_near(family: str) -> None:
     config = shortened({**SMALL[family], **WIDE[family]})
-    for observed, planned in zip(counted(config, 64), predicted(config, 64), strict=True):
-        assert 0.7 <= planned / observed <= 1.5
+    for observed, (size, kernels) in zip(counted(config, 64), predicted(config, 64), strict=True):
+        assert 0.7 <= size / observed.bytes <= 1.7
+        assert 0.7 <= kernels / observed.kernels <= 2.2
