@@ -161,7 +161,7 @@ def stage_specs(
             streamed=worker.streamed,
             slots=worker.slots,
             embedding_on_host=embedding_on_host(plan.dims, worker, plan.stages),
-            padded=config.packs_micro_batches or config.micro_batch_rows(plan.replicas) > 1,
+            padded=config.pads(plan.replicas),
             start=start,
         )
         for worker in plan.workers

@@ -383,6 +383,11 @@ class Config:
         fair = trainer.batch_size // (2 * replicas)
         return max(1, min(MICRO_TOKENS // self.data.max_length, fair))
 
+    def pads(self, replicas: int) -> bool:
+        """Whether micro-batches may hold padding after their rows."""
+        several = self.packs_micro_batches or self.micro_batch_rows(replicas) > 1
+        return several or self.data.pad_to_multiple_of > 1
+
     def micro_batch_tokens(self, replicas: int) -> int | None:
         """Positions of a micro-batch, at the most, where rows share it by length; None = they do not."""
         data = self.data

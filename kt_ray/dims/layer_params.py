@@ -33,6 +33,9 @@ WRITTEN_OUT_NORMS = frozenset(
         *("qwen3_next", "qwen4_exp", "qwen4_exp_text"),
     )
 )
+# Families whose layers must be told which positions are padding, though it follows the row: a state that
+# decays from the end (lightning attention). kt_ray.model.layer_checks finds it out by trying.
+MASKS_PADDING = frozenset(("minimax",))
 
 EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 # Activations that the engine computes, by config.json's names; "swigluoai" is MiniMax-M3's clamped one.

@@ -4,7 +4,8 @@
 - `probe_layer`: is a layer's output affine in the experts' output y? Where h_out = h_partial + c·y with a
   constant c, a recomputed layer does not need y, and the experts' backward can start before it. A norm after
   the experts, or hyper-connections, make it non-affine.
-- `padding_moves`: do rows change with the padding beside them? Selections among ties and windows of keys do.
+- `padding_moves`: do rows change with the padding beside them? Selections among ties and windows of keys do,
+  and without a mask states that decay from the end of the row.
 - `check_packing`: do layers keep packed documents apart? transformers builds block-diagonal masks from
   position ids that restart. A layer that carries a state from token to token (linear attention, Mamba), or
   groups neighbouring tokens (compressed keys), has no use for the mask and would mix documents without a
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kt_ray.errors import UserError
 from kt_ray.model.family import first_line
@@ -228,30 +229,36 @@ def check_packing(capture: LayerCallCapture, layers: Mapping[int, nn.Module], de
             )
 
 
-def padding_moves(capture: LayerCallCapture, layers: Mapping[int, nn.Module], device: torch.device) -> str:
+def padding_moves(
+    capture: LayerCallCapture, layers: Mapping[int, nn.Module], device: torch.device, *, masked: bool
+) -> str:
     """Run a layer of each kind on padded rows and on each alone. The caller answers for the experts.
 
     An index that chooses a few positions breaks ties by the width of the row; compressed keys are made of
     whole windows. An index is made to choose few, as no probe is as long as it chooses.
 
+    Args:
+        masked: whether the model is told which positions are padding. It need not be where every position
+            looks only back, since padding follows the row.
+
     Returns:
         The first layer that padding moves, and by how much; "" = none.
     """
-    kinds: dict[tuple[object, ...], int] = {}
-    for index, layer in layers.items():
-        kinds.setdefault((type(layer), *_parts(layer)), index)
     rates = getattr(capture.causal.config.get_text_config(), "compress_rates", None) or {}
     window = max((rate for rate in rates.values() if isinstance(rate, int)), default=0)
     lengths = [n + 2 * window for n in _ROWS]
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64, device=device)
-    mask = torch.zeros_like(ids)
+    valid = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
-        mask[row, :length] = 1
+        valid[row, :length] = 1
     generator = torch.Generator().manual_seed(0)
     shape = (*ids.shape, *capture.state_shape)
     hidden = torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
-    padded = capture.record({"input_ids": ids}, mask)
+    padded = capture.record({"input_ids": ids}, valid if masked else None)
     alone = [capture.record({"input_ids": ids[:1, :length]}, None) for length in lengths]
+    kinds: dict[tuple[object, ...], int] = {}
+    for index, layer in layers.items():
+        kinds.setdefault((type(layer), *_parts(layer), *_tensors(padded[index])), index)
     for index in kinds.values():
         layer = _in_float(layers[index])
         with _few_chosen(layer), torch.no_grad():
@@ -262,6 +269,12 @@ def padding_moves(capture: LayerCallCapture, layers: Mapping[int, nn.Module], de
                 if not error <= _PACKING_TOLERANCE * max(1.0, float(own.abs().max())):
                     return f"layer {index}, {_attention_name(layer)}, by {error:.2g}"
     return ""
+
+
+def _tensors(call: RecordedCall) -> tuple[int, ...]:
+    """The tensors that a layer gets, each by its identity: layers of one kind share their masks."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    return tuple(id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _parts(layer: nn.Module) -> list[type]:

@@ -47,6 +47,7 @@ class Stage:
         principal: PiSSA: the parameters' initial values, on the CPU; else empty.
         state_shape: of the hidden state between layers after [b, s]: (H,), or (streams, H).
         dtype: of the hidden state.
+        masks_padding: whether layers are told which positions are padding (`_look_at_padding`).
         padding_moves: the first layer whose rows change with the padding beside them, or "" (not looked at
             unless `spec.padded`).
         scales: MoE layer -> c of h_out = h_partial + c·y, or None where the layer is not affine in y.
@@ -91,7 +92,9 @@ class Stage:
         }
         self.scales = self._probe()
         self.known_outputs = self._find_known_outputs()
-        self.padding_moves = self._padding_moves() if spec.padded else ""
+        self.masks_padding, self.padding_moves = True, ""
+        if spec.padded:
+            self._look_at_padding()
         self.head = Head(model, spec.loss_chunk) if self.last else None
         self.shelf = HostShelf(self.device) if spec.activations == "host" else None
         self._watch: RouterWatch | None = None
@@ -142,9 +145,19 @@ class Stage:
             return found
         return {layer: replace(known, retained=None) for layer, known in found.items()}
 
-    def _padding_moves(self) -> str:
+    def _look_at_padding(self) -> None:
+        """Find out whether padding moves rows, on a GPU first without a mask.
+
+        A mask is [b, 1, s, s] for transformers, and with one torch's flash kernel is not taken, nor the
+        hidden half of the pairs skipped. CPU kernels take a mask; there it stays, so that gradients keep
+        their bits (grouped keys add up in another order without one).
+        """
+        layers = (self.model.capture, self.model.layers, self.device)
         with self._zero_experts():
-            return padding_moves(self.model.capture, self.model.layers, self.device)
+            if self.device.type == "cuda":
+                self.masks_padding = bool(padding_moves(*layers, masked=False))
+            if self.masks_padding:
+                self.padding_moves = padding_moves(*layers, masked=True)
 
     @contextmanager
     def _zero_experts(self) -> Iterator[None]:
@@ -198,7 +211,7 @@ class Stage:
             # transformers makes a block-diagonal mask of position ids that restart (masking_utils)
             inputs["position_ids"] = micro.documents
         with self._noise(micro, spec):
-            calls = self.model.capture.record(inputs, micro.mask, note)
+            calls = self.model.capture.record(inputs, micro.mask if self.masks_padding else None, note)
         micro.calls = {layer: calls[layer] for layer in self.model.layers}
         return micro
 

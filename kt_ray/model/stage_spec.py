@@ -47,7 +47,7 @@ class StageSpec:
     embedding_on_host: bool = False  # whether the embedding waits there, too, and tokens are looked up there
     # path and name of a file in memory for those weights, which replicas share; None = their own memory
     weights_file: tuple[str, str] | None = None
-    padded: bool = False  # whether micro-batches may hold rows of several lengths
+    padded: bool = False  # whether micro-batches may hold padding after their rows
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
 
     def of_layer(self, layer: int) -> StageSpec:

@@ -29,7 +29,7 @@ class MicroState:
     samples_N: Tensor  # int64 [N]
     positions_N: Tensor  # int64 [N]
     # int64 [b, s], 1 for valid positions; None when all are, or when rows are packed: then `documents`
-    # keeps padding apart too
+    # keeps padding apart too. Padding follows a row
     mask: Tensor | None
     # int64 [b, s] position ids that restart with each document of packed rows, or None
     documents: Tensor | None = None
@@ -38,7 +38,7 @@ class MicroState:
 
     @classmethod
     def create(cls, batch: MicroBatch, device: torch.device) -> MicroState:
-        """Rows, keys and the attention mask of a micro-batch."""
+        """Rows, keys and the padding mask of a micro-batch."""
         b, s = batch.input_ids.shape
         position = np.arange(s, dtype=np.int64)[None, :].repeat(b, axis=0)
         sample = np.asarray(batch.sample_ids, dtype=np.int64)[:, None].repeat(s, axis=1)

@@ -37,7 +37,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kt_ray.config.schema import Config, DataConfig, LoraConfig
-from kt_ray.dims.layer_params import WITHOUT_SDPA
+from kt_ray.dims.layer_params import MASKS_PADDING, WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.machine import Hardware, socket_name
@@ -289,7 +289,7 @@ def layer_activation_bytes(
     elif not generates(config):
         window = dims.pair_widths[layer][1] if dims.pair_widths else 0
         # torch adds a mask in the type of the queries, and autograd keeps it.
-        scores = element * row if _partial(config) or 0 < window < row else 0
+        scores = element * row if _masked(dims, config, gpu=gpu) or 0 < window < row else 0
     return linear + lora + norms + element * dims.attention_width + scores
 
 
@@ -329,16 +329,17 @@ def drops(config: Config) -> bool:
     return config.lora.dropout > 0 and not generates(config)
 
 
-def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str) -> int:
+def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str, *, gpu: bool = False) -> int:
     """Bytes of the attention masks of a replica's wave: [rows, 1, row, row] for each kind of attention.
 
     They are made when a pass begins, kept until its end and shared by the layers of one kind (all keys, or a
-    window of them). Causal attention over whole rows needs none; packed rows and padding do, and so does
-    eager attention, whose masks are added to scores and have their type.
+    window of them). Causal attention over whole rows needs none; see `_masked`. Eager attention's masks are
+    added to scores and have their type.
     """
     row, eager = load.row, _eager(dims, config)
     windows = {window for _, window in dims.pair_widths} or {0}
-    kinds = sum(1 for window in windows if eager or _partial(config) or 0 < window < row)
+    masked = eager or _masked(dims, config, gpu=gpu)
+    kinds = sum(1 for window in windows if masked or 0 < window < row)
     return kinds * load.replica * row * (ELEMENT_BYTES[dtype] if eager else 1)
 
 
@@ -347,10 +348,12 @@ def _eager(dims: ModelDims, config: Config) -> bool:
     return config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA
 
 
-def _partial(config: Config) -> bool:
-    """Whether rows have positions that others must not see: padding, or other documents."""
-    data, several = config.data, config.micro_batch_rows(config.rule.replica_count) > 1
-    return data.packing or data.pad_to_multiple_of > 1 or several or config.packs_micro_batches
+def _masked(dims: ModelDims, config: Config, *, gpu: bool) -> bool:
+    """Whether layers that look at all keys get a mask: other documents in the row, an index that chooses
+    keys; of padding, which follows the row, only generation, CPUs and `MASKS_PADDING` have one (`Stage`)."""
+    told = not gpu or generates(config) or dims.model_type in MASKS_PADDING
+    indexed = any("indexer" in name for layer in dims.lora_in_out for name, _, _ in layer)
+    return config.data.packing or indexed or (told and config.pads(config.rule.replica_count))
 
 
 def worker_items(
@@ -403,7 +406,7 @@ def worker_items(
         "embedding": element * dims.embedding_params * looked_up,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
         "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
-        + mask_bytes(dims, config, load, dtype),
+        + mask_bytes(dims, config, load, dtype, gpu=gpu),
         "logits": logits * dims.vocab_size * (element + 8) if last else 0,
         "staging": worker_staging(
             dims,

@@ -135,16 +135,17 @@ def test_replicas_divide_the_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "masks"),
+    ("changes", "masks", "on_gpu"),
     [
-        ({}, 0),
-        ({"data": {"packing": True}}, 1),
-        ({"trainer": {"batch_size": 8, "micro_batch_size": 2}}, 1),
-        ({"model": {"attn_implementation": "eager"}}, 2),
+        ({}, 0, 0),
+        ({"data": {"packing": True}}, 1, 1),
+        ({"trainer": {"batch_size": 8, "micro_batch_size": 2}}, 1, 0),
+        ({"model": {"attn_implementation": "eager"}}, 2, 2),
     ],
 )
-def test_attention_masks(changes: dict[str, Any], masks: int) -> None:
-    """bool [rows, 1, row, row], in bfloat16 where eager attention adds them; none for whole rows."""
+def test_attention_masks(changes: dict[str, Any], masks: int, on_gpu: int) -> None:
+    """bool [rows, 1, row, row], in bfloat16 where eager attention adds them; none for whole rows, nor on a
+    GPU for padding after them."""
     config = make_config(
         **{
             "trainer": {"batch_size": 8},
@@ -154,6 +155,12 @@ def test_attention_masks(changes: dict[str, Any], masks: int) -> None:
     )
     load = load_of(config, wave=8, groups=2)
     assert mask_bytes(small_dims(), config, load, "bfloat16") == masks * 8 * 64 * 64
+    assert mask_bytes(small_dims(), config, load, "bfloat16", gpu=True) == on_gpu * 8 * 64 * 64
+    told = dataclasses.replace(small_dims(), model_type="minimax")
+    assert mask_bytes(told, config, load, "bfloat16", gpu=True) == masks * 8 * 64 * 64
+    names = (("self_attn.indexer.wk", 4, 4),)
+    indexed = dataclasses.replace(small_dims(), lora_in_out=(names,) * 4)
+    assert mask_bytes(indexed, config, load, "bfloat16", gpu=True) == max(1, masks) * 8 * 64 * 64
     # A window smaller than the row needs a mask of its own, packed or not.
     window = dataclasses.replace(small_dims(), pair_widths=((64, 0), (64, 16), (64, 16), (64, 0)))
     more = 2 * masks if masks else 1
