@@ -22,8 +22,8 @@ UNCOMPUTED = {
 # Families with experts that transformers 5 does not hand to its experts interface.
 UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe", "llama4", "llama4_text", "longcat_flash"))
 
-# Families that neither transformers nor kt_ray.model.sinks has "sdpa" attention for: they run "eager", which
-# holds all scores.
+# Families that neither transformers nor kt_ray.model.attention has "sdpa" attention for: they run "eager",
+# which holds all scores.
 WITHOUT_SDPA = frozenset(("deepseek_ref", "deepseek_v4", "hy_v4", "inkling2_text"))
 
 # Families whose norms torch has no single kernel for: weights of 1 + w, or mean and variance.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from kt_ray.errors import UserError
-from kt_ray.model import layer_calls, sinks
+from kt_ray.model import attention, layer_calls
 from kt_ray.parse import read_json
 
 # model_type in released files -> the same architecture's in transformers.
@@ -78,7 +78,7 @@ def build_causal(
 ) -> tuple[Any, Any, str]:
     """The model on `device`, its experts dispatched to the hook of layer_calls.
 
-    A family without "sdpa" attention gets that of sinks.py in its place (gpt-oss), or "eager" (DeepSeek-V4).
+    "sdpa" is that of attention.py for some families, and "eager" for some without one (DeepSeek-V4).
 
     Returns:
         the ...ForCausalLM (or multimodal ...ForConditionalGeneration), its inner language model, and the
@@ -90,7 +90,7 @@ def build_causal(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     layer_calls.register()
-    sinks.register()
+    attention.register()
     candidates = [(AutoModelForCausalLM, family.config), (AutoModelForImageTextToText, family.config)]
     if family.whole is not None:
         inside = (AutoModelForImageTextToText, family.whole)
@@ -106,9 +106,9 @@ def build_causal(
             remedy="choose another model: a decoder-only language model, or a multimodal one around it",
         )
     auto, config = chosen
-    if attn_implementation == "sdpa" and not _class_of(auto, config)._supports_sdpa:
-        # dims/layer_params.py counts the memory of "eager": WITHOUT_SDPA
-        attn_implementation = sinks.NAME if family.config.model_type in sinks.FAMILIES else "eager"
+    if attn_implementation == "sdpa":
+        has_sdpa = _class_of(auto, config)._supports_sdpa
+        attn_implementation = attention.implementation(family.config, has_sdpa)
     try:
         with torch.device(device):
             causal = auto.from_config(

@@ -1,13 +1,15 @@
 """Families without "sdpa" attention: what they run by themselves; the plan counts the memory of "eager"."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from kt_ray.dims.layer_params import WITHOUT_SDPA
-from kt_ray.model import sinks
+from kt_ray.model import attention
 from kt_ray.model.family import build_causal, read_family
 from tests.helpers.families import dispatched
 from tests.helpers.hf_reference import SMALL
@@ -16,10 +18,13 @@ from tests.helpers.hf_reference import SMALL
 @pytest.mark.parametrize(
     ("family", "asked", "used"),
     [
-        ("gpt_oss", "sdpa", sinks.NAME),
+        ("gpt_oss", "sdpa", attention.NAME),
         ("deepseek_v4", "sdpa", "eager"),
         ("gpt_oss", "eager", "eager"),
         ("qwen3_moe", "sdpa", "sdpa"),
+        ("deepseek_v3", "sdpa", attention.NAME),
+        ("deepseek_v3", "eager", "eager"),
+        ("deepseek_v32", "sdpa", "sdpa"),
         ("qwen3_moe", "eager", "eager"),
     ],
 )
@@ -32,4 +37,18 @@ def test_kind(tmp_path: Path, family: str, asked: str, used: str) -> None:
 def test_the_plan_knows_them() -> None:
     known = {c.model_type: model for c, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()}
     without = {name for name in dispatched() if name in known and not known[name]._supports_sdpa}
-    assert without == WITHOUT_SDPA - {"deepseek_ref"} | sinks.FAMILIES
+    assert without == WITHOUT_SDPA - {"deepseek_ref"} | attention.SINKS
+
+
+def test_families_with_our_attention_ask_for_it_by_no_name() -> None:
+    """Some make another mask for "sdpa" and "eager" than for all others: those must keep "sdpa"."""
+    chosen = {}
+    for name in dispatched():
+        model = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[name], None)
+        if model is not None:
+            config = CONFIG_MAPPING[name]()
+            chosen[name] = attention.implementation(config, model._supports_sdpa)
+            source = Path(str(sys.modules[model.__module__].__file__)).read_text(encoding="utf-8")
+            asks = re.search(r"_attn_implementation (==|in) ", source) is not None
+            assert not (asks and chosen[name] == attention.NAME), name
+    assert {name for name, kind in chosen.items() if kind == attention.NAME} > attention.SINKS - {"flint"}

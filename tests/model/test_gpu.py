@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from kt_ray.config.schema import LoraConfig
+from kt_ray.model.attention import attend
 from kt_ray.model.hidden_shelf import HostShelf
-from kt_ray.model.sinks import attend
 from kt_ray.model.streamed_weights import StreamedWeights, bring
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.stages import pass_spec, run
+from tests.model.test_attention import exact, made, plainly
 from tests.model.test_lora_linear import EXACT, HALF, adapted, base_of, normal, passed
-from tests.model.test_sinks import exact, made
 from tests.model.test_stage_parity import assert_close, assert_logits, ready
 from tests.model.test_streamed_weights import attached
 
@@ -148,6 +148,20 @@ def test_sinks_by_fused_kernels(dtype: torch.dtype, kind: str) -> None:
     most = 1e-5 if dtype == torch.float32 else 3e-2
     for own, value in zip((out.detach(), *found), (want, *gradients), strict=True):
         assert float((own.cpu().double() - value).norm()) <= most * float(value.norm())
+
+
+def test_narrow_values_by_the_flash_kernel() -> None:
+    """DeepSeek-V3's widths; torch is allowed no other kernel."""
+    module, tensors = made(1, 192, 128, torch.bfloat16)
+    upstream = torch.randn(tensors[2].transpose(1, 2).shape, generator=torch.Generator().manual_seed(1))
+    n = torch.arange(tensors[0].shape[2])
+    want = plainly(*tensors, (n[:, None] >= n[None])[None, None], 0.07, upstream.bfloat16())
+    leaves = [t.cuda().requires_grad_() for t in tensors]
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
+        out, _ = attend(module, *leaves, None, scaling=0.07)
+        found = torch.autograd.grad(out, leaves, upstream.bfloat16().cuda())
+    for own, value, roundings in zip((out.detach(), *found), want, (2, 4, 4, 4), strict=True):
+        assert float((own.cpu().double() - value).norm()) <= roundings * 2**-8 * float(value.norm())
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "quantized"])

@@ -1,4 +1,4 @@
-"""Attention with sinks by torch's fused kernels, against transformers' eager formula in float64."""
+"""Attention with sinks and with narrow values by torch's fused kernels, against float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from kt_ray.model.sinks import _parts, attend
+from kt_ray.model import attention
+from kt_ray.model.attention import _parts, _width, attend
 
 B, H, N = 2, 6, 29
 
@@ -93,3 +94,69 @@ def test_a_layer_without_sinks_is_transformers_own() -> None:
     out, _ = attend(module, *tensors, None, s_aux=None)
     plain = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True).transpose(1, 2)
     assert torch.allclose(out, plain, atol=1e-6)
+
+
+def plainly(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, upstream: Tensor
+) -> tuple[Tensor, ...]:
+    """[b, n, h, e] and the gradients of q, k and v, in float64 by the formula."""
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = wide[0], *(t.repeat_interleave(groups, 1) for t in wide[1:])
+    scores = q @ k.transpose(-1, -2) * scale
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    out = (scores.softmax(-1) @ v).transpose(1, 2)
+    return (out.detach(), *torch.autograd.grad(out, wide, upstream.double()))
+
+
+# Roundings of a kernel's inner results: two on the way to an output, four on the way to a gradient, each of
+# bfloat16's unit; in float32 of what sums of N terms and exp lose.
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2**-22), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize("kind", ["causal", "padded", "added", "one query"])
+@pytest.mark.parametrize(("groups", "d", "e"), [(1, 192, 128), (3, 24, 16), (1, 200, 136), (1, 7, 5)])
+def test_narrow_values(
+    dtype: torch.dtype, unit: float, kind: str, groups: int, d: int, e: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "HELD_BYTES", 0)
+    module, tensors = made(groups, d, e, dtype, queries=1 if kind == "one query" else N)
+    n = torch.arange(N)
+    seen = (n[:, None] >= n[None])[None, None].expand(B, 1, N, N)
+    if kind == "padded":
+        seen = seen & (n < torch.tensor([N, N - 9])[:, None, None, None])
+    given: Tensor | None = seen if kind == "padded" else None
+    if kind == "added":
+        given = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    upstream = torch.randn(B, tensors[0].shape[2], H, e, generator=torch.Generator().manual_seed(1)).to(dtype)
+    want = plainly(*tensors, None if kind == "one query" else seen, 0.07, upstream)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    out, weights = attend(module, *leaves, given, scaling=0.07)
+    assert weights is None and out.dtype == dtype
+    found = (out.detach(), *torch.autograd.grad(out, leaves, upstream))
+    for own, value, roundings in zip(found, want, (2, 4, 4, 4), strict=True):
+        assert own.shape == value.shape
+        assert float((own.double() - value).norm()) <= roundings * unit * float(value.norm())
+
+
+def test_long_rows_with_narrow_values_hold_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's flash kernel gets one width where scores would be large; short rows keep their bits."""
+    widths: list[tuple[int, ...]] = []
+    sdpa = F.scaled_dot_product_attention
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **more: Any) -> Tensor:
+        widths.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return sdpa(q, k, v, *rest, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    module, tensors = made(1, 24, 16, torch.float32)
+    held = 4 * B * H * N * N
+    for most in (held, held - 1):
+        monkeypatch.setattr(attention, "HELD_BYTES", most)
+        out, _ = attend(module, *tensors, None)
+        assert out.shape == (B, N, H, 16)
+    assert widths == [(24, 24, 16), (24, 24, 24)]
+
+
+def test_widths_that_train_as_they_compute() -> None:
+    """Flash refuses 200 to 224 under grad on some cards, and everything above 256."""
+    assert [_width(n) for n in (67, 72, 192, 193, 224, 256)] == [72, 72, 192, 256, 256, 256]

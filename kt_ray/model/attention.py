@@ -1,0 +1,158 @@
+"""Attention by torch's fused kernels where transformers' "sdpa" would hold scores, or take a slower kernel.
+
+`attend` is transformers' own "sdpa" but for two kinds of attention.
+
+**Sinks**, for which transformers has only "eager". A sink is a number s per head, one more logit of every
+query, whose probability is dropped (gpt-oss, arXiv 2508.10925). Here it is a key of its own, with a value of
+zeros. Queries get features that hold s over the scale and that no other key answers: the sink's logit is s,
+and no other logit changes. The features are three parts of the number, which bfloat16 keeps to 24 bits. The
+sink comes first, and before the queries one that is thrown away. So plain causal attention remains causal,
+needs no mask, and fused kernels take it.
+
+**Values narrower than keys** (multi-head latent attention: 128 and 192). Flash kernels want one width, so
+values get zeros up to the keys', and the results' zeros are cut off. On CUDA this is done wherever flash can
+be had, that is, without a mask; with one, torch takes the memory-efficient kernel, which has two widths. A
+CPU would hold every score instead: there short rows are left alone, whose bits would change.
+
+What torch's flash kernel refuses on CUDA (sdp_utils.cpp of torch 2.13): a mask; widths above 256, or of which
+one differs; and under grad, on compute capability 8.6 to 8.9 and 12.x, widths above 192 up to 224. There the
+forward without grad would take flash and the recomputation another kernel, and routers might choose other
+experts. So no width between 192 and 256 is made here. Widths are multiples of 8, or torch makes them so by
+copies. What CUDA does is untested on hardware but for tests/model/test_gpu.py.
+
+Shapes: b rows, h heads, n queries, m keys, d features of queries and keys, e of values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAME = "kt_ray"
+# Model types whose attention hands sinks to the interface and changes scores in no other way.
+SINKS = frozenset(("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"))
+PARTS = 3  # of s / scale
+HELD_BYTES = 1 << 26  # of float32 scores that a CPU may hold for one call
+
+_ALIGNED, _TRAINED, _WIDEST = 8, 192, 256  # widths of flash: a multiple, all that train everywhere, the last
+
+
+def register() -> None:
+    """Make `attn_implementation=NAME` known to transformers (idempotent)."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def implementation(config: Any, has_sdpa: bool) -> str:
+    """What attention a family runs where "sdpa" is asked for; has_sdpa: whether transformers has it.
+
+    Layers whose index chooses keys stay with "sdpa": they make their mask for that name and "eager" alone.
+    """
+    if not has_sdpa:  # dims/layer_params.py counts the memory of "eager": WITHOUT_SDPA
+        return NAME if config.model_type in SINKS else "eager"
+    latent = hasattr(config, "v_head_dim") and not hasattr(config, "index_topk")
+    return NAME if latent else "sdpa"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface.
+
+    Args:
+        query: [b, h, n, d]. key: [b, h / g, m, d]. value: [b, h / g, m, e].
+        attention_mask: [b or 1, h or 1, n, m], bool or added to logits; None = causal.
+        s_aux: [h], the sinks; None = this layer has none.
+
+    Returns:
+        [b, n, h, e], and no weights.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    narrow = value.shape[-1]
+    scaling = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
+    if s_aux is not None:
+        return _with_sinks(query, key, value, attention_mask, scaling, dropout, s_aux), None
+    if narrow < query.shape[-1] <= _WIDEST and _widens(query, key, attention_mask):
+        query, key, value = (_widened(t, _width(query.shape[-1])) for t in (query, key, value))
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return out[..., :narrow], None
+
+
+def _width(features: int) -> int:
+    """The width at which flash takes so many features, in training as without grad."""
+    aligned = -(-features // _ALIGNED) * _ALIGNED
+    return _WIDEST if _TRAINED < aligned < _WIDEST else aligned
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    """With zeros up to this width; itself where it has it."""
+    missing = width - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _widens(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether narrow values are to get zeros."""
+    b, heads, n, _ = query.shape
+    if query.is_cuda:
+        return mask is None and n > 1
+    return 4 * b * heads * n * key.shape[2] > HELD_BYTES
+
+
+def _with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float,
+    sinks: Tensor,
+) -> Tensor:
+    """[b, n, h, e]; as `attend`, with sinks [h]."""
+    b, heads, n, d = query.shape
+    causal = mask is None and n > 1
+    # A GPU's flash kernel takes keys that heads share; the other kernels do not, and a CPU's would add
+    # their gradients in another order.
+    shared = causal and query.is_cuda
+    groups = 1 if shared else heads // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
+    width = _width(d + PARTS)
+    tail = F.pad(_parts(sinks, scale, query.dtype), (0, width - d - PARTS))
+    q = torch.cat((query, tail[None, :, None].expand(b, heads, n, width - d)), -1)
+    sink = F.pad(query.new_ones(PARTS), (d, width - d - PARTS)).expand(b, key.shape[1], 1, width)
+    k = torch.cat((sink, F.pad(key, (0, width - d))), 2)
+    v = F.pad(value, (0, max(0, width - value.shape[-1]), 1, 0))
+    if causal:
+        q, k, v = F.pad(q, (0, 0, 1, 0)), k[:, :, : n + 1], v[:, :, : n + 1]
+    elif mask is not None:
+        seen = mask.dtype == torch.bool  # True, or 0 added to the sink's logit
+        mask = F.pad(mask, (1, 0), value=seen)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=shared
+    )
+    return out[:, :, int(causal) :, : value.shape[-1]].transpose(1, 2).contiguous()
+
+
+def _parts(sinks: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """[h, PARTS] of `dtype`, whose sum times `scale` is the sink."""
+    rest, parts = sinks.float() / scale, []
+    for _ in range(PARTS):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    return torch.stack(parts, -1)
