@@ -283,13 +283,13 @@ class _Work:
         hidden = 2 * self.tokens * beside / rate
         rows = self.tokens / self.micro
         scores = sum(dims.attention_flops(layer, 1, self.micro) for layer in range(dims.num_layers))
-        pairs = rows * scores / gpu.sdpa.value
+        pairs, back = (rows * scores / rate.value for rate in (gpu.sdpa, gpu.block.sdpa_backward))
         head = 2 * 2 * self.tokens * dims.embedding_params / rate
         source = f"2 FLOP per parameter and token: {gpu.gemm['bfloat16'].source}"
         return [
             ReferenceTerm("attention, forward", linear - hidden + pairs, source),
             ReferenceTerm("attention, recomputed", linear + pairs, source),
-            ReferenceTerm("attention, backward", linear + 2.5 * pairs, source),
+            ReferenceTerm("attention, backward", linear + back, source),
             ReferenceTerm("head and loss", head, source),
         ]
 

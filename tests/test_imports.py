@@ -42,7 +42,7 @@ tracking: terminal disk parse timeline config
 evaluate: errors parse
 generate: errors [numpy torch]
 checkpoint: terminal errors disk pulse parse native [torch]
-model: errors parse gpu native batch config placement generate checkpoint [numpy torch]
+model: errors parse gpu native batch config dims placement generate checkpoint [numpy torch]
 adapter: disk parse config checkpoint [torch]
 data: errors disk parse batch config [numpy]
 experts: errors pulse gpu native config placement optim checkpoint model [torch]

@@ -37,6 +37,8 @@ WRITTEN_OUT_NORMS = frozenset(
 # decays from the end (lightning attention). kt_ray.model.layer_checks finds it out by trying.
 MASKS_PADDING = frozenset(("minimax",))
 
+HELD_BYTES = 1 << 26  # of float32 scores that latent attention holds for one call on a CPU
+
 EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 # Activations that the engine computes, by config.json's names; "swigluoai" is MiniMax-M3's clamped one.
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "swigluoai")

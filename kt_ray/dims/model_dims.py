@@ -124,9 +124,8 @@ class ModelDims:
     def attention_flops(self, layer: int, rows: int, width: int) -> float:
         """FLOP of the forward products of scores and values, for `rows` rows of `width` positions.
 
-        All pairs of positions count, also those that a causal mask or a window hides. Rates of attention are
-        measured on causal rows and count the same pairs (`DeviceRate.sdpa`), so a kernel that skips the upper
-        half has a higher rate, and the count need not know which kernel runs.
+        All pairs of positions count, also those that a causal mask or a window hides, and so they do in every
+        rate of attention (`DeviceRate.sdpa`): a kernel that skips the hidden half has twice the rate.
         """
         return 2.0 * rows * width**2 * self.pair_widths[layer][0]
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.parts import GpuSheet, gpu_named
 from kt_ray.hardware.rates import (
+    CAUSAL,
     ROWS,
     Curve,
     DeviceRate,
@@ -78,6 +80,15 @@ FORMAT_BYTES = {
     "q4_0": 18 / 32,
 }
 
+_FLASH = (
+    "part of the peak for pairs that are seen. Published of FlashAttention-2: 0.73 and 0.63 on an RTX A5000 "
+    "(width 64, 2,048 positions: gpu-mode/ring-attention issue 10), 0.5 to 0.73 on an A100 (arXiv 2307.08691)"
+)
+_MASKED = (
+    "part of the peak of the memory-efficient kernel, which takes a mask. Published of xformers' beside "
+    "FlashAttention-2's 53 and 52 TFLOP/s: 43 and 27 at width 64; beside 50 and 43: 31 and 12 at width 128 "
+    "(Dao-AILab/flash-attention issue 416; the card is not named)"
+)
 _UNKNOWN_GPU = GpuSheet(0, 100e12, 900e9, 20e9)
 
 _HIDDEN, _INTER, _RANK = 7168, 2048, 8  # DeepSeek-V3's experts
@@ -126,7 +137,10 @@ def _gpu_defaults(name: str) -> dict[str, Figure]:
     return {
         "gpu_bf16": Figure(flops, f"{source}: dense bf16"),
         "gpu_gemm": Figure(0.7, "assumed: part of the peak that large matrix products reach"),
-        "gpu_sdpa": Figure(0.4, "assumed: part of the peak that attention reaches"),
+        "gpu_flash": Figure(0.55, f"assumed: {_FLASH}"),
+        "gpu_flash_backward": Figure(0.45, f"assumed: {_FLASH}"),
+        "gpu_masked": Figure(0.4, f"assumed: {_MASKED}"),
+        "gpu_masked_backward": Figure(0.2, f"assumed: {_MASKED}"),
         "gpu_memory": Figure(0.8 * memory, f"{source}: memory, 80 % of it"),
         "gpu_operation": Figure(8e-6, "assumed: seconds of a kernel launch from Python"),
         "pcie": Figure(pcie, f"{source}: PCIe, as usually reached with page-locked memory"),
@@ -271,7 +285,13 @@ def _cpu(figures: Mapping[str, Figure], isa: str, threads: int) -> DeviceRate:
 def _gpu(figures: Mapping[str, Figure], name: str) -> DeviceRate:
     top, part = figures["gpu_bf16"], figures["gpu_gemm"]
     gemm = top.scaled(part.value, part.source)
-    return DeviceRate(
+
+    def attention(name: str, factor: float, why: str) -> Figure:
+        return top.scaled(figures[name].value * factor, f"{figures[name].source}; {why}")
+
+    seen = "all pairs counted, half of them seen"
+    five = "five products for the forward's two"
+    rate = DeviceRate(
         name=name,
         threads=0,
         gemm={
@@ -279,10 +299,19 @@ def _gpu(figures: Mapping[str, Figure], name: str) -> DeviceRate:
             "float32": constant(gemm.value / 4, f"{gemm.source}; assumed: float32 at a quarter"),
         },
         memory=figures["gpu_memory"],
-        sdpa=top.scaled(figures["gpu_sdpa"].value, figures["gpu_sdpa"].source),
+        sdpa=attention("gpu_flash", CAUSAL, seen),
         softmax=Figure(figures["gpu_memory"].value / 24, "six passes of float32 per logit over GPU memory"),
         operation=figures["gpu_operation"],
     )
+    blocks = replace(
+        rate.block,
+        sdpa_backward=attention("gpu_flash_backward", CAUSAL / 2.5, f"{seen}; {five}"),
+        unequal=gemm,
+        unequal_backward=gemm.scaled(1 / 2, "four products for the forward's two"),
+        masked=attention("gpu_masked", 1.0, "all pairs computed"),
+        masked_backward=attention("gpu_masked_backward", 1 / 2.5, f"all pairs computed; {five}"),
+    )
+    return replace(rate, blocks=blocks)
 
 
 def file_fault(file: object, what: str, observed: object, required: object) -> UserError:

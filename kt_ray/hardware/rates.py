@@ -21,6 +21,7 @@ ROWS = (1, 4, 16, 64, 256)  # rows per expert at which experts are measured
 # by PEFT, and by kt_ray/model/lora_linear.py, which has bfloat16 on a GPU.
 PEFT_BYTES = (20.0, 40.0)
 PARTS_BYTES = (3.0, 5.0)
+CAUSAL = 2.0  # all pairs of positions of a row over those of which the later sees the earlier
 NORM_BYTES = (38.0, 90.0)  # per element of an RMS norm in bfloat16 as transformers computes it, both ways
 FUSED_NORM_BYTES = (4.0, 6.0)  # in one kernel (kt_ray/model/fused_norms.py), which a GPU has
 
@@ -151,6 +152,10 @@ class BlockRate:
     # scores, scores_backward: scores/s (query, key, head) that this costs besides
     scores: Figure
     scores_backward: Figure
+    # masked, masked_backward: FLOP/s of attention with a mask on a GPU, which no flash kernel takes; hidden
+    # pairs are computed. None = nobody measured it, see `DeviceRate.block`
+    masked: Figure | None = None
+    masked_backward: Figure | None = None
 
 
 @dataclass(frozen=True)
@@ -162,8 +167,8 @@ class DeviceRate:
     # dtype ("bfloat16", "float32") -> FLOP/s of a matrix product over its rows (tokens)
     gemm: Mapping[str, Curve]
     memory: Figure  # bytes/s read and written by elementwise operations and norms
-    # FLOP/s of scaled dot-product attention, forward, all query-key pairs counted (not half of them for a
-    # causal mask)
+    # FLOP/s of causal attention, forward. Every rate of attention counts all pairs of positions, also those
+    # that the mask hides: a kernel that skips them reaches more than the device's peak
     sdpa: Figure
     softmax: Figure  # logits per second: float32 log-softmax over a vocabulary, forward and backward together
     operation: Figure  # seconds that an operation costs however small it is (dispatch, or a kernel launch)
@@ -178,7 +183,7 @@ class DeviceRate:
             return self.memory.scaled(1 / size, f"{size:g} bytes per element")
 
         forward, backward = PEFT_BYTES if self.threads else PARTS_BYTES
-        return self.blocks or BlockRate(
+        blocks = self.blocks or BlockRate(
             adapter=moving(forward),
             adapter_backward=moving(backward),
             norm=moving(NORM_BYTES[0]),
@@ -188,6 +193,14 @@ class DeviceRate:
             unequal_backward=self.sdpa.scaled(1 / 2, "four products instead of two"),
             scores=moving(24),
             scores_backward=moving(24),
+        )
+        if blocks.masked is not None and blocks.masked_backward is not None:
+            return blocks
+        why = "assumed: hidden pairs are computed, at "
+        return replace(
+            blocks,
+            masked=self.sdpa.scaled(0.7 / CAUSAL, f"{why}0.7 of the rate"),
+            masked_backward=blocks.sdpa_backward.scaled(0.4 / CAUSAL, f"{why}0.4 of the rate"),
         )
 
 

@@ -18,8 +18,15 @@ RANK = 8
 Timed = Callable[[Callable[[], object]], float]
 
 
-def measure_blocks(device: torch.device, timed: Timed, tokens: int, hidden: int, heads: int = 8) -> BlockRate:
-    """Rates of one device with the present number of torch threads. timed: seconds of a call, waited for."""
+def measure_blocks(
+    device: torch.device, timed: Timed, tokens: int, hidden: int, heads: int = 8, *, masked: bool = False
+) -> BlockRate:
+    """Rates of one device with the present number of torch threads.
+
+    Args:
+        timed: seconds of a call, waited for.
+        masked: measure attention with a mask as well, for which a GPU has another kernel.
+    """
     adapter, adapter_backward = _adapter(device, timed, tokens, hidden)
     norm, norm_backward = _norm(device, timed, tokens, hidden)
     flop, _, equal = _attention(device, timed, tokens, heads, 128, 128)
@@ -29,7 +36,9 @@ def measure_blocks(device: torch.device, timed: Timed, tokens: int, hidden: int,
     for least, most in zip(narrow, wide, strict=True):
         products.append((many - few) / max(most - least, 1e-9))
         scores.append(heads * tokens**2 / max(least - few / products[-1], 1e-3 * least))
-    figures = (adapter, adapter_backward, norm, norm_backward, flop / equal, *products, *scores)
+    figures = [adapter, adapter_backward, norm, norm_backward, flop / equal, *products, *scores]
+    if masked:
+        figures += [flop / took for took in _attention(device, timed, tokens, heads, 128, 128, masked)[1:]]
     return BlockRate(*(Figure(value, "measured") for value in figures))
 
 
@@ -91,14 +100,15 @@ def _norm(device: torch.device, timed: Timed, tokens: int, hidden: int) -> tuple
 
 
 def _attention(
-    device: torch.device, timed: Timed, tokens: int, heads: int, keys: int, values: int
+    device: torch.device, timed: Timed, tokens: int, heads: int, keys: int, values: int, masked: bool = False
 ) -> tuple[float, float, float]:
     """FLOP of the forward; seconds of forward and backward."""
     q, k = (torch.ones(1, heads, tokens, keys, dtype=torch.bfloat16, device=device) for _ in range(2))
     v = torch.ones(1, heads, tokens, values, dtype=torch.bfloat16, device=device)
+    seen = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device).tril() if masked else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=not masked)
 
     with torch.no_grad():
         forward = timed(lambda: attend(q, k, v))

@@ -112,7 +112,7 @@ def _rate(
         sdpa=Figure(4 * heads * tokens**2 * 128 / attention, MEASURED),
         softmax=Figure(scored * vocabulary / timed(loss), MEASURED),
         operation=Figure(timed(lambda: small + small) if threads else _launch(device), MEASURED),
-        blocks=measure_blocks(device, timed, tokens, hidden),
+        blocks=measure_blocks(device, timed, tokens, hidden, masked=not threads),
     )
 
 

@@ -9,10 +9,11 @@ and no other logit changes. The features are three parts of the number, which bf
 sink comes first, and before the queries one that is thrown away. So plain causal attention remains causal,
 needs no mask, and fused kernels take it.
 
-**Values narrower than keys** (multi-head latent attention: 128 and 192). Flash kernels want one width, so
-values get zeros up to the keys', and the results' zeros are cut off. On CUDA this is done wherever flash can
-be had, that is, without a mask; with one, torch takes the memory-efficient kernel, which has two widths. A
-CPU would hold every score instead: there short rows are left alone, whose bits would change.
+**Values narrower than keys** (multi-head latent attention: 128 and 192), or wider. Flash kernels want one
+width, so the narrower get zeros up to the wider, and the results' zeros are cut off. On CUDA this is done
+wherever flash can be had, that is, without a mask; with one, torch takes the memory-efficient kernel, which
+has two widths. A CPU would hold every score instead: there short rows are left alone, whose bits would
+change.
 
 What torch's flash kernel refuses on CUDA (sdp_utils.cpp of torch 2.13): a mask; widths above 256, or of which
 one differs; and under grad, on compute capability 8.6 to 8.9 and 12.x, widths above 192 up to 224. There the
@@ -31,11 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kt_ray.dims.layer_params import HELD_BYTES
+
 NAME = "kt_ray"
 # Model types whose attention hands sinks to the interface and changes scores in no other way.
 SINKS = frozenset(("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"))
 PARTS = 3  # of s / scale
-HELD_BYTES = 1 << 26  # of float32 scores that a CPU may hold for one call
 
 _ALIGNED, _TRAINED, _WIDEST = 8, 192, 256  # widths of flash: a multiple, all that train everywhere, the last
 
@@ -83,16 +85,17 @@ def attend(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    narrow = value.shape[-1]
+    features = value.shape[-1]
     scaling = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     if s_aux is not None:
         return _with_sinks(query, key, value, attention_mask, scaling, dropout, s_aux), None
-    if narrow < query.shape[-1] <= _WIDEST and _widens(query, key, attention_mask):
-        query, key, value = (_widened(t, _width(query.shape[-1])) for t in (query, key, value))
+    width = max(query.shape[-1], features)
+    if query.shape[-1] != features and width <= _WIDEST and _widens(query, key, attention_mask):
+        query, key, value = (_widened(t, _width(width)) for t in (query, key, value))
     out, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
-    return out[..., :narrow], None
+    return out[..., :features], None
 
 
 def _width(features: int) -> int:
@@ -108,7 +111,7 @@ def _widened(tensor: Tensor, width: int) -> Tensor:
 
 
 def _widens(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Whether narrow values are to get zeros."""
+    """Whether the narrower of keys and values are to get zeros."""
     b, heads, n, _ = query.shape
     if query.is_cuda:
         return mask is None and n > 1

@@ -289,7 +289,7 @@ def layer_activation_bytes(
     elif not generates(config):
         window = dims.pair_widths[layer][1] if dims.pair_widths else 0
         # torch adds a mask in the type of the queries, and autograd keeps it.
-        scores = element * row if _masked(dims, config, gpu=gpu) or 0 < window < row else 0
+        scores = element * row if masked(dims, config, gpu=gpu) or 0 < window <= row else 0
     return linear + lora + norms + element * dims.attention_width + scores
 
 
@@ -333,13 +333,13 @@ def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str, *, gpu: 
     """Bytes of the attention masks of a replica's wave: [rows, 1, row, row] for each kind of attention.
 
     They are made when a pass begins, kept until its end and shared by the layers of one kind (all keys, or a
-    window of them). Causal attention over whole rows needs none; see `_masked`. Eager attention's masks are
+    window of them). Causal attention over whole rows needs none; see `masked`. Eager attention's masks are
     added to scores and have their type.
     """
     row, eager = load.row, _eager(dims, config)
     windows = {window for _, window in dims.pair_widths} or {0}
-    masked = eager or _masked(dims, config, gpu=gpu)
-    kinds = sum(1 for window in windows if masked or 0 < window < row)
+    told = eager or masked(dims, config, gpu=gpu)
+    kinds = sum(1 for window in windows if told or 0 < window <= row)
     return kinds * load.replica * row * (ELEMENT_BYTES[dtype] if eager else 1)
 
 
@@ -348,7 +348,7 @@ def _eager(dims: ModelDims, config: Config) -> bool:
     return config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA
 
 
-def _masked(dims: ModelDims, config: Config, *, gpu: bool) -> bool:
+def masked(dims: ModelDims, config: Config, *, gpu: bool) -> bool:
     """Whether layers that look at all keys get a mask: other documents in the row, an index that chooses
     keys; of padding, which follows the row, only generation, CPUs and `MASKS_PADDING` have one (`Stage`)."""
     told = not gpu or generates(config) or dims.model_type in MASKS_PADDING

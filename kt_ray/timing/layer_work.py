@@ -21,10 +21,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.dims.layer_params import WITHOUT_SDPA, WRITTEN_OUT_NORMS
+from kt_ray.dims.layer_params import HELD_BYTES, WITHOUT_SDPA, WRITTEN_OUT_NORMS
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.rates import FUSED_NORM_BYTES, NORM_BYTES, PARTS_BYTES, PEFT_BYTES, DeviceRate
 from kt_ray.placement.lora_sizes import in_parts, module_ranks
+from kt_ray.placement.memory import masked
 from kt_ray.placement.plan_types import Plan
 
 # Operations that are dispatched, forward and backward, views not counted (torch.profiler, on a CPU).
@@ -79,14 +80,17 @@ _FIRST = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "kv_pr
 class Counts(NamedTuple):
     """Amounts per micro-batch.
 
-    products: FLOP in the layer's type. thin: FLOP in float32 (router). pairs: FLOP of attention forward.
-    scores: that are materialised. adapted: elements through LoRA as a `BlockRate` of the device has it.
+    products: FLOP in the layer's type. thin: FLOP in float32 (router). pairs: FLOP of attention forward, by a
+    flash kernel; masked: by one that takes a mask; held: by products around scores that are held. scores:
+    that are. adapted: elements through LoRA as a `BlockRate` of the device has it.
     normed: elements through norms. passes: elements times passes over them. operations: kernels.
     """
 
     products: float = 0.0
     thin: float = 0.0
     pairs: float = 0.0
+    masked: float = 0.0
+    held: float = 0.0
     scores: float = 0.0
     adapted: float = 0.0
     normed: float = 0.0
@@ -107,6 +111,7 @@ class LayerWork:
     dtype: str  # of the weights
     attention: str = "sdpa"  # "sdpa" or "eager"
     gpu: bool = False  # whether it runs on one
+    masked: bool = False  # whether it gets a mask that no window explains, on a GPU
 
     @property
     def passes(self) -> Passes:
@@ -145,14 +150,9 @@ class LayerWork:
         return (self.dims.attention_width - value) / 2, value
 
     @property
-    def softmax(self) -> str:
-        """How torch attends: "eager" holds all scores; "fused" never; "unequal", where keys and values differ
-        in width, holds them on the CPU, while CUDA's memory-efficient kernel takes both (torch's
-        check_head_dim_size_mem_efficient)."""
-        if self.attention == "eager" or self.dims.model_type in WITHOUT_SDPA:
-            return "eager"
-        query, value = self.heads
-        return "unequal" if abs(query - value) > 0.01 * query else "fused"
+    def eager(self) -> bool:
+        """Whether attention holds all scores."""
+        return self.attention == "eager" or self.dims.model_type in WITHOUT_SDPA
 
     def forward(self, rows: int, width: int) -> tuple[Counts, Counts]:
         """What is counted until the experts get their tokens, and after it (the shared expert)."""
@@ -248,8 +248,17 @@ class LayerWork:
         return Counts(normed=m * normed, passes=m * passes, operations=operations[back])
 
     def _pairs(self, rows: int, width: int) -> Counts:
-        scores = 0.0 if self.softmax == "fused" else rows * float(width) ** 2 * self.dims.num_heads
-        return Counts(pairs=self.dims.attention_flops(self.layer, rows, width), scores=scores)
+        """By the kernel that torch has for these rows (kt_ray/model/attention.py)."""
+        pairs = self.dims.attention_flops(self.layer, rows, width)
+        scores = rows * float(width) ** 2 * self.dims.num_heads
+        query, value = self.heads
+        unequal = abs(query - value) > 0.01 * query  # the narrower get zeros, or a CPU holds scores
+        if self.eager or (unequal and not self.gpu and 4 * scores <= HELD_BYTES):
+            return Counts(held=pairs, scores=scores)
+        window = self.dims.pair_widths[self.layer][1]
+        if self.gpu and (self.masked or 0 < window <= width):
+            return Counts(masked=pairs)
+        return Counts(pairs=pairs * 2 * max(query, value) / (query + value) if unequal else pairs)
 
     def _activation(self, m: int, back: int) -> Counts:
         inner = sum(n_in for name, n_in, _, _, of in self.modules if not of and "down" in name)
@@ -267,8 +276,9 @@ class LayerWork:
 def layer_works(plan: Plan, config: Config) -> tuple[LayerWork, ...]:
     """The counted work of every layer of the plan's model."""
     kind, gpu = config.model.attn_implementation, plan.workers[0].device != "cpu"
+    told = masked(plan.dims, config, gpu=gpu)
     return tuple(
-        LayerWork(plan.dims, layer, config.lora, plan.dtype, kind, gpu)
+        LayerWork(plan.dims, layer, config.lora, plan.dtype, kind, gpu, told)
         for layer in range(plan.dims.num_layers)
     )
 
@@ -281,29 +291,25 @@ def seconds(
     m: int,
     *,
     back: bool = False,
-    softmax: str = "fused",
     grad: bool = False,
 ) -> float:
     """Seconds of `work` for a micro-batch of `m` positions.
 
     Args:
         rate: of the device. host: of the CPU that dispatches to it (the same, without a GPU).
-        back: autograd's work. softmax: of `LayerWork`. grad: forward under grad.
+        back: autograd's work. grad: forward under grad.
     """
     block = rate.block
-    if softmax == "unequal" and rate.threads == 0 and rate.blocks is None:
-        work = work._replace(scores=0.0)  # what was measured on a GPU has a part for each score
-    if softmax != "fused":
-        attention = block.unequal_backward if back else block.unequal
-    else:
-        attention = block.sdpa_backward if back else rate.sdpa
+    assert block.masked is not None and block.masked_backward is not None
     adapter = block.adapter_backward if back else block.adapter
     norm = block.norm_backward if back else block.norm
     products = rate.gemm.get(dtype) or rate.gemm["bfloat16" if dtype == "float16" else "float32"]
     device = (
         work.products / products(m)
         + work.thin / rate.gemm.get("float32", products)(m)
-        + work.pairs / attention.value
+        + work.pairs / (block.sdpa_backward if back else rate.sdpa).value
+        + work.masked / (block.masked_backward if back else block.masked).value
+        + work.held / (block.unequal_backward if back else block.unequal).value
         + work.scores / (block.scores_backward if back else block.scores).value
         + work.adapted / adapter.value
         + work.normed / norm.value

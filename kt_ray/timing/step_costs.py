@@ -132,12 +132,12 @@ class PlanDurations:
         if kind in ("forward", "recompute"):
             grad = kind == "recompute"
             first, rest = work.recompute(m.rows, m.width, retained) if grad else work.forward(m.rows, m.width)
-            one = seconds(first, device, host, dtype, positions, softmax=work.softmax, grad=grad)
+            one = seconds(first, device, host, dtype, positions, grad=grad)
             two = seconds(rest, device, host, dtype, positions, grad=grad)
             return (0.0, one + two) if grad else (one, two)
         if kind == "backward":
             through = work.backward(m.rows, m.width)
-            return 0.0, seconds(through, device, host, dtype, positions, back=True, softmax=work.softmax)
+            return 0.0, seconds(through, device, host, dtype, positions, back=True)
         if kind == "join":
             joined = Counts(passes=5.0 * positions * plan.dims.hidden_size, operations=JOIN_OPS)
             return 0.0, seconds(joined, device, host, dtype, positions)

@@ -114,7 +114,9 @@ def plainly(
 # bfloat16's unit; in float32 of what sums of N terms and exp lose.
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2**-22), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("kind", ["causal", "padded", "added", "one query"])
-@pytest.mark.parametrize(("groups", "d", "e"), [(1, 192, 128), (3, 24, 16), (1, 200, 136), (1, 7, 5)])
+@pytest.mark.parametrize(
+    ("groups", "d", "e"), [(1, 192, 128), (3, 24, 16), (1, 200, 136), (1, 7, 5), (2, 16, 24)]
+)
 def test_narrow_values(
     dtype: torch.dtype, unit: float, kind: str, groups: int, d: int, e: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

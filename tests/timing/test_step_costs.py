@@ -54,12 +54,46 @@ def test_attention_grows_with_pairs() -> None:
     assert work.forward(2, 16)[0].pairs == 2 * short.pairs
 
 
-def test_unequal_widths_materialise_scores() -> None:
-    """Multi-head latent attention has other widths of keys than of values; grouped-query attention not."""
-    latent = LayerWork(small_dims("deepseek_v3"), 1, make_config().lora, "bfloat16")
-    grouped = LayerWork(small_dims("mixtral"), 1, make_config().lora, "bfloat16")
-    assert latent.softmax == "unequal" and latent.forward(1, 16)[0].scores == 16 * 16 * 4
-    assert grouped.softmax == "fused" and grouped.forward(1, 16)[0].scores == 0
+def test_each_kernel_has_its_own_count() -> None:
+    """Latent attention has other widths of keys than of values, grouped-query attention not."""
+    lora = make_config().lora
+    dims, shared = small_dims("deepseek_v3"), small_dims("mixtral")
+    latent, grouped = (LayerWork(d, 1, lora, "bfloat16").forward(1, 16)[0] for d in (dims, shared))
+    assert latent.held == dims.attention_flops(1, 1, 16) and latent.scores == 16 * 16 * 4
+    assert latent.pairs == grouped.held == grouped.scores == 0
+    assert grouped.pairs == shared.attention_flops(1, 1, 16)
+    # On a GPU, and on a CPU where scores would be too large, values get zeros up to the keys' width.
+    query, value = LayerWork(dims, 1, lora, "bfloat16").heads
+    assert query > value
+    for gpu, width in ((True, 16), (False, 2049)):
+        wide = LayerWork(dims, 1, lora, "bfloat16", gpu=gpu).forward(1, width)[0]
+        assert wide.pairs == pytest.approx(4.0 * width**2 * query) and wide.held == wide.scores == 0
+
+
+def test_a_mask_keeps_flash_away_on_a_gpu() -> None:
+    lora, window = make_config().lora, dataclasses.replace(small_dims("mixtral"), pair_widths=((64, 16),) * 4)
+    short, long = (LayerWork(window, 1, lora, "bfloat16", gpu=True).forward(1, n)[0] for n in (15, 16))
+    assert (
+        short.pairs > 0 == short.masked and long.masked == window.attention_flops(1, 1, 16) > long.pairs == 0
+    )
+    packed = LayerWork(small_dims("mixtral"), 1, lora, "bfloat16", gpu=True, masked=True).forward(1, 15)[0]
+    assert packed.masked > packed.pairs == 0
+    cpu = LayerWork(window, 1, lora, "bfloat16", masked=True).forward(1, 16)[0]
+    assert cpu.pairs > cpu.masked == 0
+
+
+def test_nominal_rates_of_attention() -> None:
+    """All pairs count; flash computes half of them, and the parts of the peak are of what is computed."""
+    gpu = nominal_rates(make_hardware(gpus=1)).gpu
+    assert gpu is not None and gpu.block.masked is not None and gpu.block.masked_backward is not None
+    top = gpu.gemm["bfloat16"].ample / 0.7
+    assert gpu.sdpa.value == pytest.approx(2 * 0.55 * top)
+    assert gpu.block.sdpa_backward.value == pytest.approx(2 * 0.45 * top / 2.5)
+    assert gpu.block.masked.value == pytest.approx(0.4 * top)
+    # Of a file that was measured before there was such a figure.
+    older = dataclasses.replace(gpu, blocks=dataclasses.replace(gpu.block, masked=None, masked_backward=None))
+    assert 0 < older.block.masked.value < older.sdpa.value / 2  # type: ignore[union-attr]
+    assert 0 < older.block.masked_backward.value < older.block.sdpa_backward.value / 2  # type: ignore[union-attr]
 
 
 def test_the_shared_expert_comes_after_the_tokens_left() -> None:
