@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +15,86 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of
 def host_event(*, timing: bool = False) -> torch.cuda.Event:
     """An event that the host may wait for: asleep, since a wait that spins takes a core from the experts."""
     return torch.cuda.Event(enable_timing=timing, blocking=True)
+
+
+class Driver:
+    """Streams of work, marks in them, copies and products, as this code asks a GPU for them.
+
+    What is given to a device goes to the stream that the calling thread uses at that time. Where cards are
+    described, not present, another one stands for them (benchmarks/described_card.py).
+    """
+
+    def __init__(self) -> None:
+        self._named: dict[tuple[torch.device, str], Any] = {}
+
+    def queues(self, device: torch.device) -> bool:
+        """Whether the device computes later than it is told to; no other has streams."""
+        return device.type == "cuda"
+
+    def stream(self, device: torch.device, name: str) -> Any:
+        """A new one; name: of what it does, for a record."""
+        return torch.cuda.Stream(device)
+
+    def named(self, device: torch.device, name: str) -> Any:
+        """The stream of that name, which all of the process use."""
+        if (device, name) not in self._named:
+            self._named[device, name] = self.stream(device, name)
+        return self._named[device, name]
+
+    def current(self, device: torch.device) -> Any:
+        """The stream that this thread uses."""
+        return torch.cuda.current_stream(device)
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """This thread uses `stream` inside."""
+        return torch.cuda.stream(stream)
+
+    def mark(self, device: torch.device) -> Any:
+        """An event that the host may wait for: this thread's stream has done all that it was given."""
+        event = host_event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def used_by(self, stream: Any, *tensors: Tensor) -> None:
+        """Their memory is free again only once `stream`, which did not allocate it, has done what it was given."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+    def copy_in(self, to: Tensor, source: Tensor) -> None:
+        """Copy a host tensor to a device."""
+        to.copy_(source, non_blocking=True)
+
+    def copy_out(self, to: Tensor, source: Tensor) -> None:
+        """Copy a device's tensor to the host."""
+        to.copy_(source, non_blocking=True)
+
+    def upload(self, tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
+        """A host tensor on the device; copy: another tensor even where that is the host."""
+        return tensor.to(device, non_blocking=True, copy=copy)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """As `kt_ray.gpu.product`."""
+        if a.dtype == torch.float32:
+            return a @ b
+        if a.is_cuda:
+            multiply = torch.mm if a.dim() == 2 else torch.bmm
+            return multiply(a, b, out_dtype=torch.float32)
+        return a.float() @ b.float()  # the same sums
+
+
+_driver = Driver()
+
+
+def driver() -> Driver:
+    """The process's."""
+    return _driver
+
+
+def use_driver(other: Driver) -> None:
+    """Let another one stand for GPUs, before anything asks for it."""
+    global _driver
+    _driver = other
 
 
 def choose_attention_kernels() -> None:
@@ -34,12 +115,7 @@ def whole_pages(size: int) -> Tensor:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a [n, k] b [k, m] of one type, accumulated and returned in float32; or of as many of both, [B, ...]."""
-    if a.dtype == torch.float32:
-        return a @ b
-    if a.is_cuda:
-        multiply = torch.mm if a.dim() == 2 else torch.bmm
-        return multiply(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()  # the same sums
+    return _driver.product(a, b)
 
 
 def aligned(size: int) -> int:

@@ -271,7 +271,7 @@ class DeviceLane:
     def _with_empty(self, rows: Tensor) -> Tensor:
         """A call's rows on the device and a row of zeros after them, for places without a row."""
         made = torch.empty((len(rows) + 1, *rows.shape[1:]), dtype=rows.dtype, device=self.device.device)
-        made[:-1].copy_(rows, non_blocking=True)
+        self.device.copy_in(made[:-1], rows)
         made[-1] = 0
         return made
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.errors import UserError
-from kt_ray.gpu import host_event
+from kt_ray.gpu import driver
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
 
@@ -46,8 +46,11 @@ class LaneDevice:
                     remedy="install a torch with CUDA on every host that has expert actors, or set "
                     "rule.experts.lane_device=cpu",
                 )
-            self._copying = torch.cuda.Stream(self.device)
-            self._computing = torch.cuda.Stream(self.device)
+        self._driver = driver()
+        self._queues = self._driver.queues(self.device)
+        if self._queues:
+            self._copying = self._driver.stream(self.device, "experts")
+            self._computing = self._driver.stream(self.device, "lane")
 
     @property
     def is_cuda(self) -> bool:
@@ -55,47 +58,52 @@ class LaneDevice:
 
     def copying(self) -> contextlib.AbstractContextManager[Any]:
         """Work inside goes to the copying queue."""
-        return torch.cuda.stream(self._copying) if self.is_cuda else contextlib.nullcontext()
+        return self._driver.using(self._copying) if self._queues else contextlib.nullcontext()
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Work inside goes to the computing queue."""
-        return torch.cuda.stream(self._computing) if self.is_cuda else contextlib.nullcontext()
+        return self._driver.using(self._computing) if self._queues else contextlib.nullcontext()
 
     def copied(self) -> Any:
         """A mark after what was given to the copying queue so far."""
-        return self._copying.record_event() if self.is_cuda else None
+        return self._copying.record_event() if self._queues else None
 
     def computed(self) -> Any:
         """A mark after what was given to the computing queue so far."""
-        return self._computing.record_event() if self.is_cuda else None
+        return self._computing.record_event() if self._queues else None
 
     def copy_after(self, mark: Any) -> None:
         """The copying queue goes on once `mark` is reached."""
-        if self.is_cuda and mark is not None:
+        if self._queues and mark is not None:
             self._copying.wait_event(mark)
 
     def compute_after(self, mark: Any) -> None:
         """The computing queue goes on once `mark` is reached."""
-        if self.is_cuda and mark is not None:
+        if self._queues and mark is not None:
             self._computing.wait_event(mark)
 
     def finish(self) -> None:
         """The host waits for the computing queue (for one event of it)."""
-        if self.is_cuda:
-            event = host_event()
-            event.record(self._computing)
-            event.synchronize()
+        if self._queues:
+            with self.computing():
+                mark = self._driver.mark(self.device)
+            mark.synchronize()
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A host tensor on the device, on the current queue; page-locked ones do not hold the host up."""
-        return tensor.to(self.device, non_blocking=True) if self.is_cuda else tensor
+        return self._driver.upload(tensor, self.device) if self._queues else tensor
 
     def download(self, tensor: Tensor) -> Tensor:
         """A host tensor for what is on the device: on a GPU page-locked, and complete after `finish`."""
-        if not self.is_cuda:
+        if not self._queues:
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.is_cuda)
+        self._driver.copy_out(host, tensor)
+        return host
+
+    def copy_in(self, to: Tensor, source: Tensor) -> None:
+        """Copy a host tensor to the device, on the current queue."""
+        self._driver.copy_in(to, source)
 
 
 class PinnedWeights:

@@ -9,7 +9,7 @@ Nothing is dequantised on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from kt_ray.experts.lane_formats import matrix_values
 from kt_ray.experts.lane_math import PROJECTIONS, DeviceExperts
+from kt_ray.gpu import driver
 from kt_ray.native import ExpertFormula, ExpertLora, ExpertMatrix, ExpertWeights
 from kt_ray.native.dropout_hash import DOWN, GATE, UP
 
 _ALIGN = 256  # bytes; more than any element
+Copy = Callable[[Tensor, Tensor], object]  # (to, source)
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ class Parcel:
     def carried(self) -> int:
         return sum(s.source.numel() for s in self.stretches)
 
-    def copy_into(self, buffer: Tensor, *, non_blocking: bool) -> None:
+    def copy_into(self, buffer: Tensor, copy: Copy) -> None:
         """Copy to the beginning of `buffer` (uint8, at least nbytes)."""
         for s in self.stretches:
-            buffer[s.at : s.at + s.source.numel()].copy_(s.source, non_blocking=non_blocking)
+            copy(buffer[s.at : s.at + s.source.numel()], s.source)
 
 
 def pack(tensors: Mapping[str, Tensor], *, apart: bool = False) -> Parcel:
@@ -109,9 +111,10 @@ def _aligned(size: int) -> int:
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """Experts of a layer whose copies are laid out alike: parcels by local id."""
+    """Experts of a layer whose copies are laid out alike: parcels by id, in host memory or on the device."""
 
     parcels: Mapping[int, Parcel]
+    on_device: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -132,14 +135,15 @@ class PackedExperts:
         made = {}
         for e, parcel in self.parcels.items():
             memory = torch.empty(parcel.nbytes, dtype=torch.uint8, device=device)
-            parcel.copy_into(memory, non_blocking=False)
+            parcel.copy_into(memory, Tensor.copy_)
             made[e] = Parcel((_Stretch(memory, 0),), parcel.views, parcel.nbytes)
-        return PackedExperts(made)
+        return PackedExperts(made, on_device=True)
 
     def copy_into(self, buffer: Tensor, experts: Sequence[int]) -> dict[str, Tensor]:
         """Start to copy experts one after the other into `buffer`; returns their tensors, [B, ...] each."""
+        copy = Tensor.copy_ if self.on_device else driver().copy_in
         for number, e in enumerate(experts):
-            self.parcels[e].copy_into(buffer[number * self.nbytes :], non_blocking=True)
+            self.parcels[e].copy_into(buffer[number * self.nbytes :], copy)
         return self._cut(buffer, experts[0], len(experts))
 
     def in_place(self, expert: int) -> dict[str, Tensor]:
@@ -168,7 +172,7 @@ def copy_adapter(lora: ExpertLora | None, buffer: Tensor, experts: Sequence[int]
         size = len(experts) * t[0].nbytes
         copy = buffer[at : at + size].view(t.dtype).view(len(experts), *t.shape[1:])
         for place, e in zip(copy, experts, strict=True):
-            place.copy_(t[e], non_blocking=True)
+            driver().copy_in(place, t[e])
         made[f"lora_{name}"] = copy
         at += _aligned(size)
     return made

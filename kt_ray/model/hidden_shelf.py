@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kt_ray.gpu import PageLock, aligned, whole_pages
+from kt_ray.gpu import PageLock, aligned, driver, whole_pages
 
 
 class Kept(Protocol):
@@ -52,9 +52,10 @@ class HostShelf:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0
         self._lock = PageLock(remedy="raise it, or set rule.activations=micro_batch")
-        cuda = device.type == "cuda"
-        self._writing: Any = torch.cuda.Stream(device) if cuda else None
-        self._reading: Any = torch.cuda.Stream(device) if cuda else None
+        self.driver = driver()
+        queues = self.driver.queues(device)
+        self._writing: Any = self.driver.stream(device, "shelf out") if queues else None
+        self._reading: Any = self.driver.stream(device, "shelf in") if queues else None
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +75,7 @@ class HostShelf:
         size = max(size, self.nbytes + self.nbytes // 4)
         self._memory = torch.empty(0, dtype=torch.uint8)  # freed before there is more
         memory = whole_pages(size)
-        if self._writing is not None:
+        if self.device.type == "cuda":
             self._lock.register(memory.data_ptr(), size)
         self._memory = memory
 
@@ -88,10 +89,10 @@ class HostShelf:
         if self._writing is None:
             host.copy_(hidden)
             return _KeptOnHost(self, host, None)
-        self._writing.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._writing):
-            host.copy_(hidden, non_blocking=True)
-        hidden.record_stream(self._writing)
+        self._writing.wait_stream(self.driver.current(self.device))
+        with self.driver.using(self._writing):
+            self.driver.copy_out(host, hidden)
+        self.driver.used_by(self._writing, hidden)
         return _KeptOnHost(self, host, self._writing.record_event())
 
     def read(self, host: Tensor, written: Any) -> tuple[Tensor, Any]:
@@ -100,9 +101,9 @@ class HostShelf:
             return host.clone(), None
         self._reading.wait_event(written)
         # The host is ahead of the device: without this all of a group could be on its way at once.
-        self._reading.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._reading):
-            hidden = host.to(self.device, non_blocking=True)
+        self._reading.wait_stream(self.driver.current(self.device))
+        with self.driver.using(self._reading):
+            hidden = self.driver.upload(host, self.device, copy=True)
         return hidden, self._reading.record_event()
 
     def close(self) -> None:
@@ -133,7 +134,7 @@ class _KeptOnHost:
         assert self._coming is not None
         (hidden, arrived), self._coming = self._coming, None
         if arrived is not None:
-            stream = torch.cuda.current_stream(self._shelf.device)
+            stream = self._shelf.driver.current(self._shelf.device)
             stream.wait_event(arrived)
-            hidden.record_stream(stream)
+            self._shelf.driver.used_by(stream, hidden)
         return hidden

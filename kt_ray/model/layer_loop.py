@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kt_ray.batch import PassSpec
 from kt_ray.errors import BadStep
-from kt_ray.gpu import host_event
+from kt_ray.gpu import driver
 from kt_ray.model.build import StageModel
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
@@ -504,12 +504,10 @@ class LayerLoop:
             sizes = [part.shape[0] for part in parts]
             whole = self.experts.alloc((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
             for to, part in zip(whole.split(sizes), parts, strict=True):
-                to.copy_(part.detach(), non_blocking=True)
+                driver().copy_out(to, part.detach())
             host.append(whole)
-        if self.device.type == "cuda":
-            done = host_event()
-            done.record()
-            done.synchronize()
+        if driver().queues(self.device):
+            driver().mark(self.device).synchronize()
         return tuple(host)
 
 

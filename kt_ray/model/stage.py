@@ -59,6 +59,8 @@ class Stage:
         UserError: the model cannot be run, named before its weights are read.
     """
 
+    loop = LayerLoop  # what runs a pass
+
     def __init__(self, spec: StageSpec) -> None:
         choose_attention_kernels()
         with _building:
@@ -196,7 +198,7 @@ class Stage:
         own = (self.model, self.scales, self.dropout, self.head)
         links = (experts, stages, clock, self._watch)
         whole_groups = self.spec.activations == "group"
-        return LayerLoop(*own, spec, groups, *links, self.shelf, slots, whole_groups, self.known_outputs)
+        return self.loop(*own, spec, groups, *links, self.shelf, slots, whole_groups, self.known_outputs)
 
     def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
         def note(index: int, hidden: Tensor) -> Tensor:

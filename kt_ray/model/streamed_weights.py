@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear
-from kt_ray.gpu import PageLock, aligned, whole_pages
+from kt_ray.gpu import PageLock, aligned, driver, whole_pages
 from kt_ray.placement.weight_slots import Filled, WeightSlots
 
 
@@ -67,8 +67,9 @@ class StreamedWeights:
         self._lock = PageLock(remedy="raise it, or let more layers stay on the GPU (rule.resident_layers)")
         self._layers: dict[int, _Matrices] = {}
         self._memory: list[Tensor] = []
-        cuda = device.type == "cuda"
-        self._copying: Any = torch.cuda.Stream(device) if cuda else None
+        self._driver = driver()
+        queues = self._driver.queues(device)
+        self._copying: Any = self._driver.stream(device, "weights") if queues else None
         self._arrived: list[Any] = [None] * count  # per slot the event of its copy
         self.copied_bytes = 0
 
@@ -148,7 +149,7 @@ class StreamedWeights:
         slot = self.slots.slot_of(layer)
         assert slot is not None
         if self._arrived[slot] is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._arrived[slot])
+            self._driver.current(self.device).wait_event(self._arrived[slot])
         following = self.slots.ahead(layer, downwards=torch.is_grad_enabled())
         if following is not None:
             self._copy(following)
@@ -163,9 +164,9 @@ class StreamedWeights:
             memory.copy_(own.block)
         else:
             # What used the slot before was given to the device before this.
-            self._copying.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._copying):
-                memory.copy_(own.block, non_blocking=True)
+            self._copying.wait_stream(self._driver.current(self.device))
+            with self._driver.using(self._copying):
+                self._driver.copy_in(memory, own.block)
             self._arrived[filled.slot] = self._copying.record_event()
         own.show(memory)
         self.copied_bytes += own.block.numel()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_ray.gpu import host_event
+from kt_ray.gpu import driver
 from kt_ray.timeline import SpanRecorder
 from kt_ray.transport.messages import Address, Lease, Mailbox, Message, Port
 
@@ -101,7 +101,7 @@ class ExpertLink(_Link):
         self._leases: dict[tuple[str, int, int], list[Lease]] = {}
         self._routed: dict[tuple[int, int], _Routed] = {}
         self._tables: dict[tuple[int, int], Tensor] = {}
-        self._copies: dict[int, torch.cuda.Event] = {}  # group -> end of copies out of its last answers
+        self._copies: dict[int, Any] = {}  # group -> end of copies out of its last answers
         self._answers: dict[tuple[str, int, int], list[Tensor]] = {}  # without overlap
 
     def begin(self, number: int) -> None:
@@ -208,8 +208,8 @@ class ExpertLink(_Link):
                 else:
                     for total, part in zip(sums, parts, strict=True):
                         total.add_(part)
-            if self._device.type == "cuda":
-                self._copies[group] = _mark()
+            if driver().queues(self._device):
+                self._copies[group] = driver().mark(self._device)
             for lease in self._leases.pop((direction, layer, group)):
                 self._port.release(lease)
         self.seconds_waiting += time.monotonic() - start
@@ -220,14 +220,13 @@ class ExpertLink(_Link):
         routed = self._routed[layer, group]
         rows = routed.rows.get(rank)
         if rows is None and rank > 0:
-            return part.to(self._device, non_blocking=True)
+            return driver().upload(part, self._device)
         if rows is None:
             # Never the answer itself, which will be changed: it lies in memory that its sender uses again.
             rounded = part.dtype != torch.float32  # then the change of type copies, where the sums are
-            part = part.to(self._device, non_blocking=True, copy=not rounded)
-            return part.float()
+            return driver().upload(part, self._device, copy=not rounded).float()
         full = torch.zeros(routed.tokens, *part.shape[1:], dtype=torch.float32, device=self._device)
-        part = part.to(self._device, non_blocking=True).float()
+        part = driver().upload(part, self._device).float()
         return full.index_copy_(0, rows.to(self._device), part)
 
 
@@ -246,7 +245,7 @@ class StageLink(_Link):
         self.seconds = 0.0
         self._rank = rank
         self._leases: dict[int, Lease] = {}  # group -> its hidden states sent to the next stage
-        self._reads: list[torch.cuda.Event] = []  # ends of copies out of other stages' memory
+        self._reads: list[Any] = []  # ends of copies out of other stages' memory
 
     def begin(self, number: int) -> None:
         """Begin the next step. Everything sent before has been read."""
@@ -277,16 +276,17 @@ class StageLink(_Link):
     def _send(self, what: str, group: int, to: int, tensors: list[Tensor]) -> Lease:
         address: Address = ("worker", to)
         with self._timed():
-            if self._device.type == "cuda":
+            if driver().queues(self._device):
+                pinned = self._device.type == "cuda"
                 host = [
-                    self._port.alloc(t.shape, t.dtype, pinned=True)
+                    self._port.alloc(t.shape, t.dtype, pinned=pinned)
                     if self._port.shares(address)
-                    else torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+                    else torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned)
                     for t in tensors
                 ]
                 for target, t in zip(host, tensors, strict=True):
-                    target.copy_(t, non_blocking=True)
-                _mark().synchronize()
+                    driver().copy_out(target, t)
+                driver().mark(self._device).synchronize()
                 tensors = host
             named = {str(i): t for i, t in enumerate(tensors)}
             with self._recorder.span(f"send {what}", "transfer", group=group):
@@ -298,11 +298,11 @@ class StageLink(_Link):
             with self._recorder.span(f"stage {what}", "wait", group=group):
                 message = self._mailbox.take((what, self._number, group))
             copies = [
-                message.tensors[str(i)].to(self._device, non_blocking=True, copy=True)
+                driver().upload(message.tensors[str(i)], self._device, copy=True)
                 for i in range(len(message.tensors))
             ]
-            if self._device.type == "cuda":
-                self._reads.append(_mark())
+            if driver().queues(self._device):
+                self._reads.append(driver().mark(self._device))
             return copies
 
     @contextmanager
@@ -310,10 +310,3 @@ class StageLink(_Link):
         start = time.monotonic()
         yield
         self.seconds += time.monotonic() - start
-
-
-def _mark() -> torch.cuda.Event:
-    """An event after all work queued on this stream so far."""
-    event = host_event()
-    event.record()
-    return event
