@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Driver:
         return event
 
     def used_by(self, stream: Any, *tensors: Tensor) -> None:
-        """Their memory is free again only once `stream`, which did not allocate it, has done what it was given."""
+        """Free their memory only once `stream`, which did not allocate it, has done what it was given."""
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(stream)
@@ -95,6 +96,20 @@ def use_driver(other: Driver) -> None:
     """Let another one stand for GPUs, before anything asks for it."""
     global _driver
     _driver = other
+
+
+@contextmanager
+def aside(device: torch.device, name: str) -> Iterator[Any]:
+    """Work inside goes to the stream of that name, beside what this thread's stream does.
+
+    Yields the stream; None on a device that computes at once.
+    """
+    if not _driver.queues(device):
+        yield None
+        return
+    stream = _driver.named(device, name)
+    with _driver.using(stream):
+        yield stream
 
 
 def choose_attention_kernels() -> None:

@@ -191,18 +191,21 @@ class AttentionWorker(PlainActor):
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.spec.device)
         recorder = SpanRecorder(full=spec.timeline)
-        experts, stages = self._links(spec.number, recorder)
+        experts, stages = self._links(spec.number, recorder, later=True)
         stage = self.stage
-        with recorder.span("begin", "compute"):
-            loop = stage.begin(spec, self.part.replica, experts, stages)
-        for op in worker_program(self.plan, self.part.replica, self.part.stage, spec.kind):
-            self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
-            with recorder.span(op.kind, "compute", op.layer, op.group):
-                loop.run(op)
-        with recorder.span("check", "compute"):
-            loop.recomputed.check()
-        experts.finish()
-        stages.finish()
+        try:
+            with recorder.span("begin", "compute"):
+                loop = stage.begin(spec, self.part.replica, experts, stages)
+            for op in worker_program(self.plan, self.part.replica, self.part.stage, spec.kind):
+                self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
+                with recorder.span(op.kind, "compute", op.layer, op.group):
+                    loop.run(op)
+            with recorder.span("check", "compute"):
+                loop.recomputed.check()
+            experts.finish()
+            stages.finish()
+        finally:
+            experts.close()
         self.doing = "idle"
         seconds = loop.seconds()
         return WorkerPassReport(
@@ -224,11 +227,12 @@ class AttentionWorker(PlainActor):
             logps=loop.logps() if stage.last and (spec.return_logps or spec.objective is not None) else [],
         )
 
-    def _links(self, number: int, recorder: SpanRecorder) -> tuple[ExpertLink, StageLink]:
+    def _links(self, number: int, recorder: SpanRecorder, *, later: bool) -> tuple[ExpertLink, StageLink]:
         """The conversations with the expert actors and with the neighbouring stages.
 
         Args:
             number: of the pass, or of a generation step.
+            later: as `ExpertLink` has it.
         """
         plan = self.plan
         common: dict[str, Any] = {
@@ -244,6 +248,7 @@ class AttentionWorker(PlainActor):
             experts_of=lambda layer, rank: plan.experts[rank].experts_of(layer),
             num_experts=plan.dims.num_experts,
             overlap=plan.overlap,
+            later=later,
             **common,
         )
         return experts, StageLink(self.mailbox, self.port, rank=self.rank, **common)
@@ -296,7 +301,7 @@ class AttentionWorker(PlainActor):
         """One session of generation, until the driver ends it."""
         self.check_restored()
         self.claim_thread()
-        experts, stages = self._links(spec.tag(0), SpanRecorder())
+        experts, stages = self._links(spec.tag(0), SpanRecorder(), later=False)
         with self._gpu_memory():
             report = WorkerSession(self, spec, self.part, self.stage, self.outbox, experts, stages).run()
         self.doing = "idle"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,9 @@ class Zeros:
 
     def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def after(self, ready: Any) -> None:
+        ready.synchronize()
 
     def submit_forward(
         self,

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kt_ray.batch import PassSpec
 from kt_ray.errors import BadStep
-from kt_ray.gpu import driver
+from kt_ray.gpu import aside, driver
 from kt_ray.model.build import StageModel
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
@@ -55,6 +55,9 @@ class ExpertExchange(Protocol):
     Tensors to submit are on the CPU, in memory from `alloc`. `submit_*` returns at once; the loop submits and
     joins in the order of its program.
     """
+
+    def after(self, ready: Any) -> None:
+        """What is submitted next is still on its way to the host, until the event `ready`."""
 
     def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """CPU memory to fill and submit once, page-locked where the stage computes on CUDA.
@@ -497,17 +500,22 @@ class LayerLoop:
     def _to_host(self, *tensors: list[Tensor]) -> tuple[Tensor, ...]:
         """Each list's tensors one after another along the rows, in memory of the exchange, the only copy.
 
-        Waits only for what this stream has done so far: the expert side reads the tensors at once.
+        They are to be submitted next. Copied beside the computation, which goes on meanwhile.
         """
         host = []
-        for parts in tensors:
-            sizes = [part.shape[0] for part in parts]
-            whole = self.experts.alloc((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
-            for to, part in zip(whole.split(sizes), parts, strict=True):
-                driver().copy_out(to, part.detach())
-            host.append(whole)
-        if driver().queues(self.device):
-            driver().mark(self.device).synchronize()
+        computing = driver().current(self.device) if driver().queues(self.device) else None
+        with aside(self.device, "tokens") as stream:
+            if stream is not None:
+                stream.wait_stream(computing)
+            for parts in tensors:
+                sizes = [part.shape[0] for part in parts]
+                whole = self.experts.alloc((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
+                for to, part in zip(whole.split(sizes), parts, strict=True):
+                    driver().copy_out(to, part.detach())
+                    driver().used_by(stream, part)
+                host.append(whole)
+            if stream is not None:
+                self.experts.after(driver().mark(self.device))
         return tuple(host)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_ray.gpu import driver
+from kt_ray.gpu import aside, driver
 from kt_ray.timeline import SpanRecorder
 from kt_ray.transport.messages import Address, Lease, Mailbox, Message, Port
 
@@ -72,6 +73,8 @@ class ExpertLink(_Link):
         experts_of: which experts an actor computes, for those out of shared memory's reach.
         num_experts: of a layer.
         overlap: False = `submit_*` waits for the answer, so that neither side works beside the other.
+        later: what is still on its way to the host is sent by a thread of its own, and the worker goes on.
+            False = it waits: for a single token that is sooner.
 
     Attributes:
         adapter: whether the experts' LoRA takes part in what is submitted, or which (generation changes it).
@@ -87,6 +90,7 @@ class ExpertLink(_Link):
         experts_of: ExpertsOf,
         num_experts: int,
         overlap: bool = True,
+        later: bool = True,
         **common: Any,
     ) -> None:
         super().__init__(mailbox, port, **common)
@@ -101,6 +105,10 @@ class ExpertLink(_Link):
         self._leases: dict[tuple[str, int, int], list[Lease]] = {}
         self._routed: dict[tuple[int, int], _Routed] = {}
         self._tables: dict[tuple[int, int], Tensor] = {}
+        self._later = later
+        self._ready: Any = None  # the event after which what is submitted next is on the host
+        self._sender: ThreadPoolExecutor | None = None
+        self._sending: dict[tuple[str, int, int], Future[None]] = {}
         self._copies: dict[int, Any] = {}  # group -> end of copies out of its last answers
         self._answers: dict[tuple[str, int, int], list[Tensor]] = {}  # without overlap
 
@@ -116,6 +124,13 @@ class ExpertLink(_Link):
             return self._port.alloc(shape, dtype, pinned=pinned)
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
 
+    def after(self, ready: Any) -> None:
+        """What is submitted next is still on its way to the host, until the event `ready`."""
+        if self._later:
+            self._ready = ready
+        else:
+            ready.synchronize()
+
     def submit_forward(
         self,
         layer: int,
@@ -127,18 +142,8 @@ class ExpertLink(_Link):
         keep: bool,
     ) -> None:
         """Send the tokens of one group: global expert ids, routing weights, dropout keys."""
-        routed = self._routed[layer, group] = _Routed(x_TH.shape[0])
-        for address in self._experts:
-            if address not in self._sharing:
-                rows = self._table(layer, address[1])[ids_TK.long()].any(dim=1).nonzero().flatten()
-                if rows.numel() < x_TH.shape[0]:
-                    routed.rows[address[1]] = rows
-        tensors = {
-            "x": x_TH,
-            "ids": ids_TK.to(torch.int32),
-            "weights": weights_TK.float(),
-            "keys": keys_T,
-        }
+        self._routed[layer, group] = _Routed(x_TH.shape[0])
+        tensors = {"x": x_TH, "ids": ids_TK, "weights": weights_TK, "keys": keys_T}
         self._submit("forward", layer, group, tensors)
 
     def join_forward(self, layer: int, group: int) -> Tensor:
@@ -148,7 +153,7 @@ class ExpertLink(_Link):
 
     def submit_backward(self, layer: int, group: int, dy_TH: Tensor) -> None:
         """Send the gradient of y; the expert actors kept the rest."""
-        self._submit("backward", layer, group, {"dy": dy_TH.float()})
+        self._submit("backward", layer, group, {"dy": dy_TH})
 
     def join_backward(self, layer: int, group: int) -> tuple[Tensor, Tensor]:
         """(dx_TH, gradient of the routing weights dw_TK) float32, summed over expert actors."""
@@ -161,6 +166,21 @@ class ExpertLink(_Link):
         for group in list(self._copies):
             self._copies.pop(group).synchronize()
 
+    def close(self) -> None:
+        """Nothing is sent any more, whether or not the pass came to its end."""
+        if self._sender is not None:
+            self._sender.shutdown(cancel_futures=True)
+            self._sender = None
+
+    def _route(self, layer: int, group: int, ids_TK: Tensor) -> None:
+        """Find the rows that go to actors out of shared memory's reach."""
+        routed = self._routed[layer, group]
+        for address in self._experts:
+            if address not in self._sharing:
+                rows = self._table(layer, address[1])[ids_TK.long()].any(dim=1).nonzero().flatten()
+                if rows.numel() < routed.tokens:
+                    routed.rows[address[1]] = rows
+
     def _table(self, layer: int, rank: int) -> Tensor:
         """bool [E + 1]: the experts of an actor (id E means no expert)."""
         table = self._tables.get((layer, rank))
@@ -170,23 +190,44 @@ class ExpertLink(_Link):
         return table
 
     def _submit(self, direction: str, layer: int, group: int, tensors: dict[str, Tensor]) -> None:
-        tag = (direction, self._number, layer, group, self._replica)
-        rows = self._routed[layer, group].rows
-        # This message tells the actors that their last answer of this group was read.
-        if group in self._copies:
-            self._copies.pop(group).synchronize()
         facts = {} if self.adapter is True else {"adapter": self.adapter}
+        # The message tells the actors that their last answer of this group was read.
+        events = [e for e in (self._copies.pop(group, None), self._ready) if e is not None]
+        self._ready = None
         with self._recorder.span(f"submit {direction}", "transfer", layer, group):
-            whole = [address for address in self._experts if address[1] not in rows]
-            leases = []
-            for rank, chosen in rows.items():
-                part = {name: tensor.index_select(0, chosen) for name, tensor in tensors.items()}
-                leases.append(self._port.send([("experts", rank)], Message(tag, part, facts)))
-            if whole:
-                leases.append(self._port.send(whole, Message(tag, tensors, facts)))
-            self._leases[direction, layer, group] = leases
+            if events and self._later:
+                if self._sender is None:
+                    self._sender = ThreadPoolExecutor(1, thread_name_prefix="sender")
+                call = self._sender.submit(self._send, direction, layer, group, tensors, facts, events)
+                self._sending[direction, layer, group] = call
+            else:
+                self._send(direction, layer, group, tensors, facts, events)
         if not self._overlap:
             self._answers[direction, layer, group] = self._receive(direction, layer, group)
+
+    def _send(
+        self,
+        direction: str,
+        layer: int,
+        group: int,
+        tensors: dict[str, Tensor],
+        facts: dict[str, Any],
+        events: Sequence[Any],
+    ) -> None:
+        """Send a group's tensors once these events are reached."""
+        for event in events:
+            event.synchronize()
+        if direction == "forward":
+            self._route(layer, group, tensors["ids"])
+        tag, rows = (direction, self._number, layer, group, self._replica), self._routed[layer, group].rows
+        whole = [address for address in self._experts if address[1] not in rows]
+        leases = []
+        for rank, chosen in rows.items():
+            part = {name: tensor.index_select(0, chosen) for name, tensor in tensors.items()}
+            leases.append(self._port.send([("experts", rank)], Message(tag, part, facts)))
+        if whole:
+            leases.append(self._port.send(whole, Message(tag, tensors, facts)))
+        self._leases[direction, layer, group] = leases
 
     def _join(self, direction: str, layer: int, group: int) -> list[Tensor]:
         if not self._overlap:
@@ -197,19 +238,29 @@ class ExpertLink(_Link):
         names = ANSWERS[direction]
         start = time.monotonic()
         with self._recorder.span(f"add {direction}", "transfer", layer, group):
+            sending = self._sending.pop((direction, layer, group), None)
+            if sending is not None:
+                with self._recorder.span(f"sent {direction}", "wait", layer, group):
+                    sending.result()
             sums: list[Tensor] = []
-            for _, rank in self._experts:
-                tag = ("reply", direction, self._number, layer, group, rank)
-                with self._recorder.span(f"experts-{rank} {direction}", "wait", layer, group):
-                    reply = self._mailbox.take(tag)
-                parts = [self._whole(layer, group, rank, reply.tensors[name]) for name in names]
-                if rank == 0:
-                    sums = parts
-                else:
-                    for total, part in zip(sums, parts, strict=True):
-                        total.add_(part)
-            if driver().queues(self._device):
-                self._copies[group] = driver().mark(self._device)
+            # Copied and added while the device computes what it was given before.
+            with aside(self._device, "answers") as stream:
+                for _, rank in self._experts:
+                    tag = ("reply", direction, self._number, layer, group, rank)
+                    with self._recorder.span(f"experts-{rank} {direction}", "wait", layer, group):
+                        reply = self._mailbox.take(tag)
+                    parts = [self._whole(layer, group, rank, reply.tensors[name]) for name in names]
+                    if rank == 0:
+                        sums = parts
+                    else:
+                        for total, part in zip(sums, parts, strict=True):
+                            total.add_(part)
+                if stream is not None:
+                    self._copies[group] = driver().mark(self._device)
+            if stream is not None:
+                computing = driver().current(self._device)
+                computing.wait_event(self._copies[group])
+                driver().used_by(computing, *sums)
             for lease in self._leases.pop((direction, layer, group)):
                 self._port.release(lease)
         self.seconds_waiting += time.monotonic() - start

@@ -31,6 +31,9 @@ class EagerExchange:
     def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
+    def after(self, ready: Any) -> None:
+        ready.synchronize()
+
     def submit_forward(
         self, layer: int, group: int, x: Tensor, ids: Tensor, weights: Tensor, keys: Tensor, keep: bool
     ) -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class TorchExchange:
 
     def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def after(self, ready: Any) -> None:
+        ready.synchronize()
 
     def submit_forward(
         self,

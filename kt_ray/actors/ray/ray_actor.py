@@ -8,11 +8,13 @@ the doorbell does not take it. A message is packed once for each way.
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import ray
@@ -38,6 +40,8 @@ from kt_ray.transport.shared_memory import (
     TensorRef,
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 16 * 1024  # below this a message is cheaper inside the call than by any other way
@@ -116,6 +120,17 @@ class Peer:
     memory: TensorRef | None = None
 
 
+def _alone(method: Callable[P, T]) -> Callable[P, T]:
+    """One thread of the port's at a time."""
+
+    @functools.wraps(method)
+    def alone(*args: P.args, **named: P.kwargs) -> T:
+        with args[0]._lock:  # type: ignore[attr-defined]
+            return method(*args, **named)
+
+    return alone
+
+
 class RayPort:
     """Sends and receives for one Ray actor.
 
@@ -127,8 +142,7 @@ class RayPort:
         pinned: this actor computes on CUDA, so memory that it shares or maps is page-locked.
         timeout: seconds that one transfer through gloo may take.
 
-    Not thread-safe but for `receive`: `send` and `release` belong to the compute thread, and `connect` is
-    called while it rests.
+    Any thread may allocate, send, release and receive; `connect` and `close` are called while they rest.
     """
 
     def __init__(
@@ -161,6 +175,7 @@ class RayPort:
         self._leases: dict[Lease, list[_Held]] = {}
         self._unsent: list[_Held] = []  # from `alloc`, not sent yet or not all of it
         self._next: Lease = 1
+        self._lock = threading.RLock()  # of the arena, what is sent and what is not
 
     # -- peers -------------------------------------------------------------------------------
 
@@ -248,6 +263,7 @@ class RayPort:
 
     # -- sending -----------------------------------------------------------------------------
 
+    @_alone
     def alloc(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
         if self._transport.near != "arena":
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
@@ -258,6 +274,7 @@ class RayPort:
             self._arena.free(block)
         return tensor
 
+    @_alone
     def send(self, to: Sequence[Address], message: Message) -> Lease:
         lease = self._next
         self._next += 1
@@ -325,12 +342,14 @@ class RayPort:
             packed.gloo[name] = tag, _dtype_name(tensor), tuple(tensor.shape)
         return packed
 
+    @_alone
     def release(self, lease: Lease) -> None:
         for memory in self._leases.pop(lease, []):
             memory.leases -= 1
             if not memory.leases and not memory.unsent:
                 self._arena.free(memory.block)
 
+    @_alone
     def release_all(self) -> None:
         for lease in list(self._leases):
             self.release(lease)
