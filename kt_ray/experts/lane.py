@@ -15,6 +15,7 @@ Legend: T tokens, K slots per token, R rows, U tokens with a row here, H hidden 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -210,6 +211,7 @@ class DeviceLane:
             x, (at, weight, spread) = self._with_empty(saved.x), self._places(routed)
             keys = self._keys(saved)
             y = torch.zeros(saved.x.shape, dtype=torch.float32, device=device.device)
+        leaving = _Leaving(device)
         for i, tensors in self._carry(here, routed.batches, lora):
             with device.computing():
                 experts = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
@@ -221,10 +223,12 @@ class DeviceLane:
                     out *= _by_expert(weight, part).unsqueeze(-1)
                     add_part(y, places, out, part)
                     if keep and not self._recompute:
-                        saved.gates.append(
-                            None if gate is None else device.download(_rows(gate, part, spread))
+                        leaving.add(
+                            saved,
+                            gate if gate is None else _rows(gate, part, spread),
+                            _rows(up, part, spread),
                         )
-                        saved.ups.append(device.download(_rows(up, part, spread)))
+        leaving.end()
         with device.computing():
             result = device.download(y)
         device.finish()
@@ -238,7 +242,7 @@ class DeviceLane:
             dx = torch.zeros(saved.x.shape, dtype=torch.float32, device=device.device)
             dw = torch.empty(len(routed.slots), dtype=torch.float32, device=device.device)
         grads: list[tuple[Tensor, Mapping[str, Tensor]]] = []
-        kept = iter(zip(saved.gates, saved.ups, strict=True))
+        coming = _Coming(device, saved)
         for i, tensors in self._carry(here, routed.batches, lora):
             with device.computing():
                 experts = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
@@ -250,11 +254,9 @@ class DeviceLane:
                     if self._recompute:
                         gate, up = project_in(experts, part_x, masks)
                     else:
-                        kept_gate, kept_up = next(kept)
-                        gate = (
-                            None if kept_gate is None else _at_places(device.upload(kept_gate), part, spread)
-                        )
-                        up = _at_places(device.upload(kept_up), part, spread)
+                        kept_gate, kept_up = coming.take()
+                        gate = None if kept_gate is None else _at_places(kept_gate, part, spread)
+                        up = _at_places(kept_up, part, spread)
                     part_weight = _by_expert(weight, part)
                     made = backward(experts, part_x, gate, up, upstream[places], part_weight, masks)
                     add_part(dx, places, made.dx, part)
@@ -362,6 +364,69 @@ class DeviceLane:
         self.device.finish()
         self._layers.clear()
         self._buffers = (_Buffer(), _Buffer())
+
+
+class _Leaving:
+    """Gates and ups on their way to the host, behind the computation. Those of two parts are on the device at
+    once: the computing queue, which has their memory next, waits for older ones."""
+
+    def __init__(self, device: LaneDevice) -> None:
+        self._device = device
+        self._parts: deque[tuple[tuple[Tensor | None, Tensor], Any]] = deque()
+
+    def add(self, saved: LaneSaved, gate: Tensor | None, up: Tensor) -> None:
+        """Start to copy a part's, just computed."""
+        device = self._device
+        device.return_after(device.computed())
+        with device.returning():
+            saved.gates.append(None if gate is None else device.download(gate))
+            saved.ups.append(device.download(up))
+        self._parts.append(((gate, up), device.returned()))
+        if len(self._parts) > 1:
+            self._wait()
+
+    def end(self) -> None:
+        """The computing queue goes on once all are there."""
+        while self._parts:
+            self._wait()
+
+    def _wait(self) -> None:
+        self._device.compute_after(self._parts[0][1])
+        self._parts.popleft()  # only now: the memory is free for what is computed next
+
+
+class _Coming:
+    """Kept gates and ups on their way back, those of the next part while one is computed."""
+
+    def __init__(self, device: LaneDevice, saved: LaneSaved) -> None:
+        self._device = device
+        self._left = iter(zip(saved.gates, saved.ups, strict=True))
+        self._next = self._start()
+
+    def take(self) -> tuple[Tensor | None, Tensor]:
+        """The next part's, for the computing queue."""
+        assert self._next is not None, "there are as many parts as in forward"
+        parts, ready = self._next
+        self._next = self._start()
+        self._device.compute_after(ready)
+        return parts
+
+    def _start(self) -> tuple[tuple[Tensor | None, Tensor], Any] | None:
+        device, kept = self._device, next(self._left, None)
+        if kept is None:
+            return None
+        with device.computing():  # whose memory it is, before and afterwards
+            made = [
+                None if t is None else torch.empty(t.shape, dtype=t.dtype, device=device.device) for t in kept
+            ]
+        device.copy_after(device.computed())
+        with device.copying():
+            for to, source in zip(made, kept, strict=True):
+                if to is not None and source is not None:
+                    device.copy_in(to, source)
+        gate, up = made
+        assert up is not None
+        return (gate, up), device.copied()
 
 
 def _by_expert(values: Tensor, part: RowPart) -> Tensor:

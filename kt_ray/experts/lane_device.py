@@ -1,9 +1,9 @@
-"""The lane's device: two queues of work on it, transfers between it and the host, page-locked weights.
+"""The lane's device: queues of work on it, transfers between it and the host, page-locked weights.
 
-On a GPU one stream copies and one computes; they wait for each other by events, and the host waits for the
-last event of a call, never for the whole device. On the CPU, the stand-in, everything happens at once and the
-same calls do nothing. The CUDA half is written against torch's documented behaviour; this project's
-development machines have no GPU, so it is **untested on hardware**.
+On a GPU one stream copies to it, one from it, and one computes; they wait for each other by events, and the
+host waits for the last event of a call, never for the whole device. On the CPU, the stand-in, everything
+happens at once and the same calls do nothing. The CUDA half is written against torch's documented behaviour;
+this project's development machines have no GPU, so it is **untested on hardware**.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the proc
 
 
 class LaneDevice:
-    """A device with a copying and a computing queue. Used by one thread.
+    """A device with queues that copy to it, compute, and copy back. Used by one thread.
 
     Args:
         name: "cpu" or "cuda:i", as this process numbers its GPUs.
@@ -35,6 +35,7 @@ class LaneDevice:
         self.device = torch.device(name)
         self._copying: Any = None
         self._computing: Any = None
+        self._returning: Any = None
         if self.device.type == "cuda":
             have = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if (self.device.index or 0) >= have:
@@ -51,6 +52,7 @@ class LaneDevice:
         if self._queues:
             self._copying = self._driver.stream(self.device, "experts")
             self._computing = self._driver.stream(self.device, "lane")
+            self._returning = self._driver.stream(self.device, "kept")
 
     @property
     def is_cuda(self) -> bool:
@@ -63,6 +65,19 @@ class LaneDevice:
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Work inside goes to the computing queue."""
         return self._driver.using(self._computing) if self._queues else contextlib.nullcontext()
+
+    def returning(self) -> contextlib.AbstractContextManager[Any]:
+        """Work inside goes to the queue that copies to the host."""
+        return self._driver.using(self._returning) if self._queues else contextlib.nullcontext()
+
+    def returned(self) -> Any:
+        """A mark after what was given to the returning queue so far."""
+        return self._returning.record_event() if self._queues else None
+
+    def return_after(self, mark: Any) -> None:
+        """The returning queue goes on once `mark` is reached."""
+        if self._queues and mark is not None:
+            self._returning.wait_event(mark)
 
     def copied(self) -> Any:
         """A mark after what was given to the copying queue so far."""

@@ -6,7 +6,8 @@ of a stored activation, P parameters of one expert, r LoRA rank.
     workspace         two buffers for a batch of experts and their adapters; a batch's matrices as numbers,
                       with 16 bytes per element of its largest ones while quantised ones are decoded; x, dy
                       and dx of the group (T_g H (s + 8)); a batch's rows, filled up to its longest
-                      expert's, at most LANE_ROWS: 24 (H + I) each, with dropout 24 bytes per input more
+                      expert's, at most LANE_ROWS: 24 (H + I) each, 8 I for gates and ups on their way
+                      from or to the host, with dropout 24 bytes per input more
     runtime           a GPU's: the CUDA context of the expert actor's process
     kept activations  (socket) every device's own x, and 36 bytes per row; with a GPU its gates and ups once
                       more, as torch rounds page-locked blocks up to powers of two
@@ -234,7 +235,7 @@ def lane_lines(
     batch = min(batch_size(1, dims.expert_params), max(actor.counts(dims.moe_layers)))
     matrices = batch * (dims.expert_params * element + (0 if size.plain else 16 * width * inter))
     at_once = min(size.group * batch, LANE_ROWS)
-    rows = at_once * 24 * (width + inter)
+    rows = at_once * (24 * (width + inter) + 8 * inter)
     if config.lora.experts and config.lora.dropout > 0:
         rows += at_once * 24 * (2 * width + inter)
     # A resident that is a batch of its own is computed where it lies.

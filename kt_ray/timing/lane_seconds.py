@@ -2,9 +2,9 @@
 
 The share is the plan's (`LanePlan.share`), rounded to whole experts as the runtime does it, and the seconds
 are those by which rule.experts.stream=auto chooses it (lane.py), undivided: the simulation lets actors that
-use one link or one GPU, and attention, share it. Besides, kernels that the lane's thread dispatches, batch
-after batch. Routing is taken as even: residents get their share of the tokens and no more, and no row of a
-batch is filled up.
+use one link or one GPU, and attention, share it. Besides, gates and ups that are kept for backward, and
+kernels that the lane's thread dispatches, batch after batch. Routing is taken as even: residents get their
+share of the tokens and no more, and no row of a batch is filled up.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.weight_formats import ELEMENT_BYTES
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.lane_plan import expert_sizes
 from kt_ray.placement.lane_share import ExpertSizes, batch_size, lane_parts, whole_experts
@@ -27,7 +28,9 @@ KERNELS = {"forward": 25.0, "backward": 71.0}
 KERNELS_AGAIN = {"forward": -4.0, "backward": 4.0}
 # And per expert: copies of three matrices and three adapters, and one that adds its rows to the tokens'.
 KERNELS_EACH = 10.0
-MOVED_IN = 1 / 3  # of `LaneWork.moved`: 2 of 6 bytes per element go to the device
+# Of `LaneWork.moved`, 6 bytes per element, what goes to the device (x in bfloat16; backward dy in float32
+# besides) and back (y, or dx, in float32).
+MOVED_IN, MOVED_BACK = {"forward": 2 / 6, "backward": 6 / 6}, 4 / 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +66,11 @@ class LaneSeconds:
         rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
         gpu = self.rates.gpu.gemm["float32" if dims.expert_format == "f32" else "bfloat16"](rows)
         together = batch_size(int(rows), dims.expert_params)
-        copies = products = first = moved = 0.0
+        copies = products = moved = 0.0
         experts = batches = 0
         if others and carried:
             found = lane_parts(self._sizes(actor, others).work(tokens), link, gpu, carried, devices)
-            copies, products, first, moved = found.copies, found.products, found.first, found.moved
+            copies, products, moved = found.copies, found.products, found.moved
             own = -(-carried // devices)
             experts, batches = own, -(-own // together)
         if stays:  # only their adapters are copied
@@ -75,22 +78,31 @@ class LaneSeconds:
             work = kept.work(tokens)
             found = lane_parts(work, link, gpu, work.experts, devices)
             copies, products = copies + found.copies, products + found.products
-            first, moved = max(first, found.first), moved + found.moved
+            moved += found.moved
             own = -(-work.experts // devices)
             experts, batches = experts + own, batches + -(-own // together)
         if not experts:
             return ()
-        kernels = KERNELS[direction]
+        kernels, leaving = KERNELS[direction], 0.0
         if here.activations == "recompute":
             kernels += KERNELS_AGAIN[direction]
             if direction == "backward":
                 products *= 1 + (2 / 3 if dims.gated else 1 / 2)
+        else:  # gate and up go to host memory and come back
+            element = ELEMENT_BYTES["float32" if dims.expert_format == "f32" else "bfloat16"]
+            size = experts * rows * (2 if dims.gated else 1) * dims.expert_intermediate * element
+            if direction == "forward":
+                leaving = size / self.rates.link.to_host.value
+            else:
+                copies += size / link
+        # The first batch is copied before anything is computed, the last one computed after all copies.
+        ahead = copies / batches
+        last = products / batches
         kernels = kernels * batches + KERNELS_EACH * experts
         dispatch = dispatch_seconds(kernels, self.rates.gpu, self.rates.cpu_one)
-        ahead, back = first + MOVED_IN * moved, (1 - MOVED_IN) * moved
-        return tuple(
-            LaneCall(device, ahead, copies, products, dispatch, back) for device in here.lane.devices
-        )
+        entering, back = MOVED_IN[direction] * moved, MOVED_BACK * moved
+        whole = (ahead + entering, copies - ahead, products - last, dispatch, back, last, leaving)
+        return tuple(LaneCall(device, *whole) for device in here.lane.devices)
 
     def _runs(self, actor: int) -> bool:
         lane = self.plan.experts[actor].lane

@@ -97,7 +97,8 @@ class LaneCall(NamedTuple):
     """What a GPU does of an expert actor's call, beside the CPU, in seconds alone on its resource.
 
     device: "cuda:i". ahead: on the link before anything is computed. copies: on the link, products: on the
-    GPU, and dispatch: on a core of the actor's, all at the same time. back: on the link, afterwards.
+    GPU, dispatch: on a core of the actor's, and kept: on the link to the host, all at the same time. last: on
+    the GPU, after the copies. back: on the link to the host, after all that.
     """
 
     device: str
@@ -106,6 +107,8 @@ class LaneCall(NamedTuple):
     products: float
     dispatch: float
     back: float
+    last: float = 0.0
+    kept: float = 0.0
 
 
 class Durations(Protocol):
@@ -496,8 +499,11 @@ class _Step:
             yield Wait(("lane ahead", *about), "transfer")
             self._send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
             self._send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
+            self._send(("lane kept", *about), Carriage((Leg(back, call.kept),)))
             yield Busy(f"{direction} {layer}.{g}", "lane", call.products)
             yield Wait(("lane copies", *about), "transfer")
+            yield Busy(f"{direction} {layer}.{g}", "lane", call.last)
+            yield Wait(("lane kept", *about), "transfer")
             yield Wait(("lane kernels", *about), "dispatch")
             self._send(("lane done", *about), Carriage((Leg(back, call.back),)))
 

@@ -20,7 +20,7 @@ from kt_ray.placement.lane_share import best_share, lane_parts, streamed_experts
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timing.lane_rates import from_rates, lane_rates
-from kt_ray.timing.lane_seconds import KERNELS, KERNELS_AGAIN, KERNELS_EACH
+from kt_ray.timing.lane_seconds import KERNELS, KERNELS_AGAIN, KERNELS_EACH, MOVED_IN
 from kt_ray.timing.prediction import Prediction, neighbours, predict
 from kt_ray.timing.seats import even_waves, machine_of
 from kt_ray.timing.step_costs import PlanDurations
@@ -61,9 +61,9 @@ def test_the_predicted_split_is_the_one_that_the_runtime_makes() -> None:
         busy = sizes.work(tokens).experts
         assert carried == pytest.approx(min(len(runtime), busy) / busy)
         assert RATES.link is not None
-        assert call.copies == pytest.approx(
-            min(len(runtime), busy) * sizes.bytes / RATES.link.to_device.value
-        )
+        link = RATES.link.to_device.value
+        copied = call.ahead - MOVED_IN["forward"] * moved(plan, durations, tokens) + call.copies
+        assert copied == pytest.approx(min(len(runtime), busy) * sizes.bytes / link)
 
 
 def test_its_seconds_are_those_that_auto_chose_by() -> None:
@@ -77,9 +77,39 @@ def test_its_seconds_are_those_that_auto_chose_by() -> None:
     assert best.carried == round(lane.share(tokens) * 256) > 0
     (call,) = durations.lane(0, LAYER, "forward", tokens)
     parts = lane_parts(sizes.work(tokens), chosen_by.link, chosen_by.gpu, best.carried)
-    assert call.copies == pytest.approx(parts.copies) and call.products == pytest.approx(parts.products)
-    assert call.ahead + call.back == pytest.approx(parts.first + parts.moved)
+    assert call.products + call.last == pytest.approx(parts.products)
+    assert call.ahead + call.copies + call.back == pytest.approx(parts.copies + parts.moved)
     assert parts.seconds == pytest.approx(best.lane)
+
+
+def moved(plan: Plan, durations: PlanDurations, tokens: int) -> float:
+    """Seconds of a call's activations on the link, both ways."""
+    assert RATES.link is not None
+    _, carried = durations.lanes.part(0, LAYER, tokens)
+    work = expert_sizes(plan.experts, V3, durations.config).work(tokens)
+    return work.moved(round(carried * work.experts)) / RATES.link.to_device.value
+
+
+def test_gate_and_up_go_to_the_host_and_come_back() -> None:
+    """With `retain`: behind the products of forward, among the copies of backward."""
+    (_, retain), (_, again) = (made(stream=0.5, activations=kind) for kind in ("retain", "recompute"))
+    tokens, experts = 16384, 128
+    size = tokens * 8 / 256 * experts * 2 * V3.expert_intermediate * 2
+    assert RATES.link is not None
+    (one,), (two,) = (d.lane(0, LAYER, "forward", tokens) for d in (retain, again))
+    assert one.kept == pytest.approx(size / RATES.link.to_host.value) and two.kept == 0
+    assert (one.ahead, one.copies) == (two.ahead, two.copies)
+    (one,), (two,) = (d.lane(0, LAYER, "backward", tokens) for d in (retain, again))
+    more = (one.ahead + one.copies) - (two.ahead + two.copies)
+    assert one.kept == two.kept == 0 and more == pytest.approx(size / RATES.link.to_device.value)
+
+
+def test_the_first_batch_is_waited_for_and_the_last_one_comes_after_the_copies() -> None:
+    plan, durations = made(stream=0.5, activations="recompute")
+    (call,) = durations.lane(0, LAYER, "forward", 16384)
+    entering = MOVED_IN["forward"] * moved(plan, durations, 16384)
+    assert call.ahead - entering == pytest.approx((call.ahead - entering + call.copies) / 128)
+    assert call.last == pytest.approx((call.products + call.last) / 128)  # V3's experts go one by one
 
 
 def test_the_cpu_keeps_the_rest() -> None:

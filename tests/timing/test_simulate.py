@@ -288,13 +288,16 @@ def lane_seconds(*calls: LaneCall) -> Simulated:
         (LaneCall("cuda:0", 0.5, 2.0, 1.0, 0.5, 0.25), 2.75),  # copies
         (LaneCall("cuda:0", 0.5, 1.0, 2.0, 0.5, 0.25), 2.75),  # products
         (LaneCall("cuda:0", 0.5, 1.0, 1.0, 3.0, 0.25), 3.75),  # dispatch
+        (LaneCall("cuda:0", 0.5, 2.0, 1.0, 0.5, 0.25, last=0.5), 3.25),  # computed after the copies
+        (LaneCall("cuda:0", 0.5, 1.0, 2.0, 0.5, 0.25, last=0.5, kept=1.5), 3.25),  # behind the products
+        (LaneCall("cuda:0", 0.5, 1.0, 1.0, 0.5, 0.25, kept=2.0), 2.75),  # before the results go
     ],
 )
 def test_a_call_ends_when_the_cpu_and_the_lane_have(call: LaneCall, seconds: float) -> None:
     found = lane_seconds(call)
     assert found.seconds == pytest.approx(2 * seconds)  # forward and backward
     assert found.work["experts 0"] == pytest.approx(2.0)
-    assert found.work["lane 0 cuda:0"] == pytest.approx(2 * call.products)
+    assert found.work["lane 0 cuda:0"] == pytest.approx(2 * (call.products + call.last))
     assert sum(found.path.values()) == pytest.approx(found.seconds)
     assert lane_seconds().seconds == pytest.approx(2.0)
 
