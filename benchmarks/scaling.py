@@ -151,7 +151,7 @@ def nodes() -> list[Record]:
                 for groups in GROUPS:
                     given = [
                         f"model={model}", f"plan.hardware={XEON}", "rule.stages=1", "rule.replicas=2",
-                        f"rule.nodes={count}", f"rule.groups={groups}",
+                        f"rule.nodes={count}", f"rule.groups={groups}", "rule.attention_hosts=driver",
                     ]  # fmt: skip
                     found, fits = predicted(given, gbit)
                     record = record_of(

@@ -117,7 +117,7 @@ class AttentionWorker(PlainActor):
         gpu = next((g for g in self.plan.hardware.gpus if f"cuda:{g.index}" == device and g.cap), None)
         if gpu is None:
             return
-        contexts = sum(b.items["runtime"] for b in self.plan.budgets if b.device == device)
+        contexts = sum(b.items["runtime"] for b in self.plan.budgets if b.device == self.part.place)
         whole = torch.cuda.get_device_properties(self.spec.device).total_memory
         part = max(0, gpu.usable - contexts) / whole
         torch.cuda.set_per_process_memory_fraction(part, self.spec.device)
@@ -284,10 +284,10 @@ class AttentionWorker(PlainActor):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            planned = next((b for b in self.plan.budgets if b.device == self.part.device), None)
+            planned = next((b for b in self.plan.budgets if b.device == self.part.place), None)
             raise UserError(
                 "GPU memory ran out",
-                where=f"{self.title} on {self.part.device}: {self.doing}",
+                where=f"{self.title} on {self.part.place}: {self.doing}",
                 observed=str(error).partition("If reserved but")[0].strip(),
                 required=f"the plan counts {planned.total / 2**30:.2f} GiB" if planned else None,
                 remedy="end what else uses this GPU (nvidia-smi lists it), or set trainer.loss_chunk=256, "

@@ -72,21 +72,21 @@ class ActorSpecs:
 
 
 def share_weights(plan: Plan, specs: ActorSpecs) -> tuple[ActorSpecs, list[int]]:
-    """Specs with which replicas have one copy of their streamed layers' weights.
+    """Specs with which replicas of the driver's host have one copy of their streamed layers' weights.
 
     Returns:
         The specs, and the descriptors of files in memory, one per stage, that the caller keeps open: workers
         open them through this process, those that replace dead ones, too. None where nothing is shared.
     """
     shared = any(spec.streamed and shares_weights(spec.lora) for spec in specs.stages)
-    if not shared or plan.replicas == 1:
+    if not shared or plan.replicas == plan.attention_hosts:
         return specs, []
     # A name that no other file has: in another container the same path may be a stranger's.
     names = [f"kt_ray-weights-{secrets.token_hex(8)}" for _ in range(plan.stages)]
     files = [os.memfd_create(name, os.MFD_CLOEXEC) for name in names]
     paths = [(f"/proc/{os.getpid()}/fd/{file}", name) for file, name in zip(files, names, strict=True)]
     stages = (
-        replace(spec, weights_file=paths[worker.stage])
+        spec if worker.host else replace(spec, weights_file=paths[worker.stage])
         for spec, worker in zip(specs.stages, plan.workers, strict=True)
     )
     return replace(specs, stages=tuple(stages)), files
@@ -181,7 +181,7 @@ def own_lane(spec: LocalExpertsSpec, cards: Mapping[str, str]) -> LocalExpertsSp
     """
     if spec.lane is None or not spec.lane.cuda:
         return spec
-    visible = ",".join(cards[device] for device in spec.lane.devices)
+    visible = ",".join(cards[spec.place(device)] for device in spec.lane.devices)
     own = tuple(f"cuda:{number}" for number in range(len(spec.lane.devices)))
     return replace(spec, lane=replace(spec.lane, devices=own, visible=visible))
 

@@ -41,6 +41,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.attn_implementation": ("sdpa", "eager"),
     "rule.device": ("auto", "cpu", "cuda"),
+    "rule.attention_hosts": ("auto", "driver", "all"),
     "rule.transport": ("auto", "arena", "ray", "gloo"),
     "rule.experts.backend": ("auto", "AMXBF16", "AMXINT8", "AMXINT4", "llamafile"),
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),

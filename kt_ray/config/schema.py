@@ -78,6 +78,7 @@ class RuleConfig:
     overlap: bool = True
     transport: str = "auto"
     nodes: int = 1
+    attention_hosts: str = "auto"
     experts: ExpertsRule = field(default_factory=ExpertsRule)
     ray: RayRule = field(default_factory=RayRule)
 

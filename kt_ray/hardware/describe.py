@@ -64,8 +64,9 @@ def this_host(root: str | Path = "/") -> Hardware:
 
 def hardware_from_file(path: str | Path) -> Hardware:
     """Hardware described in YAML: sockets [{cores or cpu, memory_gib, count}], gpus [{name, memory_gib,
-    count}], isa; hosts (a number) where several hosts have these sockets; rates (name: {value, source}, see
-    nominal.py, or a JSON file of mode=doctor). What parts.py says of a cpu or a GPU's name may be left out.
+    count}], isa; hosts (a number) where several hosts have these sockets and GPUs; rates (name: {value,
+    source}, see nominal.py, or a JSON file of mode=doctor). What parts.py says of a cpu or a GPU's name may
+    be left out.
 
     Raises:
         UserError: the file is missing, is no YAML mapping, lacks a figure, or has one that is unknown.
@@ -99,7 +100,7 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
         raise file_fault(file, "the hardware file names no socket", None, "sockets")
     hosts = 1 if data.get("hosts") is None else data["hosts"]
     if isinstance(hosts, bool) or not isinstance(hosts, int) or not 1 <= hosts <= _MOST["hosts"]:
-        required = "an integer of at least 1: hosts with these sockets (the GPUs are the first host's)"
+        required = "an integer of at least 1: hosts with these sockets and GPUs"
         raise file_fault(file, "hosts in the hardware file is not a number of hosts", hosts, required)
     gpus: list[Gpu] = []
     for entry in _entries(data, "gpus", file):

@@ -1,6 +1,6 @@
 """A machine as data: its sockets, GPUs and instruction sets; and several hosts of one kind.
 
-Host 0 is the driver's: attention workers and GPUs are there. The sockets of all hosts hold experts.
+Host 0 is the driver's. The sockets of all hosts hold experts; attention workers are on host 0 or on all.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One host, or several; gpus are those of host 0.
+    """One host, or several alike; gpus are those of each host that has attention workers (host 0 has).
 
     source says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
 
@@ -118,6 +118,11 @@ def with_hosts(hardware: Hardware, nodes: int) -> Hardware:
 def on_hosts(sockets: tuple[Socket, ...], hosts: int) -> tuple[Socket, ...]:
     """`sockets` of one host once for each of `hosts` hosts."""
     return tuple(replace(socket, host=host) for host in range(hosts) for socket in sockets)
+
+
+def gpu_name(host: int, device: str) -> str:
+    """What a GPU's memory is called in a budget: "cuda:1" on the driver's host, else "host 2 cuda:1"."""
+    return f"host {host} {device}" if host else device
 
 
 def socket_name(hardware: Hardware, host: int, node: int) -> str:

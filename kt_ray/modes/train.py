@@ -184,7 +184,7 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
     for worker in plan.workers:
         start, stop = worker.layers
         say(
-            f"attention worker {worker.rank}: layers {start}-{stop - 1} on {worker.device}, "
+            f"attention worker {worker.rank}: layers {start}-{stop - 1} on {worker.place}, "
             f"{worker.threads} threads"
         )
     for actor in plan.experts:

@@ -65,22 +65,44 @@ def named_devices(rule: RuleConfig) -> list[str]:
     return names
 
 
+def attention_hosts(rule: RuleConfig, device: str, hosts: int) -> int:
+    """How many of so many hosts have attention workers: the driver's, or all, as many replicas on each.
+
+    Raises:
+        UserError: rule.attention_hosts=all with replicas that do not divide evenly.
+    """
+    if rule.attention_hosts == "driver" or hosts == 1:
+        return 1
+    even = rule.replica_count % hosts == 0
+    if rule.attention_hosts == "all" and not even:
+        raise UserError(
+            "the replicas cannot be divided evenly over the hosts",
+            where=f"rule.attention_hosts=all with rule.nodes={hosts}",
+            observed=f"rule.replicas={rule.replicas}",
+            required=f"{hosts} replicas, or a multiple of it",
+            remedy=f"set rule.replicas={hosts}, or rule.attention_hosts=driver",
+        )
+    return hosts if even and (rule.attention_hosts == "all" or device == "cuda") else 1
+
+
 def count_stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelDims) -> int:
     """Pipeline stages per replica.
 
     Raises:
         UserError: more GPUs would be needed than there are.
     """
+    hosts = attention_hosts(rule, device, hardware.hosts)
     if device == "cpu":
         return stages_named(rule, default=1)
     present = len(hardware.gpus)
-    stages = stages_named(rule, default=max(1, min(present // rule.replica_count, dims.num_layers)))
+    replicas = rule.replica_count // hosts  # of each host
+    stages = stages_named(rule, default=max(1, min(present // replicas, dims.num_layers)))
     named = named_devices(rule)
     entries = rule.layers or ()
     listed = any(isinstance(entry, Mapping) and isinstance(entry["device"], list) for entry in entries)
-    wanted = len(set(named)) if listed else (len(set(named)) or stages) * rule.replica_count
+    wanted = len(set(named)) if listed else (len(set(named)) or stages) * replicas
     if wanted > present:
-        fewer = f"rule.stages={max(1, present // rule.replica_count)}"
+        fewer = f"rule.stages={max(1, present // replicas)}"
         other = "rule=auto"
         if rule.name == "auto":  # what asks for GPUs is then a key of its own
             other = "rule.layers=null" if rule.layers else "rule.device=cpu"
@@ -89,9 +111,8 @@ def count_stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelD
             "the rule needs more GPUs than there are",
             where=f"rule {rule.name} ({counted(stages, 'stage')}, {counted(rule.replica_count, 'replica')})",
             observed=f"{counted(present, 'GPU')} on {hardware.source}",
-            required=counted(wanted, "GPU"),
-            remedy=f"set {fewer if present >= rule.replica_count else other}{share}, "
-            "or mode=plan to see the plan",
+            required=counted(wanted, "GPU") + (" on each host" if hosts > 1 else ""),
+            remedy=f"set {fewer if present >= replicas else other}{share}, or mode=plan to see the plan",
         )
     return stages
 
@@ -102,8 +123,9 @@ def stage_devices(
     """Device of every stage, per replica.
 
     Args:
-        named: per stage what rule.layers says: a device, a list of one per replica, or None. Replica r uses
-            a device that is named alone moved up by r times the number of different devices named.
+        named: per stage what rule.layers says: a device, a list of one per replica, or None. The r-th replica
+            of a host uses a device that is named alone moved up by r times the number of different devices
+            named.
 
     Raises:
         UserError: a device that is not there, or replicas that would share a GPU although no list says so.
@@ -114,6 +136,7 @@ def stage_devices(
     present = [f"cuda:{gpu.index}" for gpu in hardware.gpus]
     step = len({name for name in named if isinstance(name, str)}) or stages
     per_replica: list[tuple[str, ...]] = []
+    per_host = rule.replica_count // attention_hosts(rule, device, hardware.hosts)
     for replica in range(rule.replica_count):
         names = []
         for stage, entry in enumerate(named):
@@ -121,12 +144,13 @@ def stage_devices(
                 name = entry[replica]
             else:
                 first = stage if entry is None else _ordinal(entry, present)
-                name = f"cuda:{first + replica * step}"
+                name = f"cuda:{first + replica % per_host * step}"
             if name not in present:
                 raise _absent(name, ", ".join(present))
             names.append(name)
         per_replica.append(tuple(names))
-    _check_sharing(named, per_replica)
+    for first in range(0, rule.replica_count, per_host):
+        _check_sharing(named, per_replica[first : first + per_host])
     return tuple(per_replica)
 
 
@@ -157,7 +181,7 @@ def _check_sharing(named: Sequence[Named], per_replica: Sequence[Sequence[str]])
 
 def shared_devices(workers: Sequence[WorkerPlan]) -> dict[str, int]:
     """GPUs with more than one attention worker, and how many."""
-    users = Counter(worker.device for worker in workers if worker.device.startswith("cuda"))
+    users = Counter(worker.place for worker in workers if worker.device.startswith("cuda"))
     return {device: count for device, count in users.items() if count > 1}
 
 

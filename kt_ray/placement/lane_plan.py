@@ -95,12 +95,14 @@ def plan_lanes(
     hardware: Hardware,
     load: ExpertLoad | None,
     rates: LaneRates | None,
+    hosts: int = 1,
 ) -> tuple[Actors, list[str]]:
     """The actors with their lanes, and sentences for the plan's notes.
 
     Args:
         load: tokens per expert, by which resident experts are chosen; None = unknown.
         rates: of one actor's lane, by which stream=auto decides; None = nothing was measured.
+        hosts: the first so many, whose GPUs are used.
 
     Raises:
         UserError: a GPU that is not there; more resident experts than a layer has.
@@ -122,8 +124,7 @@ def plan_lanes(
         )
     devices, notes = lane_devices(config, hardware), []
     there = ", ".join(devices)
-    # GPUs are the first host's; actors of other hosts do not reach them.
-    own = actors if "cpu" in devices else tuple(actor for actor in actors if actor.host == 0)
+    own = actors if "cpu" in devices else tuple(actor for actor in actors if actor.host < hosts)
     if len(own) < len(actors):
         notes.append(f"expert actors of other hosts compute all their experts on the CPU: host 0 has {there}")
     resident: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ((),) * len(own)
@@ -147,10 +148,11 @@ def plan_lanes(
             chosen_by = f"the most used ones of {load.source}"
         notes.append(f"{stay} experts of each MoE layer stay on {there}: {chosen_by}")
     shares, said = _shares(own, dims, config, rates, there)
-    lanes = {
-        actor.rank: LanePlan(devices_of(devices, i, len(own)), stays, shares)
-        for i, (actor, stays) in enumerate(zip(own, resident, strict=True))
-    }
+    lanes = {}
+    for actor, stays in zip(own, resident, strict=True):
+        beside = [a.rank for a in own if a.host == actor.host]
+        of_host = devices_of(devices, beside.index(actor.rank), len(beside))
+        lanes[actor.rank] = LanePlan(of_host, stays, shares)
     made = tuple(replace(actor, lane=lanes.get(actor.rank)) for actor in actors)
     if not any(actor.lane is not None and (actor.lane.resident or actor.lane.streams) for actor in made):
         return actors, notes + said

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
@@ -19,24 +20,35 @@ from kt_ray.placement.devices import resolve_device
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import LAYOUT, counted, gib, layout_text
 
-Layout = tuple[int, int]  # stages, replicas
+
+class Layout(NamedTuple):
+    """hosts: with attention, each with as many of the replicas."""
+
+    stages: int
+    replicas: int
+    hosts: int = 1
 
 
 def layouts(dims: ModelDims, config: Config, hardware: Hardware) -> tuple[Layout, ...]:
-    """Layouts to choose from, most replicas first; empty where the rule or the hardware leaves no choice.
+    """Layouts to choose from, those on all hosts first, then most replicas first; empty where the rule or the
+    hardware leaves no choice.
 
     Left out: a replica more than is needed for the fewest micro-batches in a row, which would shorten
     nothing (its GPUs hold layers instead), and fewer replicas of as many stages, which need no less memory.
     """
-    rule, gpus = config.rule, len(hardware.gpus)
-    if not layout_is_auto(rule) or gpus < 2 or resolve_device(rule, hardware) == "cpu":
+    rule, gpus, asked = config.rule, len(hardware.gpus), config.rule.attention_hosts
+    nodes = 1 if config.cluster.name == "local" else rule.nodes
+    if not layout_is_auto(rule) or gpus * nodes < 2 or resolve_device(rule, hardware) == "cpu":
         return ()
     micro = _micro_batches(config)
-    counts = [r for r in range(min(gpus, micro), 0, -1) if math.ceil(micro / math.ceil(micro / r)) == r]
-    most: dict[int, int] = {}  # stages -> most replicas
-    for replicas in counts:
-        most.setdefault(min(gpus // replicas, dims.num_layers), replicas)
-    return tuple(most.items())
+    found = []
+    for hosts in sorted({nodes if asked != "driver" else 1, nodes if asked == "all" else 1}, reverse=True):
+        most: dict[int, int] = {}  # stages -> most replicas of a host
+        for own in range(gpus, 0, -1):
+            if own * hosts <= micro and math.ceil(micro / math.ceil(micro / (own * hosts))) == own * hosts:
+                most.setdefault(min(gpus // own, dims.num_layers), own)
+        found += [Layout(stages, own * hosts, hosts) for stages, own in most.items()]
+    return tuple(found)
 
 
 def layout_is_auto(rule: RuleConfig) -> bool:
@@ -45,8 +57,15 @@ def layout_is_auto(rule: RuleConfig) -> bool:
 
 
 def with_layout(config: Config, layout: Layout) -> Config:
-    """The configuration with both numbers set."""
-    return with_keys(config, {"rule.stages": layout[0], "rule.replicas": layout[1]})
+    """The configuration with these numbers set."""
+    hosts = "all" if layout.hosts > 1 else "driver"
+    keys = {"rule.stages": layout.stages, "rule.replicas": layout.replicas, "rule.attention_hosts": hosts}
+    return with_keys(config, keys)
+
+
+def layout_of(plan: Plan) -> Layout:
+    """The layout of a plan."""
+    return Layout(plan.stages, plan.replicas, plan.attention_hosts)
 
 
 def choose_layout(config: Config, choices: tuple[Layout, ...], plan_of: Callable[[Layout], Plan]) -> Plan:
@@ -68,7 +87,7 @@ def choose_layout(config: Config, choices: tuple[Layout, ...], plan_of: Callable
 
 
 def _noted(plan: Plan, reason: str) -> Plan:
-    text = f"{LAYOUT}: {layout_text(plan.stages, plan.replicas)}; {reason}"
+    text = f"{LAYOUT}: {layout_text(*layout_of(plan))}; {reason}"
     return replace(plan, notes=(text, *plan.notes))
 
 
@@ -79,7 +98,7 @@ def _micro_batches(config: Config) -> int:
 
 
 def _first_reason(config: Config, plan: Plan) -> str:
-    if plan.replicas < len(plan.hardware.gpus):
+    if plan.replicas < len(plan.hardware.gpus) * plan.attention_hosts:
         batches = counted(_micro_batches(config), "micro-batch")
         return (
             f"more replicas would not shorten a step of {batches} (trainer.batch_size over micro_batch_size)"

@@ -40,7 +40,7 @@ from kt_ray.config.schema import Config, DataConfig, LoraConfig
 from kt_ray.dims.layer_params import MASKS_PADDING, WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
-from kt_ray.hardware.machine import Hardware, socket_name
+from kt_ray.hardware.machine import Hardware, gpu_name, socket_name
 from kt_ray.hardware.nominal import FORMAT_BYTES
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.generation_memory import (
@@ -61,6 +61,7 @@ from kt_ray.placement.lora_sizes import (
 )
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
 from kt_ray.placement.staging import expert_staging, worker_staging
+from kt_ray.placement.traffic import touched
 
 GIB = 1 << 30
 
@@ -99,6 +100,7 @@ ON_HOST = {
     "hidden states": "kept activations",
     "streamed weights": "weights",
     "embedding": "embedding and head",
+    "gradients": "staging",
 }
 
 
@@ -193,6 +195,7 @@ def budgets(
     """One budget per GPU in use and per socket in use, for waves of `wave` micro-batches per replica."""
     load = load_of(config, wave, groups, held)
     stages = 1 + max(worker.stage for worker in workers)
+    hosts = 1 + max(worker.host for worker in workers)
     sums: dict[str, dict[str, int]] = {}
 
     def add(device: str, item: str, size: float) -> None:
@@ -202,19 +205,20 @@ def budgets(
 
     for worker in workers:
         home = home_socket(worker, hardware)
-        for item, size in worker_items(dims, config, load, worker, stages, dtype).items():
+        for item, size in worker_items(dims, config, load, worker, stages, dtype, hosts).items():
             on_host = worker.device == "cpu" or item in ON_HOST
-            add(home if on_host else worker.device, ON_HOST.get(item, item), size)
+            add(home if on_host else worker.place, ON_HOST.get(item, item), size)
         if worker.device != "cpu":
-            add(worker.device, "runtime", GPU_RUNTIME)
+            add(worker.place, "runtime", GPU_RUNTIME)
         if config.cluster.name == "ray":
             add(home, "runtime", WORKER_RUNTIME)
     for actor in experts:
         isa = hardware.best_isa if actor.isa == "auto" else actor.isa
-        items = _expert_actor(dims, config, load, groups, actor, isa)
+        reached = reached_part(dims, actor, hosts)
+        items = _expert_actor(dims, config, load, groups, actor, isa, reached)
         home = socket_name(hardware, actor.host, actor.node)
-        for device, item, size in _lane(dims, config, load, actor, items["experts"], home):
-            add(device, item, size)
+        for device, item, size in _lane(dims, config, load, actor, items["experts"], home, reached):
+            add(home if device == home else actor.place(device), item, size)
         items["experts"] *= 1 - resident_count(actor) / sum(actor.counts(dims.moe_layers))
         for item, size in items.items():
             add(home, item, size)
@@ -224,7 +228,8 @@ def budgets(
         add(first, "runtime", ray + (DRIVER_RUNTIME if host == 0 else 0))
 
     capacity = {socket_name(hardware, s.host, s.node): s.memory_bytes for s in hardware.sockets}
-    capacity |= {f"cuda:{gpu.index}": gpu.room for gpu in hardware.gpus}
+    for host in range(hardware.hosts):
+        capacity |= {gpu_name(host, f"cuda:{gpu.index}"): gpu.room for gpu in hardware.gpus}
     of_devices = [
         Budget(device, {item: own[item] for item in ITEMS if item in own}, capacity.get(device, 0))
         for device, own in sums.items()
@@ -232,7 +237,7 @@ def budgets(
 
     def place(budget: Budget) -> tuple[object, ...]:
         number = re.search(r"\d+$", budget.device)
-        kind = budget.device.partition(":")[0]
+        kind = budget.device.split()[-1].partition(":")[0]
         return budget.is_socket, budget.host, kind, int(number[0]) if number else 0
 
     return tuple(sorted(of_devices, key=place))
@@ -249,21 +254,41 @@ def staged(
 ) -> tuple[tuple[WorkerPlan, ...], tuple[ExpertActorPlan, ...]]:
     """The actors with the bytes of `budgets`' item "staging" that are each one's."""
     load, stages = load_of(config, wave, groups), 1 + max(worker.stage for worker in workers)
+    hosts = 1 + max(worker.host for worker in workers)
 
     def own(worker: WorkerPlan) -> int:
         return math.ceil(worker_items(dims, config, load, worker, stages, dtype)["staging"])
 
     return (
         tuple(replace(worker, staging=own(worker)) for worker in workers),
-        tuple(replace(a, staging=expert_staging(dims, load.total, a.answers)) for a in experts),
+        tuple(
+            replace(
+                a, staging=expert_staging(dims, _part(load.total, reached_part(dims, a, hosts)), a.answers)
+            )
+            for a in experts
+        ),
     )
 
 
+def reached_part(dims: ModelDims, actor: ExpertActorPlan, hosts: int) -> float:
+    """Part of all replicas' tokens that comes to an actor: all of its own host's, and of other hosts' with
+    attention those that chose one of its experts. hosts: so many have attention.
+
+    All where attention is on the driver's host alone, also on other hosts: as bad as routing can be.
+    """
+    held = max(actor.counts(dims.moe_layers))
+    return (1 + (hosts - 1) * touched(dims.num_experts, held, dims.experts_per_token)) / hosts
+
+
+def _part(tokens: int, part: float) -> int:
+    return math.ceil(tokens * part)
+
+
 def home_socket(worker: WorkerPlan, hardware: Hardware) -> str:
-    """The socket of host 0 whose memory and cores an attention worker's host side uses."""
-    sockets = hardware.on(0)
+    """The socket whose memory and cores an attention worker's host side uses."""
+    sockets = hardware.on(worker.host)
     bound = (s for s in sockets if worker.cpus and set(worker.cpus) <= set(s.cpus))
-    return socket_name(hardware, 0, next(bound, sockets[worker.rank % len(sockets)]).node)
+    return socket_name(hardware, worker.host, next(bound, sockets[worker.rank % len(sockets)]).node)
 
 
 def layer_activation_bytes(
@@ -357,9 +382,9 @@ def masked(dims: ModelDims, config: Config, *, gpu: bool) -> bool:
 
 
 def worker_items(
-    dims: ModelDims, config: Config, load: Load, worker: WorkerPlan, stages: int, dtype: str
+    dims: ModelDims, config: Config, load: Load, worker: WorkerPlan, stages: int, dtype: str, hosts: int = 1
 ) -> dict[str, float]:
-    """Bytes of an attention worker by item; all on its device but those `ON_HOST`."""
+    """Bytes of an attention worker by item; all on its device but those `ON_HOST`. hosts: with attention."""
     start, stop = worker.layers
     own = range(start, stop)
     element, hidden = ELEMENT_BYTES[dtype], dims.hidden_size
@@ -370,6 +395,7 @@ def worker_items(
     adapters = sum(lora_params(dims, config.lora, layer) for layer in own)
     all_adapters = sum(lora_params(dims, config.lora, layer) for layer in range(dims.num_layers))
     root = worker.rank == 0
+    far = config.rule.replica_count * (hosts - 1) // hosts  # replicas on other hosts than worker 0
     outputs = int(load.outputs)  # each as wide as one stream of the hidden state
     states = (stop - start) * load.replica * (dims.hidden_streams + outputs) * hidden * element
     # Of what waits on the host are here hidden states between two layers, and two of each that are copied.
@@ -402,7 +428,7 @@ def worker_items(
         "optimizer": 8 * all_adapters if root else 0,
         "kept activations": kept,
         "hidden states": states if load.on_host else 0,
-        "streamed weights": sum(away) if worker.replica == 0 or not shares_weights(config.lora) else 0,
+        "streamed weights": sum(away) if has_own_copy(worker, config.lora) else 0,
         "embedding": element * dims.embedding_params * looked_up,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
         "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
@@ -416,6 +442,8 @@ def worker_items(
             adapters=all_adapters if root else adapters,
             dtype=dtype,
         ),
+        # Those of workers on other hosts wait in worker 0 until it adds them up.
+        "gradients": 4 * all_adapters * far if root else 0,
     }
 
     def generating(config: Config) -> dict[str, float]:
@@ -439,6 +467,12 @@ def embedding_on_host(dims: ModelDims, worker: WorkerPlan, stages: int) -> bool:
     """
     tied = dims.tie_embeddings and worker.stage == stages - 1
     return bool(worker.streamed) and worker.stage == 0 and not tied
+
+
+def has_own_copy(worker: WorkerPlan, lora: LoraConfig) -> bool:
+    """Whether the weights of a worker's streamed layers lie in host memory for it alone, or first for it: the
+    driver keeps the memory that replicas share, so those of other hosts have one each."""
+    return worker.replica == 0 or worker.host > 0 or not shares_weights(lora)
 
 
 def shares_weights(lora: LoraConfig) -> bool:
@@ -471,8 +505,15 @@ def logit_rows(loss_chunk: int | str, rows: int, vocab: int) -> int:
 
 
 def _expert_actor(
-    dims: ModelDims, config: Config, load: Load, groups: int, actor: ExpertActorPlan, isa: str
+    dims: ModelDims,
+    config: Config,
+    load: Load,
+    groups: int,
+    actor: ExpertActorPlan,
+    isa: str,
+    reached: float,
 ) -> dict[str, float]:
+    total, group = _part(load.total, reached), _part(load.group, reached)
     width, layers = dims.expert_width, len(dims.moe_layers)
     count = sum(actor.counts(dims.moe_layers))
     per_layer = count / layers
@@ -485,12 +526,12 @@ def _expert_actor(
     slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
     recompute = actor.activations == "recompute"
     shape = engine_shape(dims, config.lora, isa, actor.backend)
-    kept = shape.saved(load.total, load.total * slots_per_token, recompute=recompute)
+    kept = shape.saved(total, load.total * slots_per_token, recompute=recompute)
     if generates(config):
         kept = {}
     rows = load.group * slots_per_token
-    buffers = shape.call(load.group, rows, recompute=recompute)
-    call = sum(buffers.values()) + actor.threads * rounded(shape.thread()) + load.group * width * 16
+    buffers = shape.call(group, rows, recompute=recompute)
+    call = sum(buffers.values()) + actor.threads * rounded(shape.thread()) + group * width * 16
     large = sum(size >= HUGE_PAGE for size in buffers.values())
     large += layers * groups * sum(size / groups >= HUGE_PAGE for size in kept.values())
     adapters = count * expert_lora_params(dims, config.lora)
@@ -500,13 +541,19 @@ def _expert_actor(
         "optimizer": 8 * adapters,
         "kept activations": layers * sum(kept.values()),
         "workspace": call + large * HUGE_PAGE,
-        "staging": expert_staging(dims, load.total, actor.answers),
+        "staging": expert_staging(dims, total, actor.answers),
         "runtime": EXPERT_RUNTIME if config.cluster.name == "ray" else 0,
     }
 
 
 def _lane(
-    dims: ModelDims, config: Config, load: Load, actor: ExpertActorPlan, experts: float, home: str
+    dims: ModelDims,
+    config: Config,
+    load: Load,
+    actor: ExpertActorPlan,
+    experts: float,
+    home: str,
+    reached: float,
 ) -> Iterator[tuple[str, str, float]]:
     """What an actor's lane adds; experts: bytes of all that the actor holds."""
     count = sum(actor.counts(dims.moe_layers))
@@ -514,9 +561,9 @@ def _lane(
     size = LaneMemory(
         expert=experts / count,
         adapter=4 * expert_lora_params(dims, config.lora),
-        group=load.group,
-        total=load.total,
-        slots=dims.experts_per_token * count / len(dims.moe_layers) / dims.num_experts,
+        group=_part(load.group, reached),
+        total=_part(load.total, reached),
+        slots=dims.experts_per_token * count / len(dims.moe_layers) / dims.num_experts / reached,
         runtime=GPU_RUNTIME,
         float32=shape.float32,
         plain=dims.expert_format in ("f32", "bf16") and actor.backend in ("auto", "AMXBF16"),

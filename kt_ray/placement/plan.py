@@ -15,12 +15,19 @@ from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import GPU_FREE, Gpu, Hardware, Socket, with_hosts
 from kt_ray.placement.balance import place_experts
-from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices, with_gpus
+from kt_ray.placement.devices import (
+    attention_hosts,
+    count_stages,
+    resolve_device,
+    shared_devices,
+    stage_devices,
+    with_gpus,
+)
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates, room, step_tokens
 from kt_ray.placement.lane_plan import plan_lanes
 from kt_ray.placement.lane_share import LaneRates
-from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
+from kt_ray.placement.layout import Layout, choose_layout, layout_of, layouts, with_layout
 from kt_ray.placement.memory import budgets, layer_weight_bytes, staged
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.render import counted, gib, layout_text
@@ -104,7 +111,7 @@ def _streamed(
         worst = max(full, key=lambda budget: budget.total - budget.capacity)
         note = (
             f"rule.resident_layers=auto: {resident} of each worker's layers; the weights of the others pass "
-            f"through its GPU, since {layout_text(plan.stages, plan.replicas)} with all of them would lack "
+            f"through its GPU, since {layout_text(*layout_of(plan))} with all of them would lack "
             f"{gib(worst.total - worst.capacity)} on {worst.device} (untested on hardware)"
         )
         return replace(chosen, notes=(note, *chosen.notes))
@@ -142,17 +149,18 @@ def _laid_out(
 
     split = split_layers(dims, rule, stages, balance)
     devices = stage_devices(rule, device, split.devices, hardware)
+    hosts = attention_hosts(rule, device, hardware.hosts)
     notes = [*dims.notes, *_weights_notes(dims, config, dtype)]
     if not hardware.present:
         notes.append(f"planned for described hardware, not for this host: {hardware.source}")
-    workers = _workers(rule, hardware, split, devices, device)
+    workers = _workers(rule, hardware, split, devices, device, hosts)
     notes += [
         f"{counted(count, 'attention worker')} share {name}"
         for name, count in shared_devices(workers).items()
     ]
     experts, expert_notes = _experts(dims, rule, hardware, rule.nodes if local else 1)
     experts, expected, placed = place_experts(experts, dims, config, load)
-    experts, of_lane = plan_lanes(experts, dims, config, hardware, load, lane_rates)
+    experts, of_lane = plan_lanes(experts, dims, config, hardware, load, lane_rates, hosts)
     expert_notes += [*placed, *of_lane]
 
     def keeping(activations: str) -> tuple[ExpertActorPlan, ...]:
@@ -253,27 +261,35 @@ def _workers(
     split: LayerSplit,
     devices: tuple[tuple[str, ...], ...],
     device: str,
+    hosts: int,
 ) -> tuple[WorkerPlan, ...]:
     """All workers get the same number of torch threads, so that results do not depend on the layout.
 
     On the CPU a replica's stages work one after the other, and in turn with the experts: all may use
     every core of their socket; only replicas on the same socket share it.
+
+    Args:
+        hosts: with attention workers.
     """
     sockets = hardware.on(0)
     cores = min(socket.cores for socket in sockets)
     if isinstance(rule.worker_threads, int):
         threads = rule.worker_threads
     elif device == "cpu":
-        threads = max(1, cores // math.ceil(rule.replica_count / len(sockets)))
+        # With cluster=local, too, as many as on several hosts: another number rounds differently.
+        on_host = rule.replica_count // attention_hosts(rule, device, rule.nodes)
+        threads = max(1, cores // math.ceil(on_host / len(sockets)))
     else:
         threads = max(1, min(GPU_WORKER_THREADS, cores // 4))
     workers = []
+    per_host = rule.replica_count // hosts
     for replica, names in enumerate(devices):
         for stage, name in enumerate(names):
-            rank = replica * len(names) + stage
+            rank, own = (r * len(names) + stage for r in (replica, replica % per_host))
             bound = device == "cpu" and len(sockets) > 1
-            cpus = sockets[rank % len(sockets)].cpus if bound else ()
-            workers.append(WorkerPlan(rank, replica, stage, split.ranges[stage], name, threads, cpus))
+            cpus = sockets[own % len(sockets)].cpus if bound else ()
+            layers, host = split.ranges[stage], replica // per_host
+            workers.append(WorkerPlan(rank, replica, stage, layers, name, threads, cpus, host=host))
     return tuple(workers)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.machine import Hardware, gpu_name
 from kt_ray.placement.transports import DEFAULT, Transport
 
 
@@ -18,7 +18,8 @@ class WorkerPlan:
     rank: replica * stages + stage. layers: half-open range [start, stop). device: "cuda:i" (the
     plan's ordinal) or "cpu". threads: torch threads. cpus: CPUs it may use (empty = any). staging: bytes
     of shared memory for its messages, worst case. streamed: own layers whose weights wait in host memory and
-    pass through so many slots on the device (kt_ray.placement.weight_slots).
+    pass through so many slots on the device (kt_ray.placement.weight_slots). host: where it is; device and
+    cpus are numbers of it.
     """
 
     rank: int
@@ -31,6 +32,12 @@ class WorkerPlan:
     staging: int = 0
     streamed: tuple[int, ...] = ()
     slots: int = 0
+    host: int = 0
+
+    @property
+    def place(self) -> str:
+        """Name of its device's budget, where that is a GPU."""
+        return gpu_name(self.host, self.device)
 
 
 class HoldsExperts:
@@ -105,10 +112,15 @@ class ExpertActorPlan(HoldsExperts):
     answers: str = "float32"
     staging: int = 0
 
+    def place(self, device: str) -> str:
+        """Name of the budget of a GPU of its host."""
+        return gpu_name(self.host, device)
+
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of a device's memory ("cuda:0", "socket 1", "host 2 socket 1") against its capacity.
+    """Bytes of a device's memory ("cuda:0", "host 2 cuda:0", "socket 1", "host 2 socket 1") against its
+    capacity.
 
     items: those of `kt_ray.placement.memory.ITEMS` that it has. capacity: of a GPU what a plan may fill
     (`Gpu.room`); 0 = unknown.
@@ -174,6 +186,7 @@ class Choice(NamedTuple):
     attention: str = "group"  # `Plan.activations`
     output: str = "recompute"  # `Plan.attention_output`
     resident: int | None = None  # `Plan.resident`
+    hosts: int = 1  # `Plan.attention_hosts`
 
 
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
@@ -219,6 +232,11 @@ class Plan:
         """Layers of each worker whose weights stay on its device; None = all."""
         counts = [w.layers[1] - w.layers[0] - len(w.streamed) for w in self.workers if w.streamed]
         return max(counts, default=None)
+
+    @property
+    def attention_hosts(self) -> int:
+        """Hosts with attention workers, as many replicas on each, in the order of hosts."""
+        return 1 + max(worker.host for worker in self.workers)
 
     def worker(self, replica: int, stage: int) -> WorkerPlan:
         return self.workers[replica * self.stages + stage]

@@ -22,7 +22,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     )
     model = {key: getattr(dims, key) for key in sizes}
     facts = (
-        *("stages", "replicas", "groups", "wave", "activations", "attention_output", "resident", "overlap"),
+        *("stages", "replicas", "attention_hosts", "groups", "wave", "activations", "attention_output"),
+        *("resident", "overlap"),
         "tokens_per_step",
     )
     return {
@@ -109,7 +110,7 @@ def billions(count: int) -> str:
 
 
 def worker_row(plan: Plan, worker: WorkerPlan) -> tuple[str, ...]:
-    """Rank, replica, stage, device, layers (those streamed), MoE layers among them, threads, CPUs."""
+    """Rank, replica, stage, device with its host, layers (those streamed), MoE layers, threads, CPUs."""
     start, stop = worker.layers
     moe = sum(1 for layer in range(start, stop) if layer in plan.dims.moe_layers)
     away = len(worker.streamed)
@@ -117,7 +118,7 @@ def worker_row(plan: Plan, worker: WorkerPlan) -> tuple[str, ...]:
         str(worker.rank),
         str(worker.replica),
         str(worker.stage),
-        worker.device,
+        worker.place,
         f"{start}-{stop - 1} ({stop - start}{f', {away} streamed' if away else ''})",
         str(moe),
         str(worker.threads),
@@ -188,7 +189,7 @@ def _layers_on(plan: Plan, device: str) -> str:
     """Ranges of layers of the workers whose weights lie on `device`."""
     texts = []
     for worker in plan.workers:
-        place = home_socket(worker, plan.hardware) if worker.device == "cpu" else worker.device
+        place = home_socket(worker, plan.hardware) if worker.device == "cpu" else worker.place
         if place == device:
             texts.append(f"{worker.layers[0]}-{worker.layers[1] - 1}")
     return " + ".join(texts) or "-"
@@ -202,14 +203,16 @@ def _experts_on(plan: Plan, device: str) -> str:
     return str(count) if count else "-"
 
 
-def layout_text(stages: int, replicas: int) -> str:
-    """ "2 stages x 1 replica"."""
-    return f"{counted(stages, 'stage')} x {counted(replicas, 'replica')}"
+def layout_text(stages: int, replicas: int, hosts: int = 1) -> str:
+    """ "2 stages x 1 replica", with attention on several hosts "1 stage x 4 replicas on 2 hosts"."""
+    text = f"{counted(stages, 'stage')} x {counted(replicas, 'replica')}"
+    return f"{text} on {hosts} hosts" if hosts > 1 else text
 
 
 def choice_text(choice: Choice) -> str:
     """ "2 stages x 1 replica, 2 groups, waves of 16 micro-batches, retain"."""
-    layout, groups = layout_text(choice.stages, choice.replicas), counted(choice.groups, "group")
+    layout = layout_text(choice.stages, choice.replicas, choice.hosts)
+    groups = counted(choice.groups, "group")
     held = choice.activations + ("" if choice.attention == "group" else f", {choice.attention}")
     held += "" if choice.output == "retain" else ", attention output recomputed"
     held += "" if choice.resident is None else f", {counted(choice.resident, 'layer')} resident"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
-from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.plan_types import ExpertActorPlan, Plan
 
 _FLOAT = 4  # dy, d(router weights) and router weights travel in float32
 _ID = 4  # expert ids travel as int32
@@ -24,8 +24,8 @@ def touched(num_experts: int, held: float, experts_per_token: int) -> float:
 class Link(NamedTuple):
     """What one expert actor and the attention workers send each other for one layer in one step, in bytes.
 
-    tokens: expected number of all replicas' tokens. Of the forward: x, ids, weights, keys there, y back; of
-    the backward: dy there, dx and d(router weights) back.
+    far: those on other hosts than the actor, or those on its own. tokens: expected number of theirs. Of the
+    forward: x, ids, weights, keys there, y back; of the backward: dy there, dx and d(router weights) back.
     """
 
     layer: int
@@ -61,24 +61,23 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
     """Bytes that a training step moves between actors.
 
     Args:
-        far: ranks of expert actors that do not share their workers' memory, so that only the tokens routed
-            there travel, expected by balanced routing; None = those that the plan puts on another node, or
+        far: ranks of expert actors that share no worker's memory, so that only the tokens routed
+            there travel, expected by balanced routing; None = as the plan puts them on nodes, or
             all where the rule forces another way than shared memory.
         tokens: of one step, all replicas; None = the plan's worst case.
     """
     dims = plan.dims
     count = float(plan.tokens_per_step if tokens is None else tokens)
-    away = far_actors(plan) if far is None else tuple(far)
+    parts = {a.rank: far_part(plan, a) if far is None else float(a.rank in far) for a in plan.experts}
     k, width = dims.experts_per_token, dims.expert_width
     x_bytes = 4 if plan.dtype == "float32" else 2
     links = []
     for layer in dims.moe_layers:
         for actor in plan.experts:
-            is_far = actor.rank in away
-            share = touched(dims.num_experts, len(actor.experts_of(layer)), k) if is_far else 1.0
-            n = count * share
+            away = parts[actor.rank]
+            routed = away * touched(dims.num_experts, len(actor.experts_of(layer)), k)
             answer = ELEMENT_BYTES[actor.answers] * width
-            links.append(
+            links += [
                 Link(
                     layer=layer,
                     actor=actor.rank,
@@ -89,17 +88,19 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
                     backward_there=n * _FLOAT * width,
                     backward_back=n * (answer + _FLOAT * k),
                 )
-            )
+                for is_far, n in ((False, count * (1 - away)), (True, count * routed))
+                if n
+            ]
     hidden = 2 * count * x_bytes * dims.hidden_size * dims.hidden_streams
     return Traffic(tuple(links), (hidden,) * (plan.stages - 1))
 
 
-def far_actors(plan: Plan) -> tuple[int, ...]:
-    """Ranks of expert actors that workers reach over the network, or by bytes all the same."""
+def far_part(plan: Plan, actor: ExpertActorPlan) -> float:
+    """Part of all tokens whose workers reach an actor over the network, or by bytes all the same."""
     if plan.transport.near != "arena":
-        return tuple(actor.rank for actor in plan.experts)
-    # Attention is on host 0; a plan of one host names none.
-    return tuple(actor.rank for actor in plan.experts if actor.host != 0)
+        return 1.0
+    hosts = plan.attention_hosts  # the first ones, as many replicas on each
+    return 1 - 1 / hosts if actor.host < hosts else 1.0
 
 
 def traffic_notes(plan: Plan) -> list[str]:
@@ -107,11 +108,14 @@ def traffic_notes(plan: Plan) -> list[str]:
     links = [link for link in traffic(plan).experts if link.far]
     if not links:
         return []
-    share = sum(link.tokens for link in links) / max(1, len(links) * plan.tokens_per_step)
+    parts = {actor.rank: far_part(plan, actor) for actor in plan.experts}
+    share = sum(link.tokens for link in links) / sum(
+        parts[link.actor] * plan.tokens_per_step for link in links
+    )
     return [
         f"{sum(link.bytes for link in links) / 1e9:.2f} GB per step travel to and from expert actors out of "
         f"shared memory's reach ({plan.transport.far}): balanced routing sends {100 * share:.0f} % of the "
-        "tokens to each"
+        f"tokens {'of other hosts ' if plan.attention_hosts > 1 else ''}to each"
     ]
 
 
@@ -119,7 +123,7 @@ def traffic_dict(plan: Plan) -> dict[str, Any]:
     """Sums for plan.json, in bytes per step."""
     moved = traffic(plan)
     return {
-        "far_actors": list(far_actors(plan)),
+        "far_actors": [actor.rank for actor in plan.experts if far_part(plan, actor)],
         "experts_near": round(moved.to_experts(far=False)),
         "experts_far": round(moved.to_experts(far=True)),
         "stages": round(sum(moved.stages)),

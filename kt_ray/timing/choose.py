@@ -25,7 +25,7 @@ from kt_ray.hardware.rates import Rates
 from kt_ray.placement.devices import with_gpus
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
-from kt_ray.placement.layout import layout_is_auto, layouts, with_layout
+from kt_ray.placement.layout import Layout, layout_is_auto, layout_of, layouts, with_layout
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
 from kt_ray.placement.render import LAYOUT, choice_text, counted, layout_text
@@ -84,18 +84,21 @@ def choose_plan(
         return found
 
     choices = layouts(dims, config, hardware)
-    if before is not None and before[:2] in (choices or [(plan.stages, plan.replicas)]):
+    if before is not None and Layout(*before[:2], before.hosts) in (choices or [layout_of(plan)]):
         simulated.clear()
         earlier = simulate_fitting([with_choice(config, before)])
         if earlier:
             plan = replace(earlier[0].plan, compared=(earlier[0].choice,))
             return _beside_resumed(plan, before)
         simulated.add(choice_of(plan))
-    own = with_layout(config, (plan.stages, plan.replicas)) if choices else config
+    own = with_layout(config, layout_of(plan)) if choices else config
     simulations = [_Candidate(own, plan, step_seconds(plan, config, host_rates))]
     if choices:
-        at = choices.index((plan.stages, plan.replicas))  # the first that fits
-        tried = choices[at + 1 :][: LAYOUTS - 1]
+        at = choices.index(layout_of(plan))  # the first that fits
+        alike = [other for other in choices[at + 1 :] if other.hosts == plan.attention_hosts]
+        # With attention on all hosts also the first layout of the driver's host.
+        fewer = [other for other in choices[at + 1 :] if other.hosts < plan.attention_hosts]
+        tried = (*alike[: LAYOUTS - 1], *fewer[:1])
         if config.rule.resident_layers == "auto":  # with layers that pass through the GPU more replicas fit
             tried = (*choices[:at][-STREAMED:], *tried)
         simulations += simulate_fitting(with_layout(config, other) for other in tried)
@@ -124,15 +127,15 @@ def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
 def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     """What the plan has where a rule may leave it at auto."""
     shape = (plan.stages, plan.replicas, plan.groups, plan.wave)
-    held = (plan.activations, plan.attention_output)
-    return Choice(*shape, plan.experts[0].activations, seconds, *held, plan.resident)
+    held = (plan.experts[0].activations, seconds, plan.activations, plan.attention_output)
+    return Choice(*shape, *held, plan.resident, plan.attention_hosts)
 
 
 def with_choice(config: Config, choice: Choice) -> Config:
     """The configuration with this choice where it is at auto; waves follow from memory."""
     rule, keys = config.rule, dict[str, Any]()
     if layout_is_auto(rule):
-        keys |= {"rule.stages": choice.stages, "rule.replicas": choice.replicas}
+        config = with_layout(config, Layout(choice.stages, choice.replicas, choice.hosts))
     if rule.groups == "auto":
         keys["rule.groups"] = choice.groups
     if rule.experts.activations == "auto":
@@ -223,11 +226,9 @@ def _explained(best: _Candidate, simulations: list[_Candidate], source: str) -> 
     others = sorted((c for c in simulations if c.plan is not plan), key=lambda c: c.seconds)
     notes = [note for note in plan.notes if not note.startswith(LAYOUT)]
     layout = [note for note in first.notes if note.startswith(LAYOUT)]
-    if layout and (plan.stages, plan.replicas) != (first.stages, first.replicas):
-        slower = (
-            f"{layout_text(first.stages, first.replicas)} would take {simulations[0].seconds:.3g} s per step"
-        )
-        layout = [f"{LAYOUT}: {layout_text(plan.stages, plan.replicas)}; {slower}, not {best.seconds:.3g} s"]
+    if layout and layout_of(plan) != layout_of(first):
+        slower = f"{layout_text(*layout_of(first))} would take {simulations[0].seconds:.3g} s per step"
+        layout = [f"{LAYOUT}: {layout_text(*layout_of(plan))}; {slower}, not {best.seconds:.3g} s"]
     if others:
         notes.append(
             f"chosen by simulated steps: {choice_text(best.choice)}: {best.seconds:.3g} s; the fastest of "

@@ -152,7 +152,7 @@ def _plainly(resource: str) -> str:
     """A resource of the simulation in words."""
     kind, _, rest = resource.partition(" ")
     if kind == "network":
-        return f"the network {'into' if rest == 'in' else 'out of'} the driver's host"
+        return f"the network {'into' if rest == 'in' else 'out of'} a host with attention"
     if kind == "pcie":
         device, _, way = rest.rpartition(" ")
         return f"PCIe {'to' if way == 'in' else 'from'} {device}"
@@ -185,7 +185,7 @@ def _terms(
 ) -> tuple[Term, ...]:
     """Seconds per term, of the worker that does most of it and of the busiest expert actor."""
     attention = dict.fromkeys((*_ATTENTION.values(), "attention, the rest"), 0.0)
-    for worker in plan.workers:
+    for worker in plan.workers[: len(durations.machine.workers)]:
         for name, value in _of_worker(plan, durations, waves, worker).items():
             attention[name] = max(attention[name], value)
     busy = simulated.busy

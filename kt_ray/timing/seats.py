@@ -16,17 +16,21 @@ from kt_ray.timing.simulate import ExpertClass, Group, Machine, Micro, Seat, Wav
 def machine_of(plan: Plan) -> Machine:
     """Seats of a plan's actors, those that share cores on the same resource.
 
-    Attention is on host 0; expert actors of other hosts are far, and those that hold as much are one class.
+    Attention is on host 0: then expert actors of other hosts are far, and those that hold as much are one
+    class. Or it is on all hosts, which are alike: then host 0 stands for all of them.
     """
-    hardware = plan.hardware
+    hardware, hosts = plan.hardware, plan.attention_hosts
     capacity = {_name(plan, s): float(s.cores) for s in hardware.sockets}
 
     def seat(worker: WorkerPlan) -> Seat:
         if worker.device != "cpu":
-            return Seat(worker.device)
+            return Seat(worker.place)
         socket = home_socket(worker, hardware)
         return Seat(socket, min(float(worker.threads), capacity[socket]))
 
+    workers = tuple(seat(worker) for worker in plan.workers if worker.host == 0)
+    if hosts > 1:
+        return Machine(capacity, workers, _alike(plan, capacity), hosts)
     places = [(actor.host, actor.node) for actor in plan.experts]
     classes: dict[tuple[object, ...], list[int]] = {}
     for i, (actor, place) in enumerate(zip(plan.experts, places, strict=True)):
@@ -41,7 +45,24 @@ def machine_of(plan: Plan) -> Machine:
         name = _name(plan, first)
         width = min(float(first.threads), capacity[name])
         experts.append(ExpertClass(tuple(ranks), Seat(name, width), first.host > 0))
-    return Machine(capacity, tuple(map(seat, plan.workers)), tuple(experts))
+    return Machine(capacity, workers, tuple(experts))
+
+
+def _alike(plan: Plan, capacity: dict[str, float]) -> tuple[ExpertClass, ...]:
+    """Expert actors of host 0, each with those in the same place of other hosts. The one with most experts
+    gives a class its durations."""
+    classes: dict[int, list[ExpertActorPlan]] = {}
+    for host in range(plan.hardware.hosts):
+        for place, actor in enumerate(a for a in plan.experts if a.host == host):
+            classes.setdefault(place, []).append(actor)
+    experts = []
+    for actors in classes.values():
+        name = _name(plan, actors[0])
+        fullest = max(actors, key=lambda actor: max(actor.counts(plan.dims.moe_layers)))
+        others = tuple(actor.rank for actor in actors if actor is not fullest)
+        width = min(float(fullest.threads), capacity[name])
+        experts.append(ExpertClass((fullest.rank,), Seat(name, width), others=others))
+    return tuple(experts)
 
 
 def _name(plan: Plan, place: Socket | ExpertActorPlan) -> str:

@@ -78,19 +78,35 @@ class Seat(NamedTuple):
 
 
 class ExpertClass(NamedTuple):
-    """Expert actors that do the same work at the same time, simulated as one. far: on another host."""
+    """Expert actors that do the same work at the same time, simulated as one.
+
+    far: on another host than attention. others: those on other hosts with attention, where they do for their
+    host what `actors` do for the first.
+    """
 
     actors: tuple[int, ...]
     seat: Seat
     far: bool = False
+    others: tuple[int, ...] = ()
+
+    @property
+    def ways(self) -> tuple[ExpertClass, ...]:
+        """Whom a worker of the first host reaches: these actors, and the others over the network."""
+        near = self._replace(others=())
+        return (near, near._replace(actors=self.others, far=True)) if self.others else (near,)
 
 
 class Machine(NamedTuple):
-    """Who shares what. capacity: of every resource that is not 1."""
+    """Who shares what. capacity: of every resource that is not 1.
+
+    hosts: so many do the same at the same time, with as many of the plan's workers on each; only the first is
+    simulated. What it sends to the others is then also what they send it.
+    """
 
     capacity: Mapping[str, float]
     workers: tuple[Seat, ...]
     experts: tuple[ExpertClass, ...]
+    hosts: int = 1
 
 
 class LaneCall(NamedTuple):
@@ -202,8 +218,8 @@ def simulate(
     Raises:
         ValueError: seats or waves do not fit the plan.
     """
-    seated = sorted(actor for c in machine.experts for actor in c.actors)
-    if len(machine.workers) != len(plan.workers) or seated != list(range(len(plan.experts))):
+    seated = sorted(actor for c in machine.experts for actor in (*c.actors, *c.others))
+    if len(machine.workers) * machine.hosts != len(plan.workers) or seated != list(range(len(plan.experts))):
         raise ValueError("the machine has other actors than the plan")
     if not waves or any(len(w) != plan.replicas or any(len(g) != plan.groups for g in w) for w in waves):
         raise ValueError(f"every wave takes {plan.replicas} replicas of {plan.groups} groups")
@@ -330,11 +346,13 @@ class _Step:
         self.durations = durations
         self.keep = events
         self.moe = frozenset(plan.dims.moe_layers)
+        self.ways = [way for c in machine.experts for way in c.ways]
+        self.replicas = plan.replicas // machine.hosts  # those simulated
 
     # -- stretches ---------------------------------------------------------------------------
 
     def one_pass(self, wave: WaveShape, offset: float) -> Stretch:
-        workers = [self._worker(rank, wave) for rank in range(len(self.plan.workers))]
+        workers = [self._worker(rank, wave) for rank in range(len(self.machine.workers))]
         calls = [self._experts(c, wave) for c in self.machine.experts]
         lanes = [
             Actor(f"lane {c.actors[0]} {device}", Seat(device), self._lane(c, device, wave))
@@ -351,7 +369,8 @@ class _Step:
         def only(seconds: float) -> Program:
             yield Busy(phase.name, phase.name, seconds)
 
-        workers, experts = map(only, phase.workers), map(only, phase.experts)
+        workers = map(only, phase.workers[: len(self.machine.workers)])
+        experts = map(only, phase.experts)
         return self._play(workers, experts, offset, phase.overhead, "optimizer")
 
     def _play(
@@ -425,7 +444,7 @@ class _Step:
                 yield Wait((kind[5:], replica, stage, g), "other stages")
             elif kind == "join" or (kind == "backward" and layer in self.moe):
                 direction = "forward" if kind == "join" else "backward"
-                for c in self.machine.experts:
+                for c in self.ways:
                     yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
             # Copied behind the computation, and back ahead of it: what waits for them is the link.
             if plan.activations == "host" and kind in ("forward", "recompute"):
@@ -442,11 +461,11 @@ class _Step:
                 yield Busy(f"{kind} {layer}.{g}", "attention", before)
             if layer in self.moe and kind in ("forward", "recompute"):
                 direction = "forward" if kind == "forward" else "backward"
-                for c in self.machine.experts:
+                for c in self.ways:
                     carriage = durations.request(rank, c, direction, tokens[g])
                     self._send((direction, layer, g, c.actors[0], replica), carriage)
                 if not plan.overlap:
-                    for c in self.machine.experts:
+                    for c in self.ways:
                         yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
             elif kind.startswith("send"):
                 to = stage + (1 if kind == "send_hidden" else -1)
@@ -468,8 +487,10 @@ class _Step:
         }
         tokens = [[sum(m.tokens for m in group) for group in groups] for groups in wave]
         for layer, direction, g in expert_order(plan, "train"):
-            for replica in range(plan.replicas):
-                yield Wait((direction, layer, g, actor, replica), "attention")
+            # The other hosts' tokens come when this host's workers' would come to the others.
+            for replica in range(self.replicas):
+                for way in c.ways:
+                    yield Wait((direction, layer, g, way.actors[0], replica), "attention")
             together = sum(part[g] for part in tokens)
             seconds = self.durations.expert(actor, layer, direction, together)
             lane = self.durations.lane(actor, layer, direction, together)
@@ -478,10 +499,11 @@ class _Step:
             yield Busy(f"{direction} {layer}.{g}", "experts", seconds)
             for call in lane:
                 yield Wait(("lane done", layer, direction, g, actor, call.device), "lane")
-            for replica in range(plan.replicas):
-                worker = owner[replica, layer]
-                carriage = self.durations.reply(worker, c, direction, tokens[replica][g])
-                self._send(("reply", direction, layer, g, actor, replica), carriage)
+            for replica in range(self.replicas):
+                for way in c.ways:
+                    worker = owner[replica, layer]
+                    carriage = self.durations.reply(worker, way, direction, tokens[replica][g])
+                    self._send(("reply", direction, layer, g, way.actors[0], replica), carriage)
 
     def _lane(self, c: ExpertClass, device: str, wave: WaveShape) -> Program:
         """The thread that has a GPU compute its part of the actor's calls."""

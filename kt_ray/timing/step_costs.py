@@ -23,7 +23,7 @@ from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.lora_sizes import expert_lora_params, expert_rank, lora_params
-from kt_ray.placement.memory import held_format, home_socket, layer_weight_bytes, logit_rows
+from kt_ray.placement.memory import held_format, home_socket, layer_weight_bytes, logit_rows, reached_part
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.traffic import touched
 from kt_ray.timing.lane_seconds import LaneSeconds
@@ -47,7 +47,8 @@ CALL_OPS = 15.0  # an expert actor's own Python and torch around one engine call
 SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
 PARAMETER_OPS = 2.0  # of the step's end, per LoRA matrix
 PASS_OPS = 300.0  # the driver's calls and reports around a pass or a phase
-SUM_BYTES = 36  # read and written per gradient for its squared norm in float64; a copied byte is two
+ADD_BYTES = 12  # read and written per gradient that is added to another; a copied byte is two
+SUM_BYTES = 36  # read and written per gradient for its squared norm in float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +258,10 @@ class PlanDurations:
         An answer that is not rounded is computed where it is read.
         """
         holder = self.plan.experts[actor]
-        elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(holder.threads)
+        rate = self.rates.cpu_rate(holder.threads)
+        # Of other hosts' replicas only tokens come that have an expert here.
+        reached = reached_part(self.plan.dims, holder, self.machine.hosts)
+        elements = tokens * reached * self.plan.dims.expert_width
         copied = 0.0
         if self.plan.replicas > 1:
             copied += elements * self._sent_bytes(direction)
@@ -331,13 +335,17 @@ class PlanDurations:
         shared = not actors.far and (self._shares_memory or not self._under_ray)
         size = row * (tokens if shared else len(actors.actors) * self.routed(actors.actors[0], tokens))
         # Tokens come to the host once, for all actors: each of their messages takes its part of the copy.
-        crossing = tokens * row / len(self.machine.experts) if way == "out" else size
+        messages = sum(len(c.ways) for c in self.machine.experts)
+        crossing = tokens * row / messages if way == "out" else size
         pcie = self._pcie(worker, crossing, way)
         latency = 0.0
         if shared:
             middle = self._doorbell(worker)
         elif actors.far:
-            middle = (Leg(f"network {way}", size / transport.network_bytes.value),)
+            # Where all hosts do the same, a host's link carries out what it carries in: own tokens and the
+            # answers to others there, and back. One direction stands for both.
+            link = f"network {way}" if self.machine.hosts == 1 else "network out"
+            middle = (Leg(link, size / transport.network_bytes.value),)
             if self.plan.transport.far == "ray":  # inside the calls: serialised and taken apart on a core
                 packed = Leg(self._host_seat(worker), size / transport.ray_bytes.value)
                 middle = (packed, *middle) if way == "out" else (*middle, packed)
@@ -358,7 +366,7 @@ class PlanDurations:
         if not self.on_gpu or link is None:
             return ()
         rate = link.to_host if way == "out" else link.to_device
-        return (Leg(f"pcie {self.plan.workers[worker].device} {way}", size / rate.value),)
+        return (Leg(f"pcie {self.plan.workers[worker].place} {way}", size / rate.value),)
 
     def _doorbell(self, worker: int) -> tuple[Leg, ...]:
         """A message between actors of a host takes a core's time: serialised, sent, taken up."""
@@ -398,12 +406,16 @@ class PlanDurations:
         total = sum(adapters)
         matrices = [2 * len(work.modules) for work in self.layers]
         norms, steps = [], []
-        for worker in plan.workers:
+        # Gradients of other hosts' replicas come to worker 0 over its host's link, updated weights go back.
+        far = plan.replicas - plan.replicas // plan.attention_hosts
+        crossing = far * total * 4 / rates.transport.network_bytes.value
+        for worker in plan.workers[: len(self.machine.workers)]:
             own = sum(adapters[slice(*worker.layers)])
             count = sum(matrices[slice(*worker.layers)])
             root = worker.rank == 0  # holds the masters of all stages
-            norms.append((own * 8 + (total * (SUM_BYTES / 2 + 4) if root else 0)) / copied + count * small)
-            applied = total * 4 / copied + total / optimizer if root else 0.0
+            summed = crossing + total * (SUM_BYTES / 2 + 4 + far * ADD_BYTES / 2) / copied if root else 0.0
+            norms.append(own * 8 / copied + summed + count * small)
+            applied = crossing + total * 4 / copied + total / optimizer if root else 0.0
             steps.append(own * 8 / copied + applied + 2 * count * small)
         expert_norms, expert_steps = [], []
         per_expert = expert_lora_params(dims, lora)

@@ -89,7 +89,7 @@ def step_metrics(
 
 def _gpu_memory(plan: Plan, report: PassReport) -> dict[str, int]:
     """Peak bytes by device: each process that uses it counts once, with all that it allocated there."""
-    peaks = {(plan.workers[w.rank].device, w.pid): w.gpu_bytes for w in report.workers if w.gpu_bytes}
+    peaks = {(plan.workers[w.rank].place, w.pid): w.gpu_bytes for w in report.workers if w.gpu_bytes}
     devices: dict[str, int] = {}
     for (device, _), peak in peaks.items():
         devices[device] = devices.get(device, 0) + peak

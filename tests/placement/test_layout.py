@@ -98,12 +98,12 @@ def test_no_layout_is_slower_for_its_replicas() -> None:
         for micro in range(1, 20):
             config = make_config(trainer={"batch_size": micro, "micro_batch_size": 1})
             found = layouts(small_dims(), config, make_hardware(gpus=gpus))
-            assert all(s * r <= gpus and 1 <= s <= 4 for s, r in found)
+            assert all(s * r <= gpus and 1 <= s <= 4 for s, r, _ in found)
             first = found[0][1]
             fewest = min(math.ceil(micro / r) for r in range(1, gpus + 1))
             assert math.ceil(micro / first) == fewest
             assert first == 1 or math.ceil(micro / (first - 1)) > fewest
-            assert [s for s, _ in found] == sorted({s for s, _ in found})
+            assert [s for s, _, _ in found] == sorted({s for s, _, _ in found})
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,20 @@ def test_a_class_stands_for_its_actors() -> None:
     assert run(plan, durations, both).seconds == pytest.approx(run(plan, durations).seconds)
 
 
+def test_one_host_stands_for_all_that_do_the_same() -> None:
+    """Four hosts of a worker and an expert actor take as long as one; its link also carries what the others
+    send it."""
+    rule = {"groups": 1, "stages": 1, "device": "cpu", "nodes": 4, "replicas": 4, "attention_hosts": "all"}
+    plan = plan_of(rule=rule, trainer={"batch_size": 4})
+    given = Fixed(carriage=Carriage((Leg("net", 0.1),)))
+    machine = Machine({}, (Seat("w0"),), (ExpertClass((0,), Seat("e0"), others=(1, 2, 3)),), hosts=4)
+    found = run(plan, given, machine)
+    assert set(found.work) == {"worker 0", "experts 0"}
+    one = run(small(1), Fixed(carriage=Carriage((Leg("net", 0.2),))))  # near and far messages share the link
+    assert found.seconds == pytest.approx(one.seconds)
+    assert found.used["net"] == pytest.approx(one.used["net"])
+
+
 def test_spans_are_of_actors_and_links() -> None:
     found = run(small(2), Fixed(carriage=Carriage((Leg("net", 0.1),))))
     assert {span.actor for span in found.events} == {"worker 0", "experts 0", "net"}

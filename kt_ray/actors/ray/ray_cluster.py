@@ -32,7 +32,7 @@ from kt_ray.actors.ray.ray_address import (
     running_cluster,
 )
 from kt_ray.actors.ray.ray_guard import RayGuard
-from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus
+from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus, worker_cpus
 from kt_ray.actors.ray.ray_placement import (
     Seats,
     await_group,
@@ -272,10 +272,11 @@ class RayCluster(ActorCluster):
         chosen, cards = self._reserve(reserved)
         bundles, specs = chosen.of, self.specs.in_own_processes(cards)
         for (kind, rank), arguments in specs.arguments(self.plan).items():
-            planned = self.plan.workers[rank] if kind == "worker" else specs.experts[rank]
-            gpus = share.get(self.plan.workers[rank].device, 0.0) if kind == "worker" else 0.0
+            worker = self.plan.workers[rank] if kind == "worker" else None
+            gpus = share.get(worker.place, 0.0) if worker else 0.0
+            cpus = worker_cpus(self.plan, worker, self.hosts) if worker else specs.experts[rank].cpus
             self._actor_specs[kind, rank] = RayActorSpec(
-                (kind, rank, planned.cpus, *arguments), bundles[kind, rank], reserved[kind, rank], gpus
+                (kind, rank, cpus, *arguments), bundles[kind, rank], reserved[kind, rank], gpus
             )
         for address in self._actor_specs:
             try:

@@ -18,23 +18,27 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from kt_ray.actors.ray.ray_placement import gpus_of
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.errors import UserError
 from kt_ray.hardware.host_look import Shared, Sight, digest, look, versions
+from kt_ray.hardware.machine import Socket
 from kt_ray.placement.plan import divide_cpus
-from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.plan_types import Plan, WorkerPlan
 from kt_ray.placement.render import counted, gib
 
 
 @dataclass(frozen=True)
 class RayNode:
-    """A Ray node. sight: what the task found, or why it found nothing. cpus, free: as Ray counts them."""
+    """A Ray node. sight: what the task found, or why it found nothing. cpus, free; gpus (free ones): as Ray
+    counts them."""
 
     id: str
     address: str
     cpus: float
     free: float
     sight: Sight | str
+    gpus: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,11 @@ def unfit(plan: Plan, host: int, node: RayNode, cpus: float, own: Sequence[tuple
         return f"{node.free:g} of its {node.cpus:g} CPUs are free, {min(cpus, node.cpus):g} are needed"
     if not node.cpus:
         return "it offers no CPUs"
+    if (gpus := gpus_of(plan, host)) > node.gpus and host:
+        return (
+            f"{counted(int(node.gpus), 'GPU')} free, {gpus} needed (with rule.attention_hosts=driver only "
+            "the driver's host needs any)"
+        )
     planned_sockets, sockets = plan.hardware.on(host), sight.hardware.sockets
     if len(sockets) != len(planned_sockets):
         return f"it has {counted(len(sockets), 'socket')}, planned {len(planned_sockets)}"
@@ -201,6 +210,7 @@ def _nodes(shared: Shared, timeout: float) -> list[RayNode]:
                 float(node["Resources"].get("CPU", 0.0)),
                 float(free.get(node["NodeID"], {}).get("CPU", 0.0)),
                 sight,
+                float(free.get(node["NodeID"], {}).get("GPU", 0.0)),
             )
         )
     return nodes
@@ -210,13 +220,26 @@ def own_cpus(plan: Plan, specs: ActorSpecs, hosts: Hosts) -> ActorSpecs:
     """The specs with every expert actor's CPUs and NUMA node as its own host numbers them."""
     changed = []
     for actor, spec in zip(plan.experts, specs.experts, strict=True):
-        sight = hosts.nodes[actor.host].sight
-        if actor.host == 0 or isinstance(sight, str):
+        if actor.host == 0:
             changed.append(spec)
             continue
         planned = [socket.node for socket in plan.hardware.on(actor.host)]
-        socket = sight.hardware.sockets[planned.index(actor.node)]
+        socket = _sockets(hosts, actor.host)[planned.index(actor.node)]
         peers = [a.rank for a in plan.experts if (a.host, a.node) == (actor.host, actor.node)]
         cpus, _ = divide_cpus(socket, len(peers), peers.index(actor.rank))
         changed.append(replace(spec, cpus=cpus, node=socket.node if spec.node >= 0 else -1))
     return replace(specs, experts=tuple(changed))
+
+
+def worker_cpus(plan: Plan, worker: WorkerPlan, hosts: Hosts | None) -> tuple[int, ...]:
+    """CPUs that an attention worker is bound to, as its own host numbers them; empty = any."""
+    if hosts is None or not worker.host or not worker.cpus:
+        return worker.cpus
+    planned = [socket.cpus for socket in plan.hardware.on(worker.host)]
+    return _sockets(hosts, worker.host)[planned.index(worker.cpus)].cpus
+
+
+def _sockets(hosts: Hosts, host: int) -> tuple[Socket, ...]:
+    sight = hosts.nodes[host].sight
+    assert isinstance(sight, Sight), "`choose` takes no node without one"
+    return sight.hardware.sockets

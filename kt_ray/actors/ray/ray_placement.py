@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from kt_ray.config.schema import RayRule
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import this_host
-from kt_ray.hardware.machine import Gpu
+from kt_ray.hardware.machine import Gpu, gpu_name
 from kt_ray.placement.plan_types import Plan
 from kt_ray.transport.messages import Address
 
@@ -30,7 +30,7 @@ from kt_ray.transport.messages import Address
 @dataclass(frozen=True)
 class Seats:
     """bundles of the placement group; of: the bundle of every actor; host: of every bundle; gpu: the bundle
-    of every GPU of the plan.
+    of every GPU of the plan that is used (`gpu_name`).
     """
 
     bundles: tuple[dict[str, float], ...]
@@ -47,9 +47,9 @@ def threads_of(plan: Plan) -> dict[Address, float]:
 
 
 def host_of(plan: Plan, address: Address) -> int:
-    """Host of an actor; attention workers are on the driver's."""
+    """Host of an actor."""
     kind, rank = address
-    return plan.experts[rank].host if kind == "experts" else 0
+    return plan.experts[rank].host if kind == "experts" else plan.workers[rank].host
 
 
 def reservations(plan: Plan, rule: RayRule, have: Sequence[float]) -> dict[Address, float]:
@@ -82,18 +82,29 @@ def reserved_by_host(plan: Plan, rule: RayRule) -> list[float]:
 
 
 def gpu_share(plan: Plan) -> dict[str, float]:
-    """Share of a GPU for each worker on it, by plan device."""
+    """Share of a GPU for each worker on it, by `WorkerPlan.place`."""
     users: dict[str, int] = {}
     for worker in plan.workers:
         if worker.device.startswith("cuda"):
-            users[worker.device] = users.get(worker.device, 0) + 1
+            users[worker.place] = users.get(worker.place, 0) + 1
     return {device: 1.0 / count for device, count in users.items()}
 
 
-def lane_devices(plan: Plan) -> tuple[str, ...]:
-    """GPUs of the plan on which expert actors compute."""
-    lanes = (actor.lane for actor in plan.experts if actor.lane is not None and actor.lane.cuda)
-    return tuple(sorted({device for lane in lanes for device in lane.devices}))
+def lane_devices(plan: Plan) -> dict[str, int]:
+    """GPUs of the plan on which expert actors compute, in order, and the host of each."""
+    cards = {
+        actor.place(device): actor.host
+        for actor in plan.experts
+        if actor.lane is not None and actor.lane.cuda
+        for device in actor.lane.devices
+    }
+    return dict(sorted(cards.items()))
+
+
+def gpus_of(plan: Plan, host: int) -> int:
+    """GPUs of a host that the plan uses."""
+    workers = {worker.place for worker in plan.workers if worker.host == host and worker.device != "cpu"}
+    return len(workers | {card for card, there in lane_devices(plan).items() if there == host})
 
 
 def seats(plan: Plan, cpus: dict[Address, float]) -> Seats:
@@ -107,22 +118,23 @@ def seats(plan: Plan, cpus: dict[Address, float]) -> Seats:
     host: list[int] = []
     on_gpu: dict[str, int] = {}
     for address, reserved in cpus.items():
-        device = plan.workers[address[1]].device if address[0] == "worker" else "cpu"
+        worker = plan.workers[address[1]] if address[0] == "worker" else None
+        device = worker.place if worker is not None and worker.device != "cpu" else "cpu"
         if device in on_gpu:
             of[address] = on_gpu[device]
             bundles[on_gpu[device]]["CPU"] += reserved
             continue
         of[address] = len(bundles)
         host.append(host_of(plan, address))
-        if device.startswith("cuda"):
+        if device != "cpu":
             on_gpu[device] = len(bundles)
             bundles.append({"CPU": reserved, "GPU": 1.0})
         else:
             bundles.append({"CPU": reserved})
-    for device in lane_devices(plan):
+    for device, there in lane_devices(plan).items():
         if device not in on_gpu:
             on_gpu[device] = len(bundles)
-            host.append(0)
+            host.append(there)
             bundles.append({"GPU": 1.0})
     most = max((bundles[i].get("CPU", 0.0) for i in on_gpu.values()), default=0.0)
     for i in on_gpu.values() if most and differ(plan) else ():
@@ -139,14 +151,20 @@ def by_gpu(plan: Plan, chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -
     Raises:
         UserError: Ray reserved cards of another size than the plan's.
     """
-    planned = {f"cuda:{gpu.index}": gpu for gpu in plan.hardware.gpus}
-    devices = sorted(chosen.gpu, key=lambda device: planned[device].index)
+    planned = {
+        gpu_name(host, f"cuda:{gpu.index}"): gpu
+        for host in range(plan.hardware.hosts)
+        for gpu in plan.hardware.gpus
+    }
+    devices = [device for device in planned if device in chosen.gpu]
     free = sorted(gpus, key=lambda bundle: (len(gpus[bundle][0]), gpus[bundle][0]))
     bundle_of: dict[str, int] = {}
     for device in devices:
         gpu = planned[device]
         for bundle in free:
             card = gpus[bundle][1]
+            if chosen.host[bundle] != chosen.host[chosen.gpu[device]]:
+                continue
             if card is None or (card.name, card.memory_bytes) == (gpu.name, gpu.memory_bytes):
                 bundle_of[device] = bundle
                 free.remove(bundle)
@@ -162,16 +180,16 @@ def by_gpu(plan: Plan, chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -
                 "(CUDA_VISIBLE_DEVICES, rule.layers)",
             )
     of = {
-        address: bundle_of.get(plan.workers[address[1]].device, bundle) if address[0] == "worker" else bundle
+        address: bundle_of.get(plan.workers[address[1]].place, bundle) if address[0] == "worker" else bundle
         for address, bundle in chosen.of.items()
     }
     return Seats(chosen.bundles, of, chosen.host, bundle_of)
 
 
 def differ(plan: Plan) -> bool:
-    """Whether it matters which card a device of the plan is."""
+    """Whether it matters which card a device of the plan is: those of a host, or of hosts, may differ."""
     kinds = {(gpu.name, gpu.memory_bytes) for gpu in plan.hardware.gpus}
-    return len(kinds) > 1 and bool(gpu_share(plan) or lane_devices(plan))
+    return (len(kinds) > 1 or plan.attention_hosts > 1) and bool(gpu_share(plan) or lane_devices(plan))
 
 
 def cards_of(chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""rule.nodes=2 on two Ray nodes: experts on both, attention on the driver's, the bits of one process."""
+"""rule.nodes=2 on two Ray nodes: experts on both, attention on one or both, the bits of one process."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ def started(checkpoint: Path, config: Config, run_dir: Path) -> RayCluster:
     return RayCluster(plan, specs, config.cluster, config.rule.ray, "hosts", run_dir=str(run_dir))
 
 
-def test_bit_identical_and_in_their_places(tmp_path: Path, address: str) -> None:
+@pytest.mark.parametrize("attention", ["driver", "all"])
+def test_bit_identical_and_in_their_places(tmp_path: Path, address: str, attention: str) -> None:
     checkpoint = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=4)
     common = ("rule=multi_node", "rule.device=cpu", "optim.lr=0.02", "lora.dropout=0.1", "rule.replicas=2")
+    common = (*common, f"rule.attention_hosts={attention}")
     config = config_for(checkpoint, *common, "cluster=ray", f"cluster.address={address}")
     cluster = started(checkpoint, config, tmp_path)
     try:
@@ -55,7 +57,8 @@ def test_bit_identical_and_in_their_places(tmp_path: Path, address: str) -> None
         driver = ray.get_runtime_context().get_node_id()
     finally:
         cluster.shutdown()
-    assert {node for (kind, _), node in nodes.items() if kind == "worker"} == {driver}
+    hosts = [nodes["worker", worker.rank] for worker in cluster.plan.workers]
+    assert [host == driver for host in hosts] == [True, attention == "driver"]
     hosts = [nodes["experts", actor.rank] for actor in cluster.plan.experts]
     assert [host == driver for host in hosts] == [actor.host == 0 for actor in cluster.plan.experts]
     assert len(set(hosts)) == 2

@@ -17,6 +17,7 @@ from kt_ray.actors.ray.ray_placement import (
     differ,
     gpu_share,
     gpus_behind,
+    gpus_of,
     lane_devices,
     reservations,
     reserved_by_host,
@@ -67,6 +68,22 @@ def test_a_bundle_per_actor_and_per_gpu() -> None:
     assert found.bundles == ({"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}, {"CPU": 2.0})
 
 
+def test_gpus_of_several_hosts_have_bundles_there() -> None:
+    """Two hosts with two GPUs: a replica on each GPU, and a lane for the expert actor of each host."""
+    lanes = {"stream": 0.5, "lane_device": "cuda:1"}
+    two = plan(2, device="cuda", nodes=2, stages=1, replicas=4, experts=lanes)
+    assert gpu_share(two) == dict.fromkeys(("cuda:0", "cuda:1", "host 1 cuda:0", "host 1 cuda:1"), 1.0)
+    assert lane_devices(two) == {"cuda:1": 0, "host 1 cuda:1": 1} and gpus_of(two, 1) == 2
+    chosen = seats(two, {("worker", rank): 1.0 for rank in range(4)} | {("experts", i): 2.0 for i in (0, 1)})
+    assert chosen.host == (0, 0, 1, 1, 0, 1)
+    assert chosen.gpu == {"cuda:0": 0, "cuda:1": 1, "host 1 cuda:0": 2, "host 1 cuda:1": 3}
+    # A worker's card is one of its own host, whatever Ray numbers it.
+    cards = {bundle: (str(bundle % 2), two.hardware.gpus[0]) for bundle in range(4)}
+    assert by_gpu(two, chosen, cards).of == chosen.of
+    with pytest.raises(UserError, match="another GPU"):
+        by_gpu(two, chosen, cards | {3: ("1", Gpu(0, "another", 1))})
+
+
 def test_cards_of_different_size_go_to_the_workers_planned_for_them() -> None:
     mixed = plan(sizes=(24, 48), device="cuda", stages=2)
     assert differ(mixed) and not differ(plan(2)) and not differ(plan())
@@ -88,7 +105,7 @@ LANE = {"gpu_resident": 2}
 def test_a_lane_computes_on_the_card_of_its_device() -> None:
     """Ray hands identical cards out as it likes: the lane's is the one behind the worker of its device."""
     two = plan(2, device="cuda", stages=2, experts={**LANE, "lane_device": "cuda:1"})
-    assert lane_devices(two) == ("cuda:1",)
+    assert lane_devices(two) == {"cuda:1": 0}
     chosen = seats(two, {("worker", 0): 1.0, ("worker", 1): 1.0, ("experts", 0): 2.0})
     assert chosen.gpu == {"cuda:0": 0, "cuda:1": 1} and chosen.of["experts", 0] == 2
     assert len(chosen.bundles) == 3 and not differ(two)
