@@ -140,7 +140,7 @@ def test_answers_are_added_in_rank_order() -> None:
         Inbox(),  # type: ignore[arg-type]
         SharedMemory(),  # type: ignore[arg-type]
         replica=0,
-        experts=4,
+        experts=range(4),
         number=1,
         experts_of=lambda layer, rank: (),
         num_experts=8,

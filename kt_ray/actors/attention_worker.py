@@ -244,7 +244,7 @@ class AttentionWorker(PlainActor):
             self.mailbox,
             self.port,
             replica=self.part.replica,
-            experts=len(plan.experts),
+            experts=plan.experts_of(self.part.replica),
             experts_of=lambda layer, rank: plan.experts[rank].experts_of(layer),
             num_experts=plan.dims.num_experts,
             overlap=plan.overlap,

@@ -373,7 +373,7 @@ class ActorCluster(ABC):
                 self._on_load(handle.name, *status.loaded)
 
     def _publish(self) -> None:
-        self._call(self.workers, "publish", next(self._tokens))
+        self._call(self.handles, "publish", next(self._tokens))
 
     def info(self) -> list[dict[str, Any]]:
         """The facts of `start` as they are now (kernel calls so far)."""

@@ -39,6 +39,8 @@ class ExpertActor(PlainActor):
         use_torch_threads(spec.threads)
         self.experts = LocalExperts(spec)
         self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
+        self._replicas = plan.replicas_of(spec.copy)  # whose tokens it computes
+        self._summed = False  # gradients are those of all copies, in the layers that this one updates
 
     # -- life --------------------------------------------------------------------------------
 
@@ -91,10 +93,10 @@ class ExpertActor(PlainActor):
             with recorder.span(f"wait {direction}", "wait", layer, group):
                 requests = [
                     self.mailbox.take((direction, spec.number, layer, group, replica))
-                    for replica in range(self.plan.replicas)
+                    for replica in self._replicas
                 ]
             # A replica's next request of the group proves that the reply before it was read.
-            for replica in range(self.plan.replicas):
+            for replica in self._replicas:
                 if (replica, group) in leases:
                     self.port.release(leases.pop((replica, group)))
             with recorder.span("gather", "transfer", layer, group):
@@ -105,7 +107,7 @@ class ExpertActor(PlainActor):
             with recorder.span(direction, "compute", layer, group):
                 answers = self._compute(direction, layer, group, inputs, keep=spec.kind == "train")
             start_row = 0
-            for replica, request in enumerate(requests):
+            for replica, request in zip(self._replicas, requests, strict=True):
                 end_row = start_row + next(iter(request.tensors.values())).shape[0]
                 rows = {name: tensor[start_row:end_row] for name, tensor in answers.items()}
                 start_row = end_row
@@ -126,7 +128,7 @@ class ExpertActor(PlainActor):
         self, direction: str, layer: int, group: int, inputs: dict[str, Tensor], *, keep: bool
     ) -> dict[str, Tensor]:
         """One engine call: y_TH of forward, dx_TH and dw_TK of backward, all replicas' rows in one block."""
-        workers = [worker_of_layer(self.plan, layer, replica) for replica in range(self.plan.replicas)]
+        workers = [worker_of_layer(self.plan, layer, replica) for replica in self._replicas]
         alloc: Alloc = self.port.alloc if any(map(self.port.shares, workers)) else new_memory
         if direction == "forward":
             return self._forward(layer, group, inputs, alloc, keep=keep)
@@ -162,7 +164,7 @@ class ExpertActor(PlainActor):
         report = GenerationReport(self.rank)
         # (worker, group) -> the reply that its next request of the group proves read
         leases: dict[tuple[Address, int], Lease] = {}
-        workers = len(self.plan.workers)
+        workers = len(self._replicas) * self.plan.stages
         self.experts.begin_pass(0, dropout=False)
         self.doing = "generating"
         while workers:
@@ -195,24 +197,64 @@ class ExpertActor(PlainActor):
     # -- a step's end ------------------------------------------------------------------------
 
     def prepare(self, step: int, token: int) -> float:
-        """Phase one: the squared norm of this actor's gradients (float64)."""
-        del token  # nothing travels here
+        """Phase one: gradients of all copies added up, in their order, where this actor updates a layer; then
+        their squared norm (float64)."""
         self.claim_thread()
+        own = self.experts.spec.copy
+        for copy, actor in self._copies():
+            for layer, grads in self.experts.shares("grad", copy):
+                self.port.send([actor], Message(("expert gradients", token, layer, own), grads))
+        for layer, grads in self.experts.shares("grad", own) if self._copies() else ():
+            self.doing = f"step {step}, reducing gradients of layer {layer}"
+            parts = [
+                grads if copy == own else self.mailbox.take(("expert gradients", token, layer, copy)).tensors
+                for copy in range(self.plan.copies)
+            ]
+            for key, total in grads.items():
+                summed = parts[0][key].clone()
+                for part in parts[1:]:
+                    summed.add_(part[key])
+                total.copy_(summed)
+        self._summed = True
+        self.doing = "idle"
         return self.experts.gradient_norm_squared()
 
+    def _copies(self) -> list[tuple[int, Address]]:
+        """The actors that hold the same experts in the other copies, and which copy is whose."""
+        own, count = self.experts.spec.copy, len(self.plan.first_copy)
+        return [
+            (copy, ("experts", self.rank + (copy - own) * count))
+            for copy in range(self.plan.copies)
+            if copy != own
+        ]
+
+    def publish(self, token: int) -> None:
+        """LoRA of the layers that this actor updates to the other copies, theirs from them."""
+        self.claim_thread()
+        peers, own = self._copies(), self.experts.spec.copy
+        for layer, values in self.experts.shares("param", own) if peers else ():
+            self.port.send([actor for _, actor in peers], Message(("expert LoRA", token, layer), values))
+        for copy, _ in peers:
+            for layer, values in self.experts.shares("param", copy):
+                received = self.mailbox.take(("expert LoRA", token, layer)).tensors
+                for key, value in values.items():
+                    value.copy_(received[key])
+
     def commit(self, step: int, lr: float, clip: float, token: int) -> float:
-        """Phase two, idempotent: apply the gradients of `step`. Returns seconds spent."""
-        del token  # nothing travels here
-        if step <= self._committed:
-            return 0.0
+        """Phase two, idempotent: apply the gradients of `step`, send the other copies what changed. Returns
+        seconds spent."""
         self.claim_thread()
         start = time.monotonic()
-        self.experts.apply_gradients(lr, clip)
+        if step > self._committed:
+            self.experts.apply_gradients(lr, clip)
+            self._summed = False
+        self.publish(token)
         self._committed = step
         return time.monotonic() - start
 
     def discard(self) -> None:
         self.mailbox.clear()
+        self._summed = False
         self.experts.discard_gradients()
         self.experts.take_counters()  # else a failed pass would count in the next report
 
@@ -225,7 +267,11 @@ class ExpertActor(PlainActor):
         return self.experts.named(what)
 
     def lora(self, what: str) -> Mapping[str, Tensor]:
-        return dict(self.experts.named(what))
+        return dict(self.experts.named(what, updated=what == "grad" and self._summed))
+
+    def adapter(self) -> Mapping[str, Tensor]:
+        """Of each expert one copy writes a layer."""
+        return dict(self.experts.named("param"))
 
     def _set_step(self, step: int) -> None:
         self.experts.set_step(step)

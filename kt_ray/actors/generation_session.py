@@ -76,7 +76,7 @@ class WorkerSession:
         self.mailbox = actor.mailbox
         self.decoder = Decoder(stage)
         self.report = GenerationReport(part.rank)
-        self.expert_actors: list[Address] = [("experts", expert.rank) for expert in plan.experts]
+        self.expert_actors: list[Address] = [("experts", rank) for rank in plan.experts_of(part.replica)]
         workers = (plan.worker(part.replica, number).rank for number in range(plan.stages))
         self.followers: list[Address] = [("worker", rank) for rank in workers if rank != part.rank]
 

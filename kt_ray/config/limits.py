@@ -104,7 +104,7 @@ class Bound:
 _KEYS_OF_BOUNDS = {
     Bound(1): """
         rule.gpus rule.gpu_memory rule.stages rule.replicas rule.worker_threads rule.wave rule.experts.sockets
-        rule.experts.threads
+        rule.experts.threads rule.experts.copies
         data.limit trainer.max_steps trainer.batch_size trainer.micro_batch_size trainer.log_every
         generate.max_new_tokens generate.batch_size generate.prefill_tokens generate.cache_tokens
         generate.limit serve.max_batch serve.max_tokens serve.max_body

@@ -32,6 +32,7 @@ class ExpertsRule:
     """Where the routed experts live and how they compute."""
 
     sockets: int | str = "auto"
+    copies: int | str = "auto"
     backend: str = "auto"
     isa: str = "auto"
     threads: int | str = "auto"
@@ -42,6 +43,11 @@ class ExpertsRule:
     gpu_resident: int = 0
     stream: float | str = "off"
     lane_device: str | list[str] = "auto"
+
+    @property
+    def copy_count(self) -> int:
+        """Copies as a number; "auto" is 1 until a simulation has chosen (kt_ray.timing.choose)."""
+        return self.copies if isinstance(self.copies, int) else 1
 
     @property
     def lane_devices(self) -> tuple[str, ...]:

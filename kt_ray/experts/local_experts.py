@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import psutil
@@ -178,9 +178,11 @@ class LocalExperts:
                 b = torch.zeros(len(experts), out_features, rank, dtype=torch.float32)
                 matrices[f"{projection}_b"] = torch.nn.Parameter(b)
                 beat()
-        named = [item for matrices in self._parameters.values() for item in matrices.items()]
+        named = [item for layer in self._updated() for item in self._parameters[layer].items()]
         sides = [key[-1].upper() for key, _ in named]
         self._optimizer = LoraOptimizer([parameter for _, parameter in named], spec.optim, sides)
+        for parameter in self._others():
+            parameter.grad = torch.zeros_like(parameter)
         for layer, matrices in self._parameters.items():
             self.lora[layer] = _adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
             grads = {k: p.grad for k, p in matrices.items() if p.grad is not None}
@@ -188,17 +190,26 @@ class LocalExperts:
             if self.lane is not None:
                 self.lane.lock(self.lora[layer])
 
+    def _updated(self) -> tuple[int, ...]:
+        """Layers whose LoRA this actor's optimizer updates: all where there is one copy of the experts."""
+        return self.spec.updates(tuple(self._parameters))
+
+    def _others(self) -> list[torch.nn.Parameter]:
+        """LoRA that another copy of these experts updates."""
+        own = self._updated()
+        return [p for layer, of in self._parameters.items() if layer not in own for p in of.values()]
+
     def restart_lora(self) -> None:
         """As `load` left it, in place: initial values, no moments, no gradients, no step taken."""
         if self._optimizer is None:
             return
-        for name, tensor in self.named("param"):
+        for name, tensor in self.named("param", updated=False):
             tensor.copy_(initial_lora(self.spec.seed, name, tensor.shape, self.spec.lora.init))
             beat()
         for what in state_kinds(self.spec.optim):
             for _, tensor in self.named(what):
                 tensor.zero_()
-        self._optimizer.zero_grad()
+        self.discard_gradients()
         self._optimizer.set_step(0)
 
     # -- computing ---------------------------------------------------------------------------
@@ -391,22 +402,39 @@ class LocalExperts:
         """Clip, take the optimizer's step, zero the gradients."""
         if self._optimizer is not None:
             self._optimizer.apply(lr, clip)
+        self._discard_others()
 
     def discard_gradients(self) -> None:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
+        self._discard_others()
+
+    def _discard_others(self) -> None:
+        for parameter in self._others():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+
+    def shares(self, what: str, copy: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """(layer, stacked LoRA tensors by matrix) of the layers that a copy of these experts updates; what =
+        "param" or "grad"."""
+        for layer in replace(self.spec, copy=copy).updates(tuple(self._parameters)):
+            tensors = self._parameters[layer].items()
+            yield layer, {key: p.data if what == "param" else _grad(p) for key, p in tensors}
 
     # -- by name -----------------------------------------------------------------------------
 
-    def named(self, what: str) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, live view) for what = "param", "grad", or one of the optimizer's `state_kinds`."""
-        for layer, matrices in self._parameters.items():
-            for key, parameter in matrices.items():
+    def named(self, what: str, *, updated: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, live view) for what = "param", "grad", or one of the optimizer's `state_kinds`.
+
+        Args:
+            updated: only what this actor's optimizer updates.
+        """
+        for layer in self._updated() if updated else tuple(self._parameters):
+            for key, parameter in self._parameters[layer].items():
                 if what == "param":
                     stacked = parameter.data
                 elif what == "grad":
-                    assert parameter.grad is not None
-                    stacked = parameter.grad
+                    stacked = _grad(parameter)
                 else:
                     assert self._optimizer is not None
                     stacked = self._optimizer.state(parameter, what)
@@ -429,6 +457,11 @@ class LocalExperts:
         if self.lane is not None:
             self.lane.close()
         self.engine.close()
+
+
+def _grad(parameter: torch.nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def bind_to_cpus(cpus: tuple[int, ...]) -> None:

@@ -85,6 +85,27 @@ def attention_hosts(rule: RuleConfig, device: str, hosts: int) -> int:
     return hosts if even and (rule.attention_hosts == "all" or device == "cuda") else 1
 
 
+def expert_copies(rule: RuleConfig, attention: int) -> int:
+    """Copies of all routed experts.
+
+    Args:
+        attention: hosts with attention workers; with cluster=local those that one process stands for.
+
+    Raises:
+        UserError: they do not divide the hosts, or a team of hosts would have no attention worker.
+    """
+    copies = rule.experts.copy_count
+    if rule.nodes % copies or (copies > 1 and attention < rule.nodes):
+        raise UserError(
+            "the hosts cannot be divided into teams with a copy of the experts each",
+            where=f"rule.experts.copies={copies}",
+            observed=f"rule.nodes={rule.nodes}, attention workers on {counted(attention, 'host')}",
+            required="a divisor of rule.nodes, and attention workers on all hosts",
+            remedy=f"set rule.experts.copies=1, or rule.attention_hosts=all with rule.replicas={rule.nodes}",
+        )
+    return copies
+
+
 def count_stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelDims) -> int:
     """Pipeline stages per replica.
 

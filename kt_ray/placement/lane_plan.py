@@ -175,7 +175,7 @@ def _shares(
         ]
     if rates is None:
         return (), ["rule.experts.stream=auto: off, as no rates of the GPU and its link are known"]
-    tokens = config.trainer.batch_size * config.data.max_length
+    tokens = config.trainer.batch_size * config.data.max_length // config.rule.experts.copy_count
     shares, split = choose_shares(expert_sizes(actors, dims, config), rates, tokens)
     if not shares:
         return (), [

@@ -36,7 +36,8 @@ def layouts(dims: ModelDims, config: Config, hardware: Hardware) -> tuple[Layout
     Left out: a replica more than is needed for the fewest micro-batches in a row, which would shorten
     nothing (its GPUs hold layers instead), and fewer replicas of as many stages, which need no less memory.
     """
-    rule, gpus, asked = config.rule, len(hardware.gpus), config.rule.attention_hosts
+    rule, gpus = config.rule, len(hardware.gpus)
+    asked = "all" if rule.experts.copy_count > 1 else rule.attention_hosts
     nodes = 1 if config.cluster.name == "local" else rule.nodes
     if not layout_is_auto(rule) or gpus * nodes < 2 or resolve_device(rule, hardware) == "cpu":
         return ()

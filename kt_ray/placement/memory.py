@@ -122,6 +122,10 @@ class Load:
     on_host: bool = False
     outputs: bool = False
 
+    def of_copy(self, copies: int) -> Load:
+        """The same with the tokens that one of so many copies of the experts computes."""
+        return replace(self, total=_part(self.total, 1 / copies), group=_part(self.group, 1 / copies))
+
 
 def widest_row(data: DataConfig) -> int:
     """Positions of the longest row, padding to a multiple included."""
@@ -203,9 +207,15 @@ def budgets(
             on_device = sums.setdefault(device, {})
             on_device[item] = on_device.get(item, 0) + math.ceil(size)
 
+    # Hosts are alike: what is equal in two actors is counted once.
+    of_workers: dict[WorkerPlan, dict[str, float]] = {}
+    of_experts: dict[ExpertActorPlan, dict[str, float]] = {}
     for worker in workers:
         home = home_socket(worker, hardware)
-        for item, size in worker_items(dims, config, load, worker, stages, dtype, hosts).items():
+        like = _kind(worker, config.lora)
+        if like not in of_workers:
+            of_workers[like] = worker_items(dims, config, load, worker, stages, dtype, hosts)
+        for item, size in of_workers[like].items():
             on_host = worker.device == "cpu" or item in ON_HOST
             add(home if on_host else worker.place, ON_HOST.get(item, item), size)
         if worker.device != "cpu":
@@ -214,10 +224,13 @@ def budgets(
             add(home, "runtime", WORKER_RUNTIME)
     for actor in experts:
         isa = hardware.best_isa if actor.isa == "auto" else actor.isa
-        reached = reached_part(dims, actor, hosts)
-        items = _expert_actor(dims, config, load, groups, actor, isa, reached)
+        reached, of_copy = reached_part(dims, actor, hosts), load.of_copy(actor.copies)
+        kind = replace(actor, rank=0, host=0, node=0, cpus=(), copy=0)
+        if kind not in of_experts:
+            of_experts[kind] = _expert_actor(dims, config, of_copy, groups, actor, isa, reached)
+        items = dict(of_experts[kind])
         home = socket_name(hardware, actor.host, actor.node)
-        for device, item, size in _lane(dims, config, load, actor, items["experts"], home, reached):
+        for device, item, size in _lane(dims, config, of_copy, actor, items["experts"], home, reached):
             add(home if device == home else actor.place(device), item, size)
         items["experts"] *= 1 - resident_count(actor) / sum(actor.counts(dims.moe_layers))
         for item, size in items.items():
@@ -256,27 +269,38 @@ def staged(
     load, stages = load_of(config, wave, groups), 1 + max(worker.stage for worker in workers)
     hosts = 1 + max(worker.host for worker in workers)
 
+    kinds: dict[WorkerPlan, int] = {}
+
     def own(worker: WorkerPlan) -> int:
-        return math.ceil(worker_items(dims, config, load, worker, stages, dtype)["staging"])
+        kind = _kind(worker, config.lora)
+        if kind not in kinds:
+            kinds[kind] = math.ceil(worker_items(dims, config, load, worker, stages, dtype)["staging"])
+        return kinds[kind]
+
+    def answers(actor: ExpertActorPlan) -> int:
+        tokens = load.of_copy(actor.copies).total
+        return expert_staging(dims, _part(tokens, reached_part(dims, actor, hosts)), actor.answers)
 
     return (
         tuple(replace(worker, staging=own(worker)) for worker in workers),
-        tuple(
-            replace(
-                a, staging=expert_staging(dims, _part(load.total, reached_part(dims, a, hosts)), a.answers)
-            )
-            for a in experts
-        ),
+        tuple(replace(actor, staging=answers(actor)) for actor in experts),
     )
 
 
+def _kind(worker: WorkerPlan, lora: LoraConfig) -> WorkerPlan:
+    """Workers with the same one need the same bytes."""
+    first = worker.rank if worker.rank == 0 else 1
+    alone = int(has_own_copy(worker, lora))
+    return replace(worker, rank=first, replica=0, host=alone, cpus=(), threads=0)
+
+
 def reached_part(dims: ModelDims, actor: ExpertActorPlan, hosts: int) -> float:
-    """Part of all replicas' tokens that comes to an actor: all of its own host's, and of other hosts' with
-    attention those that chose one of its experts. hosts: so many have attention.
+    """Part of the tokens of its copy of the experts that comes to an actor: all of its own host's, and of
+    other hosts' with attention those that chose one of its experts. hosts: so many have attention.
 
     All where attention is on the driver's host alone, also on other hosts: as bad as routing can be.
     """
-    held = max(actor.counts(dims.moe_layers))
+    held, hosts = max(actor.counts(dims.moe_layers)), max(1, hosts // actor.copies)
     return (1 + (hosts - 1) * touched(dims.num_experts, held, dims.experts_per_token)) / hosts
 
 
@@ -538,10 +562,11 @@ def _expert_actor(
     return {
         "experts": weights,
         "LoRA": lora_bytes(config) * adapters,
-        "optimizer": 8 * adapters,
+        "optimizer": 8 * adapters / actor.copies,
         "kept activations": layers * sum(kept.values()),
         "workspace": call + large * HUGE_PAGE,
-        "staging": expert_staging(dims, total, actor.answers),
+        # And what the other copies send at the end of a step: gradients of own layers, updated other ones.
+        "staging": expert_staging(dims, total, actor.answers) + 4 * adapters * (1 - 1 / actor.copies),
         "runtime": EXPERT_RUNTIME if config.cluster.name == "ray" else 0,
     }
 

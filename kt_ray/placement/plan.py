@@ -18,6 +18,7 @@ from kt_ray.placement.balance import place_experts
 from kt_ray.placement.devices import (
     attention_hosts,
     count_stages,
+    expert_copies,
     resolve_device,
     shared_devices,
     stage_devices,
@@ -158,9 +159,12 @@ def _laid_out(
         f"{counted(count, 'attention worker')} share {name}"
         for name, count in shared_devices(workers).items()
     ]
-    experts, expert_notes = _experts(dims, rule, hardware, rule.nodes if local else 1)
+    copies = expert_copies(rule, attention_hosts(rule, device, rule.nodes))
+    team = rule.nodes // copies  # hosts with a whole copy of the experts
+    experts, expert_notes = _experts(dims, rule, hardware, team, local=local)
     experts, expected, placed = place_experts(experts, dims, config, load)
-    experts, of_lane = plan_lanes(experts, dims, config, hardware, load, lane_rates, hosts)
+    experts, of_lane = plan_lanes(experts, dims, config, hardware, load, lane_rates, min(hosts, team))
+    experts = _copied(experts, copies, 0 if local else team)
     expert_notes += [*placed, *of_lane]
 
     def keeping(activations: str) -> tuple[ExpertActorPlan, ...]:
@@ -293,21 +297,33 @@ def _workers(
     return tuple(workers)
 
 
+def _copied(experts: tuple[ExpertActorPlan, ...], copies: int, hosts: int) -> tuple[ExpertActorPlan, ...]:
+    """The actors of all copies of the experts, from those of the first one. hosts: of each."""
+    count = len(experts)
+    return tuple(
+        replace(a, rank=a.rank + copy * count, host=a.host + copy * hosts, copy=copy, copies=copies)
+        for copy in range(copies)
+        for a in experts
+    )
+
+
 def _experts(
-    dims: ModelDims, rule: RuleConfig, hardware: Hardware, folded: int
+    dims: ModelDims, rule: RuleConfig, hardware: Hardware, hosts: int, *, local: bool
 ) -> tuple[tuple[ExpertActorPlan, ...], list[str]]:
-    """Expert actors of every host, in the order of hosts and sockets; `folded` hosts' are all on this one."""
+    """Expert actors of the first `hosts` hosts, which hold all experts, in the order of hosts and sockets.
+    local: they are all on this host."""
     wanted = rule.experts
     notes: list[str] = []
     per_host = len(hardware.on(0)) if wanted.sockets == "auto" else int(wanted.sockets)
-    count = per_host * hardware.hosts * folded
+    count = per_host * hosts
+    folded = hosts if local else 1
     if wanted.sockets == "auto":
         count = min(count, dims.num_experts)
     shares = split_experts(dims.num_experts, count)
     if folded > 1:
         notes.append(f"cluster=local: the expert actors of {folded} hosts are all in this process")
     actors: list[ExpertActorPlan] = []
-    for host in range(hardware.hosts):
+    for host in range(1 if local else hosts):
         sockets, first = hardware.on(host), len(actors)
         homes = _homes(min(per_host * folded, count - first), len(sockets))
         if len(homes) > len(sockets) and host == 0:

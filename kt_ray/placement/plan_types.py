@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,7 +95,7 @@ class ExpertActorPlan(HoldsExperts):
     """One expert actor. experts and by_layer: see HoldsExperts. node and cpus are numbers of its host.
 
     lane: None = the CPU computes all. answers: type in which y and dx are sent. staging: as
-    of a worker.
+    of a worker. copy: which of `copies` of all experts it has a part of.
     """
 
     rank: int
@@ -111,6 +111,12 @@ class ExpertActorPlan(HoldsExperts):
     lane: LanePlan | None = None
     answers: str = "float32"
     staging: int = 0
+    copy: int = 0
+    copies: int = 1
+
+    def updates(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Those of the MoE layers whose LoRA this actor's optimizer updates: copies take turns."""
+        return tuple(layers[self.copy :: self.copies])
 
     def place(self, device: str) -> str:
         """Name of the budget of a GPU of its host."""
@@ -187,6 +193,7 @@ class Choice(NamedTuple):
     output: str = "recompute"  # `Plan.attention_output`
     resident: int | None = None  # `Plan.resident`
     hosts: int = 1  # `Plan.attention_hosts`
+    copies: int = 1  # `Plan.copies`
 
 
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
@@ -237,6 +244,27 @@ class Plan:
     def attention_hosts(self) -> int:
         """Hosts with attention workers, as many replicas on each, in the order of hosts."""
         return 1 + max(worker.host for worker in self.workers)
+
+    @property
+    def copies(self) -> int:
+        """Copies of all routed experts, each with as many of the replicas, in order."""
+        return self.experts[0].copies
+
+    @property
+    def first_copy(self) -> tuple[ExpertActorPlan, ...]:
+        """Expert actors that hold all experts once."""
+        return self.experts[: len(self.experts) // self.copies]
+
+    def replicas_of(self, copy: int) -> range:
+        """Replicas whose tokens a copy of the experts computes."""
+        own = self.replicas // self.copies
+        return range(copy * own, (copy + 1) * own)
+
+    def experts_of(self, replica: int) -> range:
+        """Ranks of the expert actors that compute a replica's tokens."""
+        own = len(self.first_copy)
+        first = replica * self.copies // self.replicas * own
+        return range(first, first + own)
 
     def worker(self, replica: int, stage: int) -> WorkerPlan:
         return self.workers[replica * self.stages + stage]

@@ -22,9 +22,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     )
     model = {key: getattr(dims, key) for key in sizes}
     facts = (
-        *("stages", "replicas", "attention_hosts", "groups", "wave", "activations", "attention_output"),
-        *("resident", "overlap"),
-        "tokens_per_step",
+        *("stages", "replicas", "attention_hosts", "copies", "groups", "wave", "activations"),
+        *("attention_output", "resident", "overlap", "tokens_per_step"),
     )
     return {
         "rule": plan.rule,
@@ -79,7 +78,9 @@ def layout_line(plan: Plan) -> str:
     """How many of what there are."""
     return (
         f"{plan.rule}: {counted(plan.stages, 'stage')}, {counted(plan.replicas, 'replica')}, "
-        f"{counted(len(plan.experts), 'expert actor')}, {counted(plan.groups, 'group')} in flight"
+        f"{counted(len(plan.experts), 'expert actor')}, "
+        + (f"{plan.copies} copies of the experts, " if plan.copies > 1 else "")
+        + f"{counted(plan.groups, 'group')} in flight"
     )
 
 
@@ -215,6 +216,7 @@ def choice_text(choice: Choice) -> str:
     groups = counted(choice.groups, "group")
     held = choice.activations + ("" if choice.attention == "group" else f", {choice.attention}")
     held += "" if choice.output == "retain" else ", attention output recomputed"
+    groups += f", {choice.copies} copies of the experts" if choice.copies > 1 else ""
     held += "" if choice.resident is None else f", {counted(choice.resident, 'layer')} resident"
     return f"{layout}, {groups}, waves of {counted(choice.wave, 'micro-batch')}, {held}"
 

@@ -74,7 +74,7 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
     links = []
     for layer in dims.moe_layers:
         for actor in plan.experts:
-            away = parts[actor.rank]
+            own, away = count / plan.copies, parts[actor.rank]
             routed = away * touched(dims.num_experts, len(actor.experts_of(layer)), k)
             answer = ELEMENT_BYTES[actor.answers] * width
             links += [
@@ -88,7 +88,7 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
                     backward_there=n * _FLOAT * width,
                     backward_back=n * (answer + _FLOAT * k),
                 )
-                for is_far, n in ((False, count * (1 - away)), (True, count * routed))
+                for is_far, n in ((False, own * (1 - away)), (True, own * routed))
                 if n
             ]
     hidden = 2 * count * x_bytes * dims.hidden_size * dims.hidden_streams
@@ -96,11 +96,12 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
 
 
 def far_part(plan: Plan, actor: ExpertActorPlan) -> float:
-    """Part of all tokens whose workers reach an actor over the network, or by bytes all the same."""
+    """Part of the tokens of an actor's copy whose workers reach it over the network, or by bytes all the
+    same."""
     if plan.transport.near != "arena":
         return 1.0
     hosts = plan.attention_hosts  # the first ones, as many replicas on each
-    return 1 - 1 / hosts if actor.host < hosts else 1.0
+    return 1 - plan.copies / max(plan.copies, hosts) if actor.host < hosts else 1.0
 
 
 def traffic_notes(plan: Plan) -> list[str]:
@@ -110,7 +111,7 @@ def traffic_notes(plan: Plan) -> list[str]:
         return []
     parts = {actor.rank: far_part(plan, actor) for actor in plan.experts}
     share = sum(link.tokens for link in links) / sum(
-        parts[link.actor] * plan.tokens_per_step for link in links
+        parts[link.actor] * plan.tokens_per_step / plan.copies for link in links
     )
     return [
         f"{sum(link.bytes for link in links) / 1e9:.2f} GB per step travel to and from expert actors out of "

@@ -112,13 +112,19 @@ def streaming(
     last = max(worker.stage for worker in workers)
     ranges = [next(w.layers for w in workers if w.stage == stage) for stage in range(last + 1)]
 
+    kinds: dict[int, tuple[tuple[int, ...], int]] = {}  # by stage: streamed layers, slots
+
     def of(worker: WorkerPlan) -> WorkerPlan:
+        if worker.stage in kinds:
+            streamed, slots = kinds[worker.stage]
+            return replace(worker, streamed=streamed, slots=slots)
         start, stop = worker.layers
         stay = resident_of(worker.layers, min(resident, stop - start))
         streamed = tuple(layer for layer in range(start, stop) if layer not in stay)
         kind = "train" if trains else "eval"
         program = stage_program(ranges, dims.moe_layers, groups, worker.stage, kind)
-        return replace(worker, streamed=streamed, slots=slots_needed(program, streamed))
+        kinds[worker.stage] = streamed, slots_needed(program, streamed)
+        return of(worker)
 
     return tuple(map(of, workers))
 

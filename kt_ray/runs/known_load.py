@@ -71,6 +71,7 @@ def resumed_choice(config: Config) -> Choice | None:
             attention=str(plan.get("activations", "group")),  # plans of earlier versions have no such key
             output=str(plan.get("attention_output", "recompute")),
             seconds=0.0,
+            copies=int(plan.get("copies", 1)),
             hosts=int(plan.get("attention_hosts", 1)),
             resident=None if plan.get("resident") is None else int(plan["resident"]),
         )

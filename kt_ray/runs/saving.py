@@ -112,7 +112,7 @@ def save_checkpoint(
     with writing("checkpoint", partial):
         try:
             shards = cluster.save_shards(str(partial))
-            held = owners_of(plan.experts, plan.dims), residents_of(plan.experts)
+            held = owners_of(plan.first_copy, plan.dims), residents_of(plan.first_copy)
             write_atomic(partial / LOAD_FILE, load.to_json(*held))
             shards.append(ShardInfo.of(partial / LOAD_FILE))
             epoch, step_in_epoch = divmod(step, batches.steps_per_epoch)

@@ -105,9 +105,12 @@ def choose_plan(
     of_layouts = tuple(simulations)
     simulations += simulate_fitting(other for one in of_layouts for other in _other_residents(one, (0.0,)))
     best = _faster(simulations[0], simulations[1:])
-    for alternatives in (
-        *(_other_residents, _other_activations, _other_attention, _other_output, _other_groups),
-    ):
+    copies = next((one for other in _other_copies(best) for one in simulate_fitting([other])), None)
+    if copies is not None:  # the most that fit: tokens then travel least
+        simulations.append(copies)
+        best = _faster(best, [copies])
+    kinds = (_other_residents, _other_activations, _other_attention, _other_output, _other_groups)
+    for alternatives in kinds:
         others = simulate_fitting(alternatives(best))
         simulations += others
         best = _faster(best, others)
@@ -128,7 +131,7 @@ def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     """What the plan has where a rule may leave it at auto."""
     shape = (plan.stages, plan.replicas, plan.groups, plan.wave)
     held = (plan.experts[0].activations, seconds, plan.activations, plan.attention_output)
-    return Choice(*shape, *held, plan.resident, plan.attention_hosts)
+    return Choice(*shape, *held, plan.resident, plan.attention_hosts, plan.copies)
 
 
 def with_choice(config: Config, choice: Choice) -> Config:
@@ -138,6 +141,8 @@ def with_choice(config: Config, choice: Choice) -> Config:
         config = with_layout(config, Layout(choice.stages, choice.replicas, choice.hosts))
     if rule.groups == "auto":
         keys["rule.groups"] = choice.groups
+    if rule.experts.copies == "auto":
+        keys["rule.experts.copies"] = choice.copies
     if rule.experts.activations == "auto":
         keys["rule.experts.activations"] = choice.activations
     if rule.activations == "auto":
@@ -177,6 +182,15 @@ def _other_residents(best: _Candidate, shares: tuple[float, ...] = (0.0, 0.5)) -
             yield with_keys(best.config, {"rule.resident_layers": resident})
 
 
+def _other_copies(best: _Candidate) -> Iterator[Config]:
+    """Copies of the experts, most first: fewer tokens between hosts, and more bytes of experts on each."""
+    nodes, rule = best.plan.hardware.hosts, best.config.rule
+    if rule.experts.copies == "auto" and best.plan.attention_hosts == nodes:
+        for copies in range(nodes, 1, -1):
+            if nodes % copies == 0:
+                yield with_keys(best.config, {"rule.experts.copies": copies})
+
+
 def _other_activations(best: _Candidate) -> Iterator[Config]:
     """What the experts keep trades memory, and so the number of waves, against computing."""
     activations = best.plan.experts[0].activations
@@ -212,7 +226,8 @@ def _other_groups(best: _Candidate) -> Iterator[Config]:
 
 def _beside_resumed(plan: Plan, before: Choice) -> Plan:
     """The plan of a resumed run, with a note of whether it adds up as before."""
-    if choice_of(plan)[:5] == before[:5]:
+    now = choice_of(plan)
+    if (now[:5], now.copies) == (before[:5], before.copies):
         note = "layout, groups, waves and activations are those of the run that is resumed"
     else:
         earlier = choice_text(before)

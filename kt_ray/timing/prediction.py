@@ -193,7 +193,8 @@ def _terms(
     calls = {"forward": 0.0, "backward": 0.0}
     on_gpu = 0.0
     for wave in waves:
-        tokens = [sum(m.tokens for part in wave for m in part[g]) for g in range(plan.groups)]
+        own = wave[: len(plan.replicas_of(0))]
+        tokens = [sum(m.tokens for part in own for m in part[g]) for g in range(plan.groups)]
         for layer, direction, g in expert_order(plan, "train"):
             calls[direction] += durations.expert(seat.actors[0], layer, direction, tokens[g])
             lane = durations.lane(seat.actors[0], layer, direction, tokens[g])

@@ -19,7 +19,7 @@ def machine_of(plan: Plan) -> Machine:
     Attention is on host 0: then expert actors of other hosts are far, and those that hold as much are one
     class. Or it is on all hosts, which are alike: then host 0 stands for all of them.
     """
-    hardware, hosts = plan.hardware, plan.attention_hosts
+    hardware, hosts, copies = plan.hardware, plan.attention_hosts // plan.copies, plan.copies
     capacity = {_name(plan, s): float(s.cores) for s in hardware.sockets}
 
     def seat(worker: WorkerPlan) -> Seat:
@@ -30,10 +30,10 @@ def machine_of(plan: Plan) -> Machine:
 
     workers = tuple(seat(worker) for worker in plan.workers if worker.host == 0)
     if hosts > 1:
-        return Machine(capacity, workers, _alike(plan, capacity), hosts)
-    places = [(actor.host, actor.node) for actor in plan.experts]
+        return Machine(capacity, workers, _alike(plan, capacity, hosts), hosts, copies)
+    places = [(actor.host, actor.node) for actor in plan.first_copy]
     classes: dict[tuple[object, ...], list[int]] = {}
-    for i, (actor, place) in enumerate(zip(plan.experts, places, strict=True)):
+    for i, (actor, place) in enumerate(zip(plan.first_copy, places, strict=True)):
         # Actors of other hosts that are alike do the same work at the same time: one stands for all of them.
         counts, beside = actor.counts(plan.dims.moe_layers), places[:i].count(place)
         node = actor.node if places.count(place) > 1 else -1
@@ -45,14 +45,14 @@ def machine_of(plan: Plan) -> Machine:
         name = _name(plan, first)
         width = min(float(first.threads), capacity[name])
         experts.append(ExpertClass(tuple(ranks), Seat(name, width), first.host > 0))
-    return Machine(capacity, workers, tuple(experts))
+    return Machine(capacity, workers, tuple(experts), copies=copies)
 
 
-def _alike(plan: Plan, capacity: dict[str, float]) -> tuple[ExpertClass, ...]:
-    """Expert actors of host 0, each with those in the same place of other hosts. The one with most experts
-    gives a class its durations."""
+def _alike(plan: Plan, capacity: dict[str, float], hosts: int) -> tuple[ExpertClass, ...]:
+    """Expert actors of host 0, each with those in the same place of the copy's other hosts. The one with most
+    experts gives a class its durations."""
     classes: dict[int, list[ExpertActorPlan]] = {}
-    for host in range(plan.hardware.hosts):
+    for host in range(hosts):
         for place, actor in enumerate(a for a in plan.experts if a.host == host):
             classes.setdefault(place, []).append(actor)
     experts = []

@@ -99,14 +99,16 @@ class ExpertClass(NamedTuple):
 class Machine(NamedTuple):
     """Who shares what. capacity: of every resource that is not 1.
 
-    hosts: so many do the same at the same time, with as many of the plan's workers on each; only the first is
-    simulated. What it sends to the others is then also what they send it.
+    hosts: so many hosts of a copy of the experts do the same at the same time, with as many workers on each;
+    only the first is simulated. What it sends to the others is then also what they send it. copies: of the
+    experts, which do the same at the same time, too.
     """
 
     capacity: Mapping[str, float]
     workers: tuple[Seat, ...]
     experts: tuple[ExpertClass, ...]
     hosts: int = 1
+    copies: int = 1
 
 
 class LaneCall(NamedTuple):
@@ -219,7 +221,8 @@ def simulate(
         ValueError: seats or waves do not fit the plan.
     """
     seated = sorted(actor for c in machine.experts for actor in (*c.actors, *c.others))
-    if len(machine.workers) * machine.hosts != len(plan.workers) or seated != list(range(len(plan.experts))):
+    workers, experts = len(machine.workers) * machine.hosts * machine.copies, len(plan.experts)
+    if workers != len(plan.workers) or seated != list(range(experts // machine.copies)):
         raise ValueError("the machine has other actors than the plan")
     if not waves or any(len(w) != plan.replicas or any(len(g) != plan.groups for g in w) for w in waves):
         raise ValueError(f"every wave takes {plan.replicas} replicas of {plan.groups} groups")
@@ -347,7 +350,7 @@ class _Step:
         self.keep = events
         self.moe = frozenset(plan.dims.moe_layers)
         self.ways = [way for c in machine.experts for way in c.ways]
-        self.replicas = plan.replicas // machine.hosts  # those simulated
+        self.replicas = plan.replicas // plan.copies // machine.hosts  # those simulated
 
     # -- stretches ---------------------------------------------------------------------------
 
@@ -491,7 +494,7 @@ class _Step:
             for replica in range(self.replicas):
                 for way in c.ways:
                     yield Wait((direction, layer, g, way.actors[0], replica), "attention")
-            together = sum(part[g] for part in tokens)
+            together = sum(part[g] for part in tokens[: len(plan.replicas_of(0))])
             seconds = self.durations.expert(actor, layer, direction, together)
             lane = self.durations.lane(actor, layer, direction, together)
             for call in lane:
@@ -508,7 +511,8 @@ class _Step:
     def _lane(self, c: ExpertClass, device: str, wave: WaveShape) -> Program:
         """The thread that has a GPU compute its part of the actor's calls."""
         actor = c.actors[0]
-        tokens = [sum(m.tokens for part in wave for m in part[g]) for g in range(self.plan.groups)]
+        own = wave[: len(self.plan.replicas_of(0))]
+        tokens = [sum(m.tokens for part in own for m in part[g]) for g in range(self.plan.groups)]
         for layer, direction, g in expert_order(self.plan, "train"):
             calls = self.durations.lane(actor, layer, direction, tokens[g])
             call = next((call for call in calls if call.device == device), None)

@@ -187,7 +187,7 @@ class PlanDurations:
             return 0.0
         dims = self.plan.dims
         width = dims.expert_width + (dims.experts_per_token if kind == "backward" else 0)
-        return tokens * width * (1 + 1.5 * (len(self.plan.experts) - 1)) / self._passes_per_second
+        return tokens * width * (1 + 1.5 * (len(self.plan.experts_of(0)) - 1)) / self._passes_per_second
 
     @property
     def _passes_per_second(self) -> float:
@@ -260,10 +260,10 @@ class PlanDurations:
         holder = self.plan.experts[actor]
         rate = self.rates.cpu_rate(holder.threads)
         # Of other hosts' replicas only tokens come that have an expert here.
-        reached = reached_part(self.plan.dims, holder, self.machine.hosts)
+        reached = reached_part(self.plan.dims, holder, self.plan.attention_hosts)
         elements = tokens * reached * self.plan.dims.expert_width
         copied = 0.0
-        if self.plan.replicas > 1:
+        if len(self.plan.replicas_of(0)) > 1:
             copied += elements * self._sent_bytes(direction)
         if holder.answers != "float32":
             copied += elements * (4 + ELEMENT_BYTES[holder.answers]) / 2  # a copied byte is read and written
@@ -419,14 +419,21 @@ class PlanDurations:
             steps.append(own * 8 / copied + applied + 2 * count * small)
         expert_norms, expert_steps = [], []
         per_expert = expert_lora_params(dims, lora)
+        # Copies of an expert send one another the gradients of each one's own layers, then updated weights. A
+        # host's actors share its link.
+        others = 1 - 1 / plan.copies
+        on_link = sum(sum(a.counts(dims.moe_layers)) for a in plan.experts if a.host == 0) * per_expert
+        swapped = others * on_link * 4 / rates.transport.network_bytes.value
         for c in self.machine.experts:
             actor = plan.experts[c.actors[0]]
             params = per_expert * sum(actor.counts(dims.moe_layers))
             share = min(1.0, actor.threads / max(1, rates.cpu_all.threads))
             copying = self._copied_per_second(actor.threads)
             count = 6 * len(dims.moe_layers) if params else 0
-            expert_norms.append(params * SUM_BYTES / 2 / copying + 2 * count * small)
-            expert_steps.append(params / (optimizer * share) + params * 2 / copying + 2 * count * small)
+            updated, added = params / plan.copies, params * others * ADD_BYTES / 2 / copying
+            expert_norms.append(swapped + added + updated * SUM_BYTES / 2 / copying + 2 * count * small)
+            stepped = updated / (optimizer * share) + params * 2 / copying
+            expert_steps.append(swapped + stepped + 2 * count * small)
         end = self._driver_seconds
         return (
             Phase("norms", tuple(norms), tuple(expert_norms), end),

@@ -98,8 +98,9 @@ def _gpu_memory(plan: Plan, report: PassReport) -> dict[str, int]:
 
 def _actor_imbalance(plan: Plan, counts: Mapping[int, Sequence[int]]) -> float | None:
     busy = [layer for layer, of_layer in counts.items() if any(of_layer)]
-    shares = {layer: tuple(actor.experts_of(layer) for actor in plan.experts) for layer in busy}
-    return mean_imbalance(counts, shares, [actor.threads for actor in plan.experts]) if busy else None
+    actors = plan.first_copy  # of the others tokens per expert are counted with it
+    shares = {layer: tuple(actor.experts_of(layer) for actor in actors) for layer in busy}
+    return mean_imbalance(counts, shares, [actor.threads for actor in actors]) if busy else None
 
 
 def busy_fractions(plan: Plan, report: PassReport, seconds: float) -> dict[str, float]:

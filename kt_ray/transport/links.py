@@ -69,7 +69,7 @@ class ExpertLink(_Link):
 
     Args:
         replica: the worker's replica: expert actors wait for one message from each.
-        experts: number of expert actors.
+        experts: ranks of the expert actors, ascending.
         experts_of: which experts an actor computes, for those out of shared memory's reach.
         num_experts: of a layer.
         overlap: False = `submit_*` waits for the answer, so that neither side works beside the other.
@@ -86,7 +86,7 @@ class ExpertLink(_Link):
         port: Port,
         *,
         replica: int,
-        experts: int,
+        experts: Sequence[int],
         experts_of: ExpertsOf,
         num_experts: int,
         overlap: bool = True,
@@ -97,7 +97,7 @@ class ExpertLink(_Link):
         self.seconds_waiting = 0.0
         self.adapter: bool | str = True
         self._replica = replica
-        self._experts: list[Address] = [("experts", rank) for rank in range(experts)]
+        self._experts: list[Address] = [("experts", rank) for rank in experts]
         self._sharing = [address for address in self._experts if port.shares(address)]
         self._experts_of = experts_of
         self._num_experts = num_experts
@@ -249,8 +249,10 @@ class ExpertLink(_Link):
                     tag = ("reply", direction, self._number, layer, group, rank)
                     with self._recorder.span(f"experts-{rank} {direction}", "wait", layer, group):
                         reply = self._mailbox.take(tag)
-                    parts = [self._whole(layer, group, rank, reply.tensors[name]) for name in names]
-                    if rank == 0:
+                    parts = [
+                        self._whole(layer, group, rank, reply.tensors[name], own=not sums) for name in names
+                    ]
+                    if not sums:
                         sums = parts
                     else:
                         for total, part in zip(sums, parts, strict=True):
@@ -266,11 +268,11 @@ class ExpertLink(_Link):
         self.seconds_waiting += time.monotonic() - start
         return sums
 
-    def _whole(self, layer: int, group: int, rank: int, part: Tensor) -> Tensor:
-        """An answer for all tokens, on the device; rank 0's a float32 copy, as the others are added to it."""
+    def _whole(self, layer: int, group: int, rank: int, part: Tensor, *, own: bool) -> Tensor:
+        """An answer for all tokens, on the device. own: a float32 copy, as others will be added to it."""
         routed = self._routed[layer, group]
         rows = routed.rows.get(rank)
-        if rows is None and rank > 0:
+        if rows is None and not own:
             return driver().upload(part, self._device)
         if rows is None:
             # Never the answer itself, which will be changed: it lies in memory that its sender uses again.

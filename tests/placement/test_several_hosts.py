@@ -120,3 +120,47 @@ def test_the_first_host_stands_for_all() -> None:
     assert machine.hosts == 4 and len(machine.workers) == 2
     assert [(c.actors, c.others) for c in machine.experts] == [((0,), (2, 4, 6)), ((1,), (3, 5, 7))]
     assert [way.far for way in machine.experts[0].ways] == [False, True]
+
+
+def test_copies_of_the_experts() -> None:
+    """Four hosts in two teams: each team has all experts and its own replicas."""
+    plan = plan_of(nodes=4, experts={"copies": 2, "stream": 0.5})
+    per_layer = plan.dims.num_experts
+    assert plan.copies == 2 and [len(plan.replicas_of(copy)) for copy in (0, 1)] == [4, 4]
+    for copy, hosts in ((0, (0, 1)), (1, (2, 3))):
+        team = [actor for actor in plan.experts if actor.copy == copy]
+        assert sorted(e for actor in team for e in actor.experts) == list(range(per_layer))
+        assert sorted({actor.host for actor in team}) == list(hosts)
+        assert [a.rank for a in team] == list(plan.experts_of(plan.replicas_of(copy)[-1]))
+        assert {plan.worker(replica, 0).host for replica in plan.replicas_of(copy)} == set(hosts)
+    # The copies' optimizers take turns with the layers.
+    layers = plan.dims.moe_layers
+    first, second = plan.experts[0], plan.experts[len(plan.first_copy)]
+    assert first.experts == second.experts and first.lane == second.lane
+    assert sorted(first.updates(layers) + second.updates(layers)) == list(layers)
+
+
+def test_copies_need_more_memory_and_move_fewer_tokens() -> None:
+    one, two = (plan_of(nodes=2, experts={"copies": copies}) for copies in (1, 2))
+
+    def bytes_of(plan: Plan, item: str) -> int:
+        return sum(b.items.get(item, 0) for b in plan.budgets if b.is_socket)
+
+    assert bytes_of(two, "experts") == pytest.approx(2 * bytes_of(one, "experts"), rel=0.01)
+    assert bytes_of(two, "optimizer") == pytest.approx(bytes_of(one, "optimizer"), rel=0.01)
+    assert traffic(one).to_experts(far=True) > 0 == traffic(two).to_experts(far=True)
+    machine = machine_of(two)
+    assert (machine.hosts, machine.copies) == (1, 2) and not any(c.others for c in machine.experts)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"nodes": 3, "experts": {"copies": 2}},  # does not divide the hosts
+        {"nodes": 2, "device": "cpu", "replicas": 2, "experts": {"copies": 2}},  # attention on one
+    ],
+)
+def test_copies_without_teams_are_refused(rule: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="teams") as caught:
+        plan_of(**rule)
+    assert caught.value.remedy

@@ -125,7 +125,7 @@ def test_an_actor_without_a_row_still_gets_its_message() -> None:
         mailbox,
         port,
         replica=0,
-        experts=2,
+        experts=range(2),
         number=7,
         experts_of=lambda layer, rank: (2 * rank, 2 * rank + 1),
         num_experts=4,

@@ -40,11 +40,14 @@ def started(checkpoint: Path, config: Config, run_dir: Path) -> RayCluster:
     return RayCluster(plan, specs, config.cluster, config.rule.ray, "hosts", run_dir=str(run_dir))
 
 
-@pytest.mark.parametrize("attention", ["driver", "all"])
-def test_bit_identical_and_in_their_places(tmp_path: Path, address: str, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("attention", "copies"),
+    [("driver", 1), ("all", 1), ("all", 2)],
+)
+def test_bit_identical_and_in_their_places(tmp_path: Path, address: str, attention: str, copies: int) -> None:
     checkpoint = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=4)
     common = ("rule=multi_node", "rule.device=cpu", "optim.lr=0.02", "lora.dropout=0.1", "rule.replicas=2")
-    common = (*common, f"rule.attention_hosts={attention}")
+    common = (*common, f"rule.attention_hosts={attention}", f"rule.experts.copies={copies}")
     config = config_for(checkpoint, *common, "cluster=ray", f"cluster.address={address}")
     cluster = started(checkpoint, config, tmp_path)
     try:
