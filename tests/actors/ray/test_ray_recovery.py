@@ -226,6 +226,32 @@ def test_a_killed_node(model: Path, tmp_path: Path, three_nodes: Place) -> None:
         run.cluster.shutdown()
 
 
+def test_killed_actors_of_another_host(model: Path, tmp_path: Path, three_nodes: Place) -> None:
+    """Two hosts with a copy of the experts each: a lost worker costs a step, a lost copy the way back to a
+    checkpoint."""
+    config = config_for(
+        model,
+        *COMMON,
+        f"cluster.address={three_nodes.address}",
+        *("rule=multi_node", "rule.device=cpu", "rule.replicas=2", "rule.attention_hosts=all"),
+        "rule.experts.copies=2",
+    )
+    run = Run(model, tmp_path / "saved", config, 5)
+    last = run.cluster.plan.experts[-1]
+    lost = {1: "worker-1", 3: f"experts-{last.rank}"}
+    assert (last.host, last.copy, run.cluster.plan.workers[1].host) == (1, 1, 1)
+
+    def disturb(step: int) -> None:
+        if step in lost:
+            kill_in_mid_step(run.pids()[lost[step]])
+
+    summary, parameters, replaced = run.through(disturb)
+    assert replaced == set(lost.values())
+    assert any("nothing committed was lost, on after step 1" in line for line in run.lines), run.lines
+    assert any("from checkpoint step_000002" in line for line in run.lines), run.lines
+    check(run, summary, parameters, model, 2)
+
+
 @pytest.mark.usefixtures("local_ray")
 def test_killed_actors_with_gloo(model: Path, tmp_path: Path) -> None:
     """Sends and receipts are under way to and from the dead process; the next group is met without it.
