@@ -116,7 +116,7 @@ class MeasuredDurations:
         assert planned[:2] == (layer, direction)
         return self.terms.calls[actor, *planned]
 
-    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> tuple[()]:
+    def lane(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> tuple[()]:
         """A recorded call lasts until its part on a GPU is done."""
         return ()
 

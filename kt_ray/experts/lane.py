@@ -27,7 +27,14 @@ from torch import Tensor
 from kt_ray.experts.lane_device import LaneDevice, PinnedWeights
 from kt_ray.experts.lane_math import Masks, backward, project_in, project_out
 from kt_ray.experts.lane_routing import Routed, RowPart, add_part, route
-from kt_ray.experts.lane_weights import LayerKind, PackedExperts, adapter_bytes, copy_adapter, expert_tensors
+from kt_ray.experts.lane_weights import (
+    HeldExperts,
+    LayerKind,
+    PackedExperts,
+    adapter_bytes,
+    copy_adapter,
+    expert_tensors,
+)
 from kt_ray.native import DropoutSpec, ExpertLora, ExpertWeights
 from kt_ray.native.dropout_hash import dropout_hash
 from kt_ray.optim.optimizers import use_torch_threads
@@ -117,6 +124,7 @@ class DeviceLane:
         number: of the lane's devices. device: "cuda:i" or "cpu".
         threads: torch threads of the stand-in on the CPU.
         recompute: keep x only and compute gate and up again in backward.
+        held: carried experts of a layer that stay on the device until another layer's are carried.
 
     Attributes:
         seconds: spent in calls so far. carried: bytes of experts copied to the device so far.
@@ -126,7 +134,7 @@ class DeviceLane:
         UserError: this process sees no such GPU.
     """
 
-    def __init__(self, number: int, device: str, threads: int, *, recompute: bool) -> None:
+    def __init__(self, number: int, device: str, threads: int, *, recompute: bool, held: int = 0) -> None:
         self.number = number
         self.device = LaneDevice(device)
         self.seconds = 0.0
@@ -136,6 +144,7 @@ class DeviceLane:
         self._layers: dict[int, _Layer] = {}
         self._buffers = (_Buffer(), _Buffer())
         self._turn = 0
+        self._held = HeldExperts(held)
         # Built on its own thread: torch's thread count is a property of the calling thread.
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="lane", initializer=use_torch_threads, initargs=(threads,)
@@ -308,12 +317,18 @@ class DeviceLane:
     ) -> tuple[dict[str, Tensor], _Buffer]:
         """Start to copy a batch into a buffer: weights, one expert after the other, and adapters.
 
-        Of a resident expert that is a batch of its own the weights stay where they are.
+        The weights of an expert that is a batch of its own, and on the device already, stay where they are.
         """
         resident = experts[0] in here.resident.parcels
-        held = here.resident if resident else here.streamable
+        if resident:
+            held = here.resident
+        else:
+            with self.device.copying():
+                held, carried = self._held.get(here.streamable, experts, self.device.device)
+            self.carried += carried
         most = min(batch_size(1, here.kind.params), len(here.ids))
-        slots = 0 if resident and len(experts) == 1 else len(experts)
+        there = len(experts) == 1 and held.parcels[experts[0]].on_device
+        slots = 0 if there else len(experts)
         room = held.nbytes * (0 if resident and most == 1 else most) + adapter_bytes(lora, most)
         buffer = self._buffers[self._turn]
         self._turn = 1 - self._turn
@@ -326,8 +341,6 @@ class DeviceLane:
             adapters = copy_adapter(lora, buffer.bytes[slots * held.nbytes :], experts)
             weights = held.copy_into(buffer.bytes, experts) if slots else held.in_place(experts[0])
         self.carried += sum(t.nbytes for t in adapters.values())
-        if not resident:
-            self.carried += sum(held.parcels[e].carried for e in experts)
         return weights | adapters, buffer
 
     def _masks(
@@ -363,6 +376,7 @@ class DeviceLane:
         self._pool.shutdown(wait=True)
         self.device.finish()
         self._layers.clear()
+        self._held.close()
         self._buffers = (_Buffer(), _Buffer())
 
 
@@ -465,13 +479,17 @@ class Lane:
     def __init__(self, plan: LanePlan, threads: int, *, recompute: bool) -> None:
         self.plan = plan
         self.parts = tuple(
-            DeviceLane(number, device, threads, recompute=recompute)
+            DeviceLane(number, device, threads, recompute=recompute or plan.recompute, held=plan.held)
             for number, device in enumerate(plan.devices)
         )
         self.notes: list[str] = []
         self._resident = dict(plan.resident)
         self._locked = PinnedWeights(self.parts[0].device)
         self._streamable: dict[int, int] = {}
+        self._before: tuple[int, tuple[tuple[int, ...], ...]] = (
+            -1,
+            (),
+        )  # layer and streamed experts of a call
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -511,16 +529,25 @@ class Lane:
     def choose(self, layer: int, counts: Sequence[int], tokens: int) -> tuple[tuple[int, ...], ...]:
         """Local ids that this call computes on every device: resident ones, then streamed ones.
 
-        A pure function of the plan and of the call's routing, so the same everywhere and every time.
+        It depends on the plan, the call's routing and the calls before it in the same pass, which come in a
+        planned order: so it is the same everywhere and every time.
 
         Args:
             counts: rows of every local id. tokens: of the call.
         """
-        streamed = streamed_experts(counts[: self._streamable[layer]], self.plan.share(tokens))
+        there = self._before[1] if self.plan.held and self._before[0] == layer else ()
+        share, known = self.plan.share(tokens), {e for own in there for e in own}
+        streamed = streamed_experts(counts[: self._streamable[layer]], share, known)
+        of_devices = dealt(streamed, counts, len(self.parts), there)
+        self._before = (layer, of_devices)
         return tuple(
             (*(e for e in part.resident_here(layer) if counts[e]), *own)
-            for part, own in zip(self.parts, dealt(streamed, counts, len(self.parts)), strict=True)
+            for part, own in zip(self.parts, of_devices, strict=True)
         )
+
+    def begin_pass(self) -> None:
+        """What calls of earlier passes chose does not matter in this one."""
+        self._before = (-1, ())
 
     def forward(
         self, layer: int, chosen: Sequence[Sequence[int]], call: LaneInput

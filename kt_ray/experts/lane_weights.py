@@ -56,6 +56,7 @@ class Parcel:
     stretches: tuple[_Stretch, ...]
     views: Mapping[str, _View]
     nbytes: int
+    on_device: bool = False
 
     @property
     def carried(self) -> int:
@@ -65,6 +66,11 @@ class Parcel:
         """Copy to the beginning of `buffer` (uint8, at least nbytes)."""
         for s in self.stretches:
             copy(buffer[s.at : s.at + s.source.numel()], s.source)
+
+    def copied(self, memory: Tensor, copy: Copy) -> Parcel:
+        """Copy to the beginning of a device's memory; returns the copy, in one stretch."""
+        self.copy_into(memory, copy)
+        return Parcel((_Stretch(memory[: self.nbytes], 0),), self.views, self.nbytes, on_device=True)
 
 
 def pack(tensors: Mapping[str, Tensor], *, apart: bool = False) -> Parcel:
@@ -114,7 +120,6 @@ class PackedExperts:
     """Experts of a layer whose copies are laid out alike: parcels by id, in host memory or on the device."""
 
     parcels: Mapping[int, Parcel]
-    on_device: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -135,14 +140,13 @@ class PackedExperts:
         made = {}
         for e, parcel in self.parcels.items():
             memory = torch.empty(parcel.nbytes, dtype=torch.uint8, device=device)
-            parcel.copy_into(memory, Tensor.copy_)
-            made[e] = Parcel((_Stretch(memory, 0),), parcel.views, parcel.nbytes)
-        return PackedExperts(made, on_device=True)
+            made[e] = parcel.copied(memory, Tensor.copy_)
+        return PackedExperts(made)
 
     def copy_into(self, buffer: Tensor, experts: Sequence[int]) -> dict[str, Tensor]:
         """Start to copy experts one after the other into `buffer`; returns their tensors, [B, ...] each."""
-        copy = Tensor.copy_ if self.on_device else driver().copy_in
         for number, e in enumerate(experts):
+            copy = Tensor.copy_ if self.parcels[e].on_device else driver().copy_in
             self.parcels[e].copy_into(buffer[number * self.nbytes :], copy)
         return self._cut(buffer, experts[0], len(experts))
 
@@ -157,6 +161,48 @@ class PackedExperts:
             stride = (self.nbytes // empty.element_size(), *view.stride)
             made[name] = empty.set_(memory.untyped_storage(), view.offset, (count, *view.size), stride)
         return made
+
+
+class HeldExperts:
+    """Carried experts of one layer that stay on a device: the layer's next call need not carry them again.
+
+    A call that finds another layer's experts here overwrites them. What was computed from them is done by
+    then: the lane's thread waits for the device at the end of every call.
+
+    Args:
+        places: how many stay.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._memory: Tensor | None = None
+        self._host: PackedExperts | None = None  # of the layer whose experts are here
+        self._here: dict[int, Parcel] = {}
+
+    def get(
+        self, host: PackedExperts, experts: Sequence[int], device: torch.device
+    ) -> tuple[PackedExperts, int]:
+        """A layer's experts: on the device where they are there, or begin to be copied to a free place there,
+        else in host memory. And the bytes that are carried."""
+        if self._host is not host:
+            self._host, self._here = host, {}
+        carried = 0
+        for e in experts:
+            parcel, place = host.parcels[e], len(self._here)
+            carried += 0 if e in self._here else parcel.carried
+            if e not in self._here and place < self._places:
+                self._here[e] = parcel.copied(self._place(place, parcel.nbytes, device), driver().copy_in)
+        return PackedExperts({e: self._here.get(e, host.parcels[e]) for e in experts}), carried
+
+    def _place(self, number: int, nbytes: int, device: torch.device) -> Tensor:
+        if self._memory is None or self._memory.numel() < self._places * nbytes:
+            assert not self._here, "a layer's experts are alike"
+            self._memory = torch.empty(self._places * nbytes, dtype=torch.uint8, device=device)
+        return self._memory[number * nbytes : (number + 1) * nbytes]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory, self._host, self._here = None, None, {}
 
 
 def adapter_bytes(lora: ExpertLora | None, experts: int) -> int:

@@ -217,6 +217,8 @@ class LocalExperts:
     def begin_pass(self, step: int, dropout: bool, adapters: bool | str = True) -> None:
         """Forget kept activations. dropout: whether LoRA's is on. adapters: as `adapter` of `forward`."""
         self._kept.clear()
+        if self.lane is not None:
+            self.lane.begin_pass()
         self._adapter = adapters
         p = self.spec.lora.dropout
         self._dropout = (

@@ -3,7 +3,8 @@
 Bytes of a lane, for each of its devices but for the two lines of the socket. Legend as in memory.py; s bytes
 of a stored activation, P parameters of one expert, r LoRA rank.
     experts           the device's resident experts as stored (on a GPU: taken off the socket)
-    workspace         two buffers for a batch of experts and their adapters; a batch's matrices as numbers,
+    workspace         two buffers for a batch of experts and their adapters; carried experts that are held;
+                      a batch's matrices as numbers,
                       with 16 bytes per element of its largest ones while quantised ones are decoded; x, dy
                       and dx of the group (T_g H (s + 8)); a batch's rows, filled up to its longest
                       expert's, at most LANE_ROWS: 24 (H + I) each, 8 I for gates and ups on their way
@@ -15,7 +16,8 @@ of a stored activation, P parameters of one expert, r LoRA rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kt_ray.config.schema import Config, RuleConfig
@@ -31,6 +33,7 @@ from kt_ray.placement.lane_share import (
     batch_size,
     choose_shares,
     resident_by_layer,
+    whole_experts,
 )
 from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.plan_types import ExpertActorPlan, LanePlan
@@ -147,12 +150,12 @@ def plan_lanes(
             resident = resident_by_layer(held, stay, load.slots)
             chosen_by = f"the most used ones of {load.source}"
         notes.append(f"{stay} experts of each MoE layer stay on {there}: {chosen_by}")
-    shares, said = _shares(own, dims, config, rates, there)
+    shares, again, said = _shares(own, dims, config, rates, there)
     lanes = {}
     for actor, stays in zip(own, resident, strict=True):
         beside = [a.rank for a in own if a.host == actor.host]
         of_host = devices_of(devices, beside.index(actor.rank), len(beside))
-        lanes[actor.rank] = LanePlan(of_host, stays, shares)
+        lanes[actor.rank] = LanePlan(of_host, stays, shares, recompute=again)
     made = tuple(replace(actor, lane=lanes.get(actor.rank)) for actor in actors)
     if not any(actor.lane is not None and (actor.lane.resident or actor.lane.streams) for actor in made):
         return actors, notes + said
@@ -165,27 +168,60 @@ def plan_lanes(
 
 def _shares(
     actors: Actors, dims: ModelDims, config: Config, rates: LaneRates | None, there: str
-) -> tuple[tuple[tuple[int, float], ...], list[str]]:
+) -> tuple[tuple[tuple[int, float], ...], bool, list[str]]:
+    """`LanePlan.shares` and `recompute`, and sentences for the plan's notes."""
     asked = config.rule.experts.stream
     if asked == "off":
-        return (), []
+        return (), False, []
     if not isinstance(asked, str):
-        return ((0, float(asked)),), [
-            f"{float(asked):.0%} of the other experts are streamed to {there} per call"
-        ]
+        said = f"{float(asked):.0%} of the other experts are streamed to {there} per call"
+        return ((0, float(asked)),), False, [said]
     if rates is None:
-        return (), ["rule.experts.stream=auto: off, as no rates of the GPU and its link are known"]
+        return (), False, ["rule.experts.stream=auto: off, as no rates of the GPU and its link are known"]
     tokens = config.trainer.batch_size * config.data.max_length // config.rule.experts.copy_count
-    shares, split = choose_shares(expert_sizes(actors, dims, config), rates, tokens)
-    if not shares:
-        return (), [
-            f"rule.experts.stream=auto: off; at {tokens:,} tokens per call it would save {split.gain:.0%} "
-            f"(rates: {rates.source})"
-        ]
-    return shares, [
-        f"rule.experts.stream=auto: from {shares[0][0]:,} tokens per call on; at {tokens:,} tokens "
-        f"{shares[-1][1]:.0%} of the experts, which saves {split.gain:.0%} of it (rates: {rates.source})"
-    ]
+    recompute = config.rule.experts.activations == "recompute"
+    steps, split, again = choose_shares(
+        expert_sizes(actors, dims, config), rates, tokens, recompute=recompute
+    )
+    if not steps:
+        said = f"off; at {tokens:,} tokens per call it would save {split.gain:.0%}"
+        return (), False, [f"rule.experts.stream=auto: {said} (rates: {rates.source})"]
+    said = f"from {steps[0][0]:,} tokens per call on; at {tokens:,} tokens {steps[-1][1]:.0%} of the experts"
+    if again and not recompute:
+        said += ", whose gates and ups are computed again in backward"
+    said += f", which saves {split.gain:.0%} of it (rates: {rates.source})"
+    return steps, again, [f"rule.experts.stream=auto: {said}"]
+
+
+def held_experts(actor: ExpertActorPlan, dims: ModelDims, groups: int) -> int:
+    """Carried experts of a layer, on each device, that several calls use: those of all groups of a wave."""
+    lane = actor.lane
+    if lane is None or not lane.streams or groups == 1:
+        return 0
+    share = max(share for _, share in lane.shares)
+    resident = {layer: len(ids) for layer, ids in lane.resident}
+    most = max(len(actor.experts_of(layer)) - resident.get(layer, 0) for layer in dims.moe_layers)
+    return -(-whole_experts(share, most) // len(lane.devices))
+
+
+def with_held(
+    actors: Actors, dims: ModelDims, config: Config, groups: int, room: Mapping[str, float]
+) -> Actors:
+    """The actors with lanes that hold as many carried experts as there is room for.
+
+    Args:
+        room: bytes of every GPU ("cuda:i") that nothing else needs; a stand-in has room for all.
+    """
+    stored = dims.expert_bytes(BACKEND_STORAGE.get(config.rule.experts.backend)) / len(dims.moe_layers)
+    sharing = Counter(device for actor in actors if actor.lane for device in set(actor.lane.devices))
+    made = []
+    for actor in actors:
+        lane, held = actor.lane, held_experts(actor, dims, groups)
+        if lane is not None and lane.cuda:
+            fits = min(room.get(device, 0.0) / sharing[device] for device in lane.devices) // stored
+            held = min(held, max(0, int(fits)))
+        made.append(actor if lane is None else replace(actor, lane=replace(lane, held=held)))
+    return tuple(made)
 
 
 def expert_sizes(actors: Actors, dims: ModelDims, config: Config) -> ExpertSizes:
@@ -201,6 +237,7 @@ def expert_sizes(actors: Actors, dims: ModelDims, config: Config) -> ExpertSizes
         params=dims.expert_params,
         bytes=stored + 4 * expert_lora_params(dims, config.lora),
         hidden=dims.expert_width,
+        kept=dims.expert_intermediate * (2 if dims.gated else 1) * (4 if dims.expert_format == "f32" else 2),
     )
 
 
@@ -242,6 +279,7 @@ def lane_lines(
         rows += at_once * 24 * (2 * width + inter)
     # A resident that is a batch of its own is computed where it lies.
     buffers = 2 * batch * ((size.expert if lane.streams or batch > 1 else 0) + size.adapter)
+    buffers += lane.held * size.expert
     for number, device in enumerate(lane.devices):
         where = device if cuda else home
         yield where, "workspace", buffers + matrices + size.group * width * (element + 8) + rows
@@ -251,7 +289,7 @@ def lane_lines(
             yield where, "runtime", size.runtime
     part = min(1.0, _part(dims, actor))
     kept = len(lane.devices) * size.total * width * element + 36 * part * size.slots * size.total
-    if cuda and actor.activations != "recompute":
+    if cuda and not (actor.activations == "recompute" or lane.recompute):
         kept += part * size.slots * size.total * (2 if dims.gated else 1) * inter * element
     yield home, "kept activations", layers * kept
 

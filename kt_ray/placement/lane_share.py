@@ -9,37 +9,50 @@ Legend: T tokens of a call, E experts of a layer, n of them in an actor's host m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 LANE_ROWS = 8192  # that are computed at a time: what they take on a GPU is bounded
 # Experts that are computed at a time, and the parameters of all of them together: two buffers and the decoded
 # matrices hold so many. 160 MiB in bfloat16.
 LANE_BATCH, LANE_BATCH_PARAMS = 8, 80 << 20
+# Times the seconds of a call by the rates that computing gates and ups again has to save, to be tried first.
+RECOMPUTE_GAIN = 1.15
 LEAST_GAIN = 0.05  # of a call's time: below it a lane is not worth its memory and its rounding
 
 
-def streamed_experts(counts: Sequence[int], share: float) -> tuple[int, ...]:
+def streamed_experts(counts: Sequence[int], share: float, there: Collection[int] = ()) -> tuple[int, ...]:
     """Which experts a call carries to the device: the share with most rows, in ascending order.
 
     Args:
         counts: rows of every expert in host memory. share: of their number, rounded to whole experts; those
             without rows are never carried. Ties go to the lowest id.
+        there: experts that were carried for the layer's call before, which come first.
     """
     wanted = whole_experts(share, len(counts))
-    ranked = sorted((e for e, count in enumerate(counts) if count), key=lambda e: (-counts[e], e))
-    return tuple(sorted(ranked[:wanted]))
+    busy = (e for e, count in enumerate(counts) if count)
+    return tuple(sorted(sorted(busy, key=lambda e: (e not in there, -counts[e], e))[:wanted]))
 
 
-def dealt(experts: Sequence[int], counts: Sequence[int], devices: int) -> tuple[tuple[int, ...], ...]:
+def dealt(
+    experts: Sequence[int],
+    counts: Sequence[int],
+    devices: int,
+    there: Sequence[Collection[int]] = (),
+) -> tuple[tuple[int, ...], ...]:
     """A call's carried experts, dealt out: as many for every device, and about as many rows; ascending.
 
-    Copies cost the same for all experts, so their number counts first; by descending rows, to and fro.
+    Copies cost the same for all experts, so their number counts first: by descending rows, each goes to the
+    device with fewest experts, of these to the one with fewest rows.
+
+    Args:
+        there: of every device the experts that it has from the layer's call before, and keeps.
     """
-    own: list[list[int]] = [[] for _ in range(devices)]
-    for turn, expert in enumerate(sorted(experts, key=lambda e: (-counts[e], e))):
-        there, way = turn % devices, turn // devices
-        own[there if way % 2 == 0 else devices - 1 - there].append(expert)
+    own: list[list[int]] = [[e for e in experts if e in had] for had in there] or [[] for _ in range(devices)]
+    new = set(experts).difference(*own)
+    for expert in sorted(new, key=lambda e: (-counts[e], e)):
+        min(own, key=lambda some: (len(some), sum(counts[e] for e in some))).append(expert)
     return tuple(tuple(sorted(some)) for some in own)
 
 
@@ -92,6 +105,19 @@ def resident_experts(
     return tuple(tuple(sorted(ids)[:n]) for ids, n in zip(held, taken, strict=True))
 
 
+class Tuning(NamedTuple):
+    """How simulated steps correct the choice by rates, which knows of no attention on the same GPU.
+
+    speed: factor of the rates of a GPU and its link. recompute: `LanePlan.recompute`; None = by the rates.
+    """
+
+    speed: float = 1.0
+    recompute: bool | None = None
+
+
+UNTUNED = Tuning()
+
+
 @dataclass(frozen=True)
 class LaneRates:
     """What the lane's choice divides by, for one expert actor."""
@@ -103,6 +129,12 @@ class LaneRates:
     memory: float  # bytes/s that its socket reads
     source: str = ""  # where they come from
     devices: int = 1  # GPUs of the lane, each with its link
+    tuning: Tuning = UNTUNED  # that `tuned` made
+
+    def tuned(self, tuning: Tuning) -> LaneRates:
+        """For another split than these rates lead to."""
+        speed = tuning.speed / self.tuning.speed
+        return replace(self, link=self.link * speed, gpu=self.gpu * speed, tuning=tuning)
 
 
 @dataclass(frozen=True)
@@ -115,6 +147,7 @@ class LaneWork:
     tokens: float  # bytes of all tokens' activations, to a device and back
     per_token: int  # K
     layer: int  # E
+    kept: float = 0.0  # bytes of gates and ups of all their rows, which go to the host and come back
 
     def moved(self, carried: float) -> float:
         """Bytes of activations to and from a device with so many of the experts: of tokens that chose one."""
@@ -166,24 +199,36 @@ def lane_parts(work: LaneWork, link: float, gpu: float, carried: int, devices: i
     return LaneParts(copies, own / work.experts * work.flops / gpu, first, work.moved(own) / link)
 
 
-def split_seconds(work: LaneWork, rates: LaneRates, carried: int) -> Share:
-    """Both sides' seconds with `carried` of the experts on the device.
+def split_seconds(work: LaneWork, rates: LaneRates, carried: int, *, recompute: bool = False) -> Share:
+    """Both sides' seconds with `carried` of the experts on the device, the mean of forward and backward.
 
     The engine multiplies what is left, and is no faster than the socket's memory gives the weights: those
-    carried are read from the same memory.
+    carried are read from the same memory. Neither attention on the same GPU is counted, nor that one copy of
+    an expert may serve several calls: simulated steps correct the choice (`Tuning`).
+
+    Args:
+        recompute: whether the lane computes gates and ups again; else they leave in forward (on the link's
+            other direction) and come back in backward.
     """
     part = carried / work.experts if work.experts else 0.0
     weights = work.experts * work.bytes / rates.memory
     cpu = max((1 - part) * work.flops / rates.cpu, weights)
-    lane = lane_parts(work, rates.link, rates.gpu, carried, rates.devices).seconds
+    found = lane_parts(work, rates.link, rates.gpu, carried, rates.devices)
+    lane = 0.0
+    if carried:
+        copies, products = found.copies, found.products
+        if recompute:  # two thirds of the products, in one of the two directions
+            products += found.products / 3
+        else:
+            copies += work.kept * part / rates.devices / rates.link / 2
+        lane = max(copies, products) + found.first + found.moved
     return Share(carried, part, cpu, lane, max(work.flops / rates.cpu, weights))
 
 
-def best_share(work: LaneWork, rates: LaneRates) -> Share:
+def best_share(work: LaneWork, rates: LaneRates, *, recompute: bool = False) -> Share:
     """The number of carried experts with which the later side ends soonest; of equals the fewest."""
-    return min(
-        (split_seconds(work, rates, n) for n in range(work.experts + 1)), key=lambda s: (s.seconds, s.carried)
-    )
+    splits = (split_seconds(work, rates, n, recompute=recompute) for n in range(work.experts + 1))
+    return min(splits, key=lambda split: (split.seconds, split.carried))
 
 
 @dataclass(frozen=True)
@@ -196,6 +241,7 @@ class ExpertSizes:
     params: int  # of one expert
     bytes: float  # of one as stored, adapter included
     hidden: int  # H
+    kept: float = 0.0  # bytes of gate and up that a row keeps for backward
 
     def work(self, tokens: int) -> LaneWork:
         """Forward of T tokens with even routing; backward has the same products and as many bytes.
@@ -207,25 +253,42 @@ class ExpertSizes:
         busy = min(self.held, max(1, round(self.held * (1 - empty))))
         moved = tokens * self.hidden * 6.0
         work = 2.0 * self.params * slots
-        return LaneWork(busy, self.bytes, work, moved, self.per_token, self.experts)
+        kept = self.kept * slots
+        return LaneWork(busy, self.bytes, work, moved, self.per_token, self.experts, kept)
 
 
-def choose_shares(
-    sizes: ExpertSizes, rates: LaneRates, most_tokens: int
-) -> tuple[tuple[tuple[int, float], ...], Share]:
-    """`LanePlan.shares` for calls of up to `most_tokens`, and the split of the largest call.
+class Shares(NamedTuple):
+    """steps: `LanePlan.shares`. largest: the split of the largest call. recompute: `LanePlan.recompute`."""
 
-    One entry per doubling of tokens, from the first power of two at which a lane saves at least LEAST_GAIN;
-    empty where it never does.
+    steps: tuple[tuple[int, float], ...]
+    largest: Share
+    recompute: bool
+
+
+def choose_shares(sizes: ExpertSizes, rates: LaneRates, most_tokens: int, *, recompute: bool) -> Shares:
+    """How much is carried in calls of up to `most_tokens`.
+
+    One step per doubling of tokens, from the first power of two at which a lane saves at least LEAST_GAIN;
+    none where it never does.
+
+    Args:
+        recompute: whether gates and ups have to be computed again, as the engine does; else the lane does
+            what simulated steps chose, or what ends the largest call clearly sooner: attention needs the GPU,
+            too.
     """
+    most = sizes.work(max(1, most_tokens))
+    retained, recomputed = (best_share(most, rates, recompute=kind).seconds for kind in (False, True))
+    again = recompute or rates.tuning.recompute
+    if again is None:
+        again = retained >= RECOMPUTE_GAIN * recomputed
     steps: list[tuple[int, float]] = []
     at = [1 << n for n in range(max(1, most_tokens).bit_length()) if 1 << n < most_tokens]
     for tokens in (*at, max(1, most_tokens)):
-        found = best_share(sizes.work(tokens), rates)
+        found = best_share(sizes.work(tokens), rates, recompute=again)
         share = round(found.carried / sizes.held, 4) if found.gain >= LEAST_GAIN else 0.0
         if (share or steps) and (not steps or steps[-1][1] != share):
             steps.append((tokens, share))
-    return tuple(steps), best_share(sizes.work(max(1, most_tokens)), rates)
+    return Shares(tuple(steps), best_share(most, rates, recompute=again), again)
 
 
 def resident_by_layer(

@@ -26,8 +26,8 @@ from kt_ray.placement.devices import (
 )
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates, room, step_tokens
-from kt_ray.placement.lane_plan import plan_lanes
-from kt_ray.placement.lane_share import LaneRates
+from kt_ray.placement.lane_plan import plan_lanes, with_held
+from kt_ray.placement.lane_share import UNTUNED, LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layout_of, layouts, with_layout
 from kt_ray.placement.memory import budgets, layer_weight_bytes, staged
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
@@ -194,6 +194,12 @@ def _laid_out(
     notes += _backend_notes(rule, hardware)
     groups = choose_groups(config, chosen.wave)
     own = keeping(chosen.held.experts)
+    free = {b.device: float(b.capacity - b.total) for b in chosen.memory if not b.is_socket and b.capacity}
+    with_shelves = with_held(own, dims, config, groups, free)
+    if with_shelves != own:
+        own, placed_workers = with_shelves, with_streams(groups)
+        memory = budgets(dims, config, hardware, placed_workers, own, chosen.wave, groups, dtype, chosen.held)
+        chosen = chosen._replace(memory=memory)
     workers, experts = staged(dims, config, with_streams(groups), own, chosen.wave, groups, dtype)
     if generating:
         notes += _copied_notes(dims, config, workers, dtype)
@@ -208,6 +214,7 @@ def _laid_out(
         wave=chosen.wave,
         activations=chosen.held.attention,
         attention_output=chosen.held.output,
+        tuning=UNTUNED if lane_rates is None else lane_rates.tuning,
         overlap=rule.overlap,
         budgets=chosen.memory,
         rule=rule.name,

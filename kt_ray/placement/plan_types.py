@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware, gpu_name
+from kt_ray.placement.lane_share import UNTUNED, Tuning
 from kt_ray.placement.transports import DEFAULT, Transport
 
 
@@ -72,6 +73,12 @@ class LanePlan:
     # (tokens of a call, share) ascending: from that many tokens on this share of the actor's other experts of
     # the layer, those with most tokens, is carried to the devices; none below the first
     shares: tuple[tuple[int, float], ...] = ()
+    # carried experts of a layer whose weights stay on each device until another layer's are carried, so that
+    # one copy of them serves all groups
+    held: int = 0
+    # whether gates and ups of carried and resident experts are computed again in backward, whatever the
+    # engine does with its own: else they go to host memory and come back
+    recompute: bool = False
     # the GPUs' names in CUDA_VISIBLE_DEVICES, where the actor has a process of its own; "" = left as it is
     visible: str = ""
 
@@ -194,6 +201,7 @@ class Choice(NamedTuple):
     resident: int | None = None  # `Plan.resident`
     hosts: int = 1  # `Plan.attention_hosts`
     copies: int = 1  # `Plan.copies`
+    tuning: Tuning = UNTUNED  # `Plan.tuning`
 
 
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
@@ -214,6 +222,7 @@ class Plan:
     # "group", "micro_batch" or "host": what attention workers hold for backward (rule.activations)
     activations: str = "group"
     attention_output: str = "recompute"  # or "retain": whether it waits for backward (rule.attention_output)
+    tuning: Tuning = UNTUNED  # of what lanes carry, with rule.experts.stream=auto
     overlap: bool = True  # False = attention and experts wait for each other
     budgets: tuple[Budget, ...] = ()
     notes: tuple[str, ...] = ()

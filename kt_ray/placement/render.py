@@ -23,7 +23,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     model = {key: getattr(dims, key) for key in sizes}
     facts = (
         *("stages", "replicas", "attention_hosts", "copies", "groups", "wave", "activations"),
-        *("attention_output", "resident", "overlap", "tokens_per_step"),
+        *("attention_output", "resident", "overlap", "tokens_per_step", "tuning"),
     )
     return {
         "rule": plan.rule,
@@ -218,6 +218,9 @@ def choice_text(choice: Choice) -> str:
     held += "" if choice.output == "retain" else ", attention output recomputed"
     groups += f", {choice.copies} copies of the experts" if choice.copies > 1 else ""
     held += "" if choice.resident is None else f", {counted(choice.resident, 'layer')} resident"
+    again = {None: "", True: ", experts on the GPU recomputed", False: ", experts on the GPU retained"}
+    held += again[choice.tuning.recompute]
+    held += "" if choice.tuning.speed == 1 else f", the GPU's part for {choice.tuning.speed:g} of its speed"
     return f"{layout}, {groups}, waves of {counted(choice.wave, 'micro-batch')}, {held}"
 
 

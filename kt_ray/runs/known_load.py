@@ -10,6 +10,7 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.parse import read_json
 from kt_ray.placement.expert_load import FILE, ExpertLoad, read_load
+from kt_ray.placement.lane_share import Tuning
 from kt_ray.placement.plan_types import Choice
 from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints
 
@@ -73,6 +74,7 @@ def resumed_choice(config: Config) -> Choice | None:
             seconds=0.0,
             copies=int(plan.get("copies", 1)),
             hosts=int(plan.get("attention_hosts", 1)),
+            tuning=Tuning(*plan.get("tuning", ())),
             resident=None if plan.get("resident") is None else int(plan["resident"]),
         )
     except (UserError, ValueError, LookupError, TypeError, OverflowError):

@@ -25,6 +25,7 @@ from kt_ray.hardware.rates import Rates
 from kt_ray.placement.devices import with_gpus
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
+from kt_ray.placement.lane_share import Tuning
 from kt_ray.placement.layout import Layout, layout_is_auto, layout_of, layouts, with_layout
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
@@ -39,6 +40,7 @@ from kt_ray.timing.step_costs import PlanDurations
 GAIN = 1.05  # memory's choice stays unless another one is so many times as fast
 GROUPS = (1, 4, 8)  # tried beside the usual two
 LAYOUTS = 3  # that fit are simulated at the most, those with most replicas first
+SPEEDS = (0.7, 1.4)  # factors of a GPU's speed, by which lanes get less or more
 STREAMED = 2  # layouts with more replicas, which fit with streamed layers: those with fewest replicas
 
 
@@ -72,11 +74,12 @@ def choose_plan(
     host_rates = rates or rates_for(config, hardware)
     simulated = {choice_of(plan)}
 
-    def simulate_fitting(configs: Iterable[Config]) -> list[_Candidate]:
-        """Those of the configurations that fit, simulated."""
+    def simulate_fitting(configs: Iterable[Config], tuning: Tuning = plan.tuning) -> list[_Candidate]:
+        """Those of the configurations that fit, simulated. tuning: of their lanes."""
         found = []
+        tuned = None if lane is None else lane.tuned(tuning)
         for changed in configs:
-            other = make_plan(dims, changed, hardware, load, lane)
+            other = make_plan(dims, changed, hardware, load, tuned)
             shape = choice_of(other)
             if other.fits and shape not in simulated:  # more groups than micro-batches are as many
                 simulated.add(shape)
@@ -86,7 +89,7 @@ def choose_plan(
     choices = layouts(dims, config, hardware)
     if before is not None and Layout(*before[:2], before.hosts) in (choices or [layout_of(plan)]):
         simulated.clear()
-        earlier = simulate_fitting([with_choice(config, before)])
+        earlier = simulate_fitting([with_choice(config, before)], before.tuning)
         if earlier:
             plan = replace(earlier[0].plan, compared=(earlier[0].choice,))
             return _beside_resumed(plan, before)
@@ -114,6 +117,13 @@ def choose_plan(
         others = simulate_fitting(alternatives(best))
         simulations += others
         best = _faster(best, others)
+    while lane is not None:
+        others = [one for tuning in _other_tunings(best) for one in simulate_fitting([best.config], tuning)]
+        simulations += others
+        better = _faster(best, others)
+        if better is best:
+            break
+        best = better
     plan = _explained(best, simulations, host_rates.source)
     return plan if before is None else _beside_resumed(plan, before)
 
@@ -131,7 +141,7 @@ def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     """What the plan has where a rule may leave it at auto."""
     shape = (plan.stages, plan.replicas, plan.groups, plan.wave)
     held = (plan.experts[0].activations, seconds, plan.activations, plan.attention_output)
-    return Choice(*shape, *held, plan.resident, plan.attention_hosts, plan.copies)
+    return Choice(*shape, *held, plan.resident, plan.attention_hosts, plan.copies, plan.tuning)
 
 
 def with_choice(config: Config, choice: Choice) -> Config:
@@ -222,6 +232,16 @@ def _other_groups(best: _Candidate) -> Iterator[Config]:
     if best.config.rule.groups == "auto":
         for groups in sorted({min(count, best.plan.wave) for count in GROUPS} - {best.plan.groups}):
             yield with_keys(best.config, {"rule.groups": groups})
+
+
+def _other_tunings(best: _Candidate) -> Iterator[Tuning]:
+    """Less or more of the experts on the GPUs, and their gates and ups computed again or not."""
+    lane, (speed, recompute) = best.plan.experts[0].lane, best.plan.tuning
+    if lane is None or not lane.streams or not lane.cuda:
+        return
+    yield from (Tuning(round(speed * factor, 3), recompute) for factor in SPEEDS)
+    if best.plan.experts[0].activations == "retain":
+        yield Tuning(speed, not lane.recompute)
 
 
 def _beside_resumed(plan: Plan, before: Choice) -> Plan:

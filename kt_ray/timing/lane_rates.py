@@ -53,7 +53,7 @@ def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims
     return LaneRates(
         link=rates.link.to_device.value / sharing,
         gpu=gemm(max(1.0, rows)) / sharing,
-        cpu=expert.flops("forward", max(1.0, rows), threads, rank),
+        cpu=2 / sum(1 / expert.flops(way, max(1.0, rows), threads, rank) for way in ("forward", "backward")),
         memory=rates.memory.read_all.value / neighbours,
         source=rates.source,
         devices=max(1, gpus // actors),

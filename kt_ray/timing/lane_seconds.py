@@ -50,10 +50,15 @@ class LaneSeconds:
         streamed = others * carried / busy if busy else 0.0
         return stays / (stays + others), streamed / (stays + others)
 
-    def calls(self, actor: int, layer: int, direction: str, tokens: int) -> tuple[LaneCall, ...]:
+    def calls(
+        self, actor: int, layer: int, direction: str, tokens: int, *, again: bool = False
+    ) -> tuple[LaneCall, ...]:
         """A call's lane, by GPU; nothing where the CPU computes all of it, or the stand-in on its cores does.
 
         Experts are dealt out evenly, so every GPU takes as long as the one that gets most.
+
+        Args:
+            again: whether the call before was of the same layer, so that held experts are there.
         """
         if not tokens or not self._runs(actor):
             return ()
@@ -73,6 +78,9 @@ class LaneSeconds:
             copies, products, moved = found.copies, found.products, found.moved
             own = -(-carried // devices)
             experts, batches = own, -(-own // together)
+            if again:  # their adapters travel with every call
+                held = min(here.lane.held, own) / own
+                copies *= 1 - held * (1 - self._adapter / self._of_actor[actor].bytes)
         if stays:  # only their adapters are copied
             kept = replace(self._sizes(actor, stays), bytes=self._adapter)
             work = kept.work(tokens)
@@ -84,7 +92,7 @@ class LaneSeconds:
         if not experts:
             return ()
         kernels, leaving = KERNELS[direction], 0.0
-        if here.activations == "recompute":
+        if here.activations == "recompute" or here.lane.recompute:
             kernels += KERNELS_AGAIN[direction]
             if direction == "backward":
                 products *= 1 + (2 / 3 if dims.gated else 1 / 2)

@@ -142,8 +142,11 @@ class Durations(Protocol):
     def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
         """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas."""
 
-    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> tuple[LaneCall, ...]:
-        """The same call's parts on GPUs, at the same time; one per GPU that has one."""
+    def lane(
+        self, actor: int, layer: int, direction: str, tokens: int, *, again: bool
+    ) -> tuple[LaneCall, ...]:
+        """The same call's parts on GPUs, at the same time; one per GPU that has one. again: whether the call
+        before was of the same layer."""
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
         """Tokens of one worker, or their gradients, on the way to a class of expert actors."""
@@ -496,7 +499,7 @@ class _Step:
                     yield Wait((direction, layer, g, way.actors[0], replica), "attention")
             together = sum(part[g] for part in tokens[: len(plan.replicas_of(0))])
             seconds = self.durations.expert(actor, layer, direction, together)
-            lane = self.durations.lane(actor, layer, direction, together)
+            lane = self.durations.lane(actor, layer, direction, together, again=g > 0)
             for call in lane:
                 self._send(("lane", layer, direction, g, actor, call.device), Carriage())
             yield Busy(f"{direction} {layer}.{g}", "experts", seconds)
@@ -514,7 +517,7 @@ class _Step:
         own = wave[: len(self.plan.replicas_of(0))]
         tokens = [sum(m.tokens for part in own for m in part[g]) for g in range(self.plan.groups)]
         for layer, direction, g in expert_order(self.plan, "train"):
-            calls = self.durations.lane(actor, layer, direction, tokens[g])
+            calls = self.durations.lane(actor, layer, direction, tokens[g], again=g > 0)
             call = next((call for call in calls if call.device == device), None)
             if call is None:
                 continue

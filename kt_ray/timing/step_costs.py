@@ -214,8 +214,10 @@ class PlanDurations:
     def lanes(self) -> LaneSeconds:
         return LaneSeconds(self.plan, self.config, self.rates)
 
-    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> tuple[LaneCall, ...]:
-        return self.lanes.calls(actor, layer, direction, tokens)
+    def lane(
+        self, actor: int, layer: int, direction: str, tokens: int, *, again: bool = False
+    ) -> tuple[LaneCall, ...]:
+        return self.lanes.calls(actor, layer, direction, tokens, again=again)
 
     @cached_property
     def _calls(self) -> dict[tuple[int, int, str, int], float]:

@@ -42,7 +42,7 @@ class Given:
     def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
         return 1.3 + 0.1 * actor
 
-    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> tuple[()]:
+    def lane(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> tuple[()]:
         return ()
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:

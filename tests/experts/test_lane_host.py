@@ -33,6 +33,10 @@ LANES = {
     "all streamed": LanePlan(("cpu",), (), ((0, 1.0),)),
     "both, on two devices": LanePlan(("cpu", "cpu"), SOME, ((0, 0.5),)),
     "streamed large calls only": LanePlan(("cpu",), (), ((20, 0.5),)),
+    "held for the second group": LanePlan(("cpu",), SOME, ((0, 0.5),), held=3),
+    "all streamed, some held, on two devices, recomputed": LanePlan(
+        ("cpu",) * 2, (), ((0, 1.0),), held=1, recompute=True
+    ),
 }
 
 
@@ -119,6 +123,23 @@ def test_rows_in_parts_change_nothing_but_rounding(
     host.close()
     assert max(parts) > 1
     close_to(found, _plain(path, dropout, activations)[0], dtype)
+
+
+def test_held_experts_are_carried_once(checkpoint: tuple[Path, torch.dtype]) -> None:
+    """Both groups of a layer use one copy, forward and backward; the second group takes the experts that are
+    there, and nothing else changes."""
+    carried, results_of = {}, {}
+    for held in (0, 2, 5):
+        lane = LanePlan(("cpu",), (), ((0, 1.0),), held=held)
+        results_of[held], host = results(checkpoint[0], lane, 0.2, "retain")
+        assert host.lane is not None
+        carried[held] = host.lane.carried
+        host.close()
+    # Two layers, both ways; of the five experts all but two, or none, are carried for the second group.
+    expert = (carried[0] - carried[5]) / (2 * 2 * 5)
+    assert carried[0] - carried[2] == 2 * 2 * 2 * expert > 0
+    for held in (2, 5):
+        assert all(torch.equal(results_of[0][name], value) for name, value in results_of[held].items())
 
 
 @pytest.mark.parametrize("activations", ["retain", "recompute"])

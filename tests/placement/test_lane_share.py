@@ -21,6 +21,7 @@ from kt_ray.placement.lane_share import (
     ExpertSizes,
     LaneRates,
     LaneWork,
+    Tuning,
     batches,
     best_share,
     choose_shares,
@@ -31,7 +32,7 @@ from kt_ray.placement.lane_share import (
     streamed_experts,
 )
 from kt_ray.placement.lora_sizes import expert_lora_params
-from kt_ray.placement.memory import GPU_RUNTIME
+from kt_ray.placement.memory import GIB, GPU_RUNTIME
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import LanePlan, Plan
 from kt_ray.placement.render import expert_row, plan_to_dict
@@ -97,14 +98,17 @@ def test_carrying_relieves_no_memory() -> None:
 
 def test_shares_begin_where_they_pay_and_grow() -> None:
     sizes = ExpertSizes(held=256, experts=256, per_token=8, params=44_040_192, bytes=44.7e6, hidden=7168)
-    shares, split = choose_shares(sizes, RATES, 32_768)
+    shares, split, recompute = choose_shares(sizes, RATES, 32_768, recompute=False)
     tokens, parts = zip(*shares, strict=True)
     assert list(tokens) == sorted(tokens) and list(parts) == sorted(parts) and parts[-1] <= 1
     before = best_share(sizes.work(tokens[0] // 2), RATES)
     assert before.gain < 0.05 <= best_share(sizes.work(tokens[0]), RATES).gain
     assert split.gain > 0.2 and parts[-1] == pytest.approx(split.carried / 256, abs=1e-4)
     slow = LaneRates(link=1e9, gpu=80e12, cpu=20e12, memory=200e9)
-    assert choose_shares(sizes, slow, 4096)[0] == ()
+    assert choose_shares(sizes, slow, 4096, recompute=False).steps == () and not recompute
+    more = choose_shares(sizes, RATES.tuned(Tuning(1.5)), 32_768, recompute=False)
+    assert more.steps[-1][1] > parts[-1]
+    assert RATES.tuned(Tuning(1.5)).tuned(Tuning(0.5)).link == pytest.approx(0.5 * RATES.link)
     plan = LanePlan(("cuda:0",), (), shares)
     assert plan.share(tokens[0] - 1) == 0 and plan.share(tokens[0]) == parts[0]
     assert plan.share(10**9) == parts[-1] and not LanePlan(("cpu",)).streams
@@ -144,6 +148,8 @@ def test_plans() -> None:
         "devices": ["cpu"],
         "resident": {str(n): "5-6" for n in layers},
         "shares": [[0, 0.25]],
+        "held": 1,
+        "recompute": False,
     }
     assert "lane" not in plan_to_dict(planned())["experts"][0]
 
@@ -167,6 +173,48 @@ def test_carried_experts_are_dealt_by_number_and_rows() -> None:
     assert dealt(range(8), counts, 1) == (tuple(range(8)),)
     assert dealt(range(8), counts, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # 9 + 6 + 4 + 1, 8 + 7 + 3 + 2
     assert dealt((3, 5), counts, 3) == ((5,), (3,), ())
+    # what the call before left on a device stays there, and others even the numbers out
+    assert dealt((0, 2, 3, 5, 7), counts, 2, [(0, 2, 4), (1,)]) == ((0, 2), (3, 5, 7))
+
+
+def test_experts_of_the_call_before_come_first() -> None:
+    counts = [3, 0, 9, 9, 1, 0, 7, 2]
+    assert streamed_experts(counts, 0.5, (1, 4, 7)) == (2, 3, 4, 7)  # the first has no rows now
+    assert streamed_experts(counts, 0.25, (0, 4, 7)) == (0, 7)
+
+
+def test_gates_and_ups_are_computed_again_where_their_way_costs_more() -> None:
+    """Rows of small experts keep many bytes for few products."""
+    sizes = ExpertSizes(128, 128, 8, 3 * 2048 * 768, 9.5e6, 2048, kept=2 * 2 * 768)
+    desktop = LaneRates(link=25e9, gpu=80e12, cpu=3e12, memory=60e9)
+    assert choose_shares(sizes, desktop, 32_768, recompute=False).recompute
+    asked = desktop.tuned(Tuning(recompute=False))
+    assert not choose_shares(sizes, asked, 32_768, recompute=False).recompute
+    assert choose_shares(sizes, asked, 32_768, recompute=True).recompute, "as the engine does"
+    work = sizes.work(32_768)
+    kept, again = (split_seconds(work, desktop, 100, recompute=kind).lane for kind in (False, True))
+    assert kept - again == pytest.approx(100 / 128 * work.kept / 25e9 / 2)
+
+
+def test_a_lane_holds_what_there_is_room_for() -> None:
+    """One copy of an expert's weights serves all groups."""
+
+    def held(gib: float, **rule: Any) -> list[int]:
+        experts = {"stream": 0.5, "sockets": 2}
+        config = make_config(rule={"device": "cpu", "experts": experts, **rule}, trainer={"batch_size": 8})
+        plan = make_plan(V3, config, make_hardware(gpus=2, gpu_gib=gib, memory=4096 * GIB))
+        lanes = [actor.lane for actor in plan.experts if actor.lane]
+        (size,) = {b.items["workspace"] for b in plan.budgets if b.device == "cuda:0"}
+        assert plan.fits
+        sizes.append(size)
+        return [lane.held for lane in lanes]
+
+    sizes: list[int] = []
+    assert held(24) == [64, 64] and held(24, groups=1) == [0, 0]
+    stored = V3.expert_bytes() / len(V3.moe_layers)
+    assert sizes[0] - sizes[1] >= 63 * stored  # a group of all tokens holds more of them
+    some = held(4)
+    assert 0 < some[0] < 64 and some[0] == some[1]
 
 
 def test_a_gpu_serves_the_actors_of_its_host() -> None:

@@ -16,7 +16,7 @@ from kt_ray.experts.lane_device import LaneDevice
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.placement import lane_share
 from kt_ray.placement.lane_plan import expert_sizes
-from kt_ray.placement.lane_share import best_share, lane_parts, streamed_experts
+from kt_ray.placement.lane_share import best_share, lane_parts, split_seconds, streamed_experts
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timing.lane_rates import from_rates, lane_rates
@@ -73,13 +73,16 @@ def test_its_seconds_are_those_that_auto_chose_by() -> None:
     chosen_by = from_rates(RATES, durations.config, HOST, V3)
     assert lane is not None and chosen_by is not None and RATES.link is not None
     tokens = plan.tokens_per_step
-    best = best_share(sizes.work(tokens), chosen_by)
-    assert best.carried == round(lane.share(tokens) * 256) > 0
+    work = dataclasses.replace(
+        sizes.work(tokens), kept=0.0
+    )  # of gates and ups half are counted in each direction
+    best = best_share(sizes.work(tokens), chosen_by, recompute=lane.recompute)
+    assert best.carried == round(lane.share(tokens) * 256) > 0 and not lane.recompute
     (call,) = durations.lane(0, LAYER, "forward", tokens)
     parts = lane_parts(sizes.work(tokens), chosen_by.link, chosen_by.gpu, best.carried)
     assert call.products + call.last == pytest.approx(parts.products)
     assert call.ahead + call.copies + call.back == pytest.approx(parts.copies + parts.moved)
-    assert parts.seconds == pytest.approx(best.lane)
+    assert parts.seconds == pytest.approx(split_seconds(work, chosen_by, best.carried).lane)
 
 
 def moved(plan: Plan, durations: PlanDurations, tokens: int) -> float:

@@ -50,7 +50,9 @@ class Fixed:
     def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
         return float(self.experts)  # type: ignore[arg-type]
 
-    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> tuple[LaneCall, ...]:
+    def lane(
+        self, actor: int, layer: int, direction: str, tokens: int, *, again: bool
+    ) -> tuple[LaneCall, ...]:
         return self.on_gpu  # type: ignore[return-value]
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
