@@ -37,12 +37,17 @@ WRITTEN_OUT_NORMS = frozenset(
 # decays from the end (lightning attention). kt_ray.model.layer_checks finds it out by trying.
 MASKS_PADDING = frozenset(("minimax",))
 
-HELD_BYTES = 1 << 26  # of float32 scores that latent attention holds for one call on a CPU
+HELD_BYTES = 1 << 26  # of scores, or of a window's mask, that attention may hold for one call on a CPU
 
 EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 # Activations that the engine computes, by config.json's names; "swigluoai" is MiniMax-M3's clamped one.
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "swigluoai")
 UNGATED = ("nemotron_h",)  # experts without a gate: relu2 of up alone
+
+
+def window_block(window: int) -> int:
+    """Queries of a block, and of the one before it keys: attention with a window goes by such blocks."""
+    return -(-window // 16) * 16
 
 
 def layer_parts(keys: Keys, layer: int, moe: bool) -> LayerParts:

@@ -1,6 +1,6 @@
 """Attention by torch's fused kernels where transformers' "sdpa" would hold scores, or take a slower kernel.
 
-`attend` is transformers' own "sdpa" but for two kinds of attention.
+`attend` is transformers' own "sdpa" but for three kinds of attention.
 
 **Sinks**, for which transformers has only "eager". A sink is a number s per head, one more logit of every
 query, whose probability is dropped (gpt-oss, arXiv 2508.10925). Here it is a key of its own, with a value of
@@ -14,6 +14,8 @@ width, so the narrower get zeros up to the wider, and the results' zeros are cut
 wherever flash can be had, that is, without a mask; with one, torch takes the memory-efficient kernel, which
 has two widths. A CPU would hold every score instead: there short rows are left alone, whose bits would
 change.
+
+**Windows** of keys: see windows.py.
 
 What torch's flash kernel refuses on CUDA (sdp_utils.cpp of torch 2.13): a mask; widths above 256, or of which
 one differs; and under grad, on compute capability 8.6 to 8.9 and 12.x, widths above 192 up to 224. There the
@@ -33,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kt_ray.dims.layer_params import HELD_BYTES
+from kt_ray.model import windows
 
 NAME = "kt_ray"
 # Model types whose attention hands sinks to the interface and changes scores in no other way.
@@ -48,7 +51,7 @@ def register() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, windows.mask)
 
 
 def implementation(config: Any, has_sdpa: bool) -> str:
@@ -58,8 +61,8 @@ def implementation(config: Any, has_sdpa: bool) -> str:
     """
     if not has_sdpa:  # dims/layer_params.py counts the memory of "eager": WITHOUT_SDPA
         return NAME if config.model_type in SINKS else "eager"
-    latent = hasattr(config, "v_head_dim") and not hasattr(config, "index_topk")
-    return NAME if latent else "sdpa"
+    ours = hasattr(config, "v_head_dim") or getattr(config, "sliding_window", None)
+    return NAME if ours and not hasattr(config, "index_topk") else "sdpa"
 
 
 def attend(
@@ -77,7 +80,8 @@ def attend(
 
     Args:
         query: [b, h, n, d]. key: [b, h / g, m, d]. value: [b, h / g, m, e].
-        attention_mask: [b or 1, h or 1, n, m], bool or added to logits; None = causal.
+        attention_mask: [b or 1, h or 1, n, m], bool or added to logits; None = causal; or a window, of
+            `windows.mask`.
         s_aux: [h], the sinks; None = this layer has none.
 
     Returns:
@@ -87,9 +91,16 @@ def attend(
 
     features = value.shape[-1]
     scaling = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
+    window = windows.window_of(attention_mask)
+    if window is not None and (dropout or kwargs.get("position_bias") is not None):
+        attention_mask, window = windows.whole_mask(window, query.shape[2], query.device), None
     if s_aux is not None:
         return _with_sinks(query, key, value, attention_mask, scaling, dropout, s_aux), None
     width = max(query.shape[-1], features)
+    if window is not None:
+        query, key, value = (_widened(t, _width(width)) for t in (query, key, value))
+        out = windows.attend_in_blocks(query, key, value, window, scaling)
+        return out[..., :features].transpose(1, 2).contiguous(), None
     if query.shape[-1] != features and width <= _WIDEST and _widens(query, key, attention_mask):
         query, key, value = (_widened(t, _width(width)) for t in (query, key, value))
     out, _ = sdpa_attention_forward(
@@ -129,17 +140,22 @@ def _with_sinks(
 ) -> Tensor:
     """[b, n, h, e]; as `attend`, with sinks [h]."""
     b, heads, n, d = query.shape
+    window = windows.window_of(mask)
     causal = mask is None and n > 1
     # A GPU's flash kernel takes keys that heads share; the other kernels do not, and a CPU's would add
     # their gradients in another order.
-    shared = causal and query.is_cuda
+    shared = (causal and query.is_cuda) or window is not None
     groups = 1 if shared else heads // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     width = _width(d + PARTS)
     tail = F.pad(_parts(sinks, scale, query.dtype), (0, width - d - PARTS))
     q = torch.cat((query, tail[None, :, None].expand(b, heads, n, width - d)), -1)
-    sink = F.pad(query.new_ones(PARTS), (d, width - d - PARTS)).expand(b, key.shape[1], 1, width)
-    k = torch.cat((sink, F.pad(key, (0, width - d))), 2)
+    sink = F.pad(query.new_ones(PARTS), (d, width - d - PARTS))
+    if window is not None:
+        k, v = F.pad(key, (0, width - d)), _widened(value, max(width, value.shape[-1]))
+        out = windows.attend_in_blocks(q, k, v, window, scale, sink)
+        return out[..., : value.shape[-1]].transpose(1, 2).contiguous()
+    k = torch.cat((sink.expand(b, key.shape[1], 1, width), F.pad(key, (0, width - d))), 2)
     v = F.pad(value, (0, max(0, width - value.shape[-1]), 1, 0))
     if causal:
         q, k, v = F.pad(q, (0, 0, 1, 0)), k[:, :, : n + 1], v[:, :, : n + 1]

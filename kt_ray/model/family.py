@@ -106,16 +106,20 @@ def build_causal(
             remedy="choose another model: a decoder-only language model, or a multimodal one around it",
         )
     auto, config = chosen
+    chosen_attention: str | dict[str, str] = attn_implementation
     if attn_implementation == "sdpa":
         has_sdpa = _class_of(auto, config)._supports_sdpa
         attn_implementation = attention.implementation(family.config, has_sdpa)
+        # Of a multimodal model the language model's alone: towers may know transformers' names only.
+        towers = {"": "sdpa" if has_sdpa else "eager", "text_config": attn_implementation}
+        chosen_attention = attn_implementation if config is family.config else towers
     try:
         with torch.device(device):
             causal = auto.from_config(
                 config,
                 trust_remote_code=False,
                 dtype=dtype,
-                attn_implementation=attn_implementation,
+                attn_implementation=chosen_attention,
                 experts_implementation=layer_calls.NAME,
             )
     except Exception as error:  # of whichever family's code met the value that it did not expect

@@ -37,7 +37,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kt_ray.config.schema import Config, DataConfig, LoraConfig
-from kt_ray.dims.layer_params import MASKS_PADDING, WITHOUT_SDPA
+from kt_ray.dims.layer_params import HELD_BYTES, MASKS_PADDING, WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.machine import Hardware, gpu_name, socket_name
@@ -337,8 +337,12 @@ def layer_activation_bytes(
         scores = dims.num_heads * row * (element + 4)
     elif not generates(config):
         window = dims.pair_widths[layer][1] if dims.pair_widths else 0
-        # torch adds a mask in the type of the queries, and autograd keeps it.
-        scores = element * row if masked(dims, config, gpu=gpu) or 0 < window <= row else 0
+        # torch adds a mask in the type of the queries, and autograd keeps it. Blocks have their keys and
+        # values twice: in their own and in the next.
+        if masked(dims, config, gpu=gpu) or _window_masked(window, row, gpu=gpu):
+            scores = element * row
+        elif 0 < window <= row:
+            scores = element * dims.cache_widths[layer].near
     return linear + lora + norms + element * dims.attention_width + scores
 
 
@@ -382,19 +386,26 @@ def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str, *, gpu: 
     """Bytes of the attention masks of a replica's wave: [rows, 1, row, row] for each kind of attention.
 
     They are made when a pass begins, kept until its end and shared by the layers of one kind (all keys, or a
-    window of them). Causal attention over whole rows needs none; see `masked`. Eager attention's masks are
-    added to scores and have their type.
+    window of them). Causal attention over whole rows needs none; see `masked`, `_window_masked`. Eager
+    attention's masks are added to scores and have their type.
     """
     row, eager = load.row, _eager(dims, config)
     windows = {window for _, window in dims.pair_widths} or {0}
     told = eager or masked(dims, config, gpu=gpu)
-    kinds = sum(1 for window in windows if told or 0 < window <= row)
+    asked = generates(config)  # whose masks look at caches
+    kinds = sum(1 for w in windows if told or (asked and 0 < w <= row) or _window_masked(w, row, gpu=gpu))
     return kinds * load.replica * row * (ELEMENT_BYTES[dtype] if eager else 1)
 
 
 def _eager(dims: ModelDims, config: Config) -> bool:
     """Whether attention holds its scores."""
     return config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA
+
+
+def _window_masked(window: int, row: int, *, gpu: bool) -> bool:
+    """Whether a window alone makes a mask of whole rows: attention goes by blocks on a GPU, and where the
+    mask would be large (kt_ray/model/windows.py)."""
+    return 0 < window <= row and not gpu and row**2 <= HELD_BYTES
 
 
 def masked(dims: ModelDims, config: Config, *, gpu: bool) -> bool:

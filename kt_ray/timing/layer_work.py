@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.dims.layer_params import HELD_BYTES, WITHOUT_SDPA, WRITTEN_OUT_NORMS
+from kt_ray.dims.layer_params import HELD_BYTES, WITHOUT_SDPA, WRITTEN_OUT_NORMS, window_block
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.rates import FUSED_NORM_BYTES, NORM_BYTES, PARTS_BYTES, PEFT_BYTES, DeviceRate
 from kt_ray.placement.lora_sizes import in_parts, module_ranks
@@ -256,8 +256,12 @@ class LayerWork:
         if self.eager or (unequal and not self.gpu and 4 * scores <= HELD_BYTES):
             return Counts(held=pairs, scores=scores)
         window = self.dims.pair_widths[self.layer][1]
-        if self.gpu and (self.masked or 0 < window <= width):
+        if self.gpu and self.masked:
             return Counts(masked=pairs)
+        if 0 < window <= width and (self.gpu or width**2 > HELD_BYTES):
+            size = window_block(window)
+            computed = size * (2 * size * -(-width // size) - size) / width**2
+            return Counts(masked=pairs * computed) if self.gpu else Counts(pairs=pairs * computed)
         return Counts(pairs=pairs * 2 * max(query, value) / (query + value) if unequal else pairs)
 
     def _activation(self, m: int, back: int) -> Counts:

@@ -129,17 +129,17 @@ def test_weights_wait_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["causal", "window"])
+@pytest.mark.parametrize("kind", ["causal", "window", "blocks"])
 def test_sinks_by_fused_kernels(dtype: torch.dtype, kind: str) -> None:
     """gpt-oss's shape; torch is not allowed the kernels that hold scores."""
     module, tensors = made(3, 64, 64, dtype)
     n = torch.arange(tensors[0].shape[2])
     seen = (n[:, None] >= n[None])[None, None]
-    if kind == "window":
+    if kind != "causal":
         seen = seen & (n[:, None] - n[None] < 5)
     want, gradients = exact(module, tensors, seen, 0.125)
     leaves = [t.cuda().requires_grad_() for t in tensors]
-    given = None if kind == "causal" else seen.cuda()
+    given = {"causal": None, "window": seen.cuda(), "blocks": torch.full((1, 1, 1, 1), 5)}[kind]
     with torch.nn.attention.sdpa_kernel(
         [torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]
     ):

@@ -161,10 +161,13 @@ def test_attention_masks(changes: dict[str, Any], masks: int, on_gpu: int) -> No
     names = (("self_attn.indexer.wk", 4, 4),)
     indexed = dataclasses.replace(small_dims(), lora_in_out=(names,) * 4)
     assert mask_bytes(indexed, config, load, "bfloat16", gpu=True) == max(1, masks) * 8 * 64 * 64
-    # A window smaller than the row needs a mask of its own, packed or not.
+    # On a CPU a window smaller than the row needs a mask of its own, packed or not; with a long row none.
     window = dataclasses.replace(small_dims(), pair_widths=((64, 0), (64, 16), (64, 16), (64, 0)))
     more = 2 * masks if masks else 1
     assert mask_bytes(window, config, load, "bfloat16") == more * 8 * 64 * 64
+    assert mask_bytes(window, config, load, "bfloat16", gpu=True) == 2 * on_gpu * 8 * 64 * 64
+    long = dataclasses.replace(load, row=8193)
+    assert mask_bytes(window, config, long, "bfloat16") == 2 * masks * 8 * 64 * 8193
 
 
 def test_formats_and_dtype() -> None:
