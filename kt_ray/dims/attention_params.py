@@ -85,6 +85,7 @@ def _block_indexer(keys: Keys, layer: int, parts: LayerParts) -> None:
     hidden = keys.size("hidden_size")
     heads = inner.size("sparse_num_index_heads", default=keys.size("index_n_heads", default=4))
     head = inner.size("sparse_index_dim", default=keys.size("index_head_dim", default=128))
+    parts.index = (heads, True)
     parts.project("self_attn.indexer.q_proj", hidden, heads * head)
     parts.project("self_attn.indexer.k_proj", hidden, head)
     parts.attention += 2 * head  # norms
@@ -114,6 +115,7 @@ def _mla(keys: Keys, parts: LayerParts) -> None:
         parts.attention += hidden * heads * v_head
     if keys.config.get("index_n_heads"):
         index_heads, index_head = keys.size("index_n_heads"), keys.size("index_head_dim")
+        parts.index = (index_heads, False)
         parts.project("self_attn.indexer.wq_b", q_rank or hidden, index_heads * index_head)
         parts.project("self_attn.indexer.wk", hidden, index_head)
         parts.attention += 2 * index_head  # norm with bias

@@ -154,6 +154,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         attention_width=max(p.width for p in parts),
         attention_normed=max(p.normed for p in parts),
         pair_widths=tuple((p.pair, p.window) for p in parts),
+        indexes=tuple(p.index for p in parts),
         cache_widths=tuple(p.cache for p in parts),
         context=context if isinstance(context, int) and context > 0 else 0,
         hidden_streams=streams,

@@ -102,6 +102,8 @@ class LayerParts:
     normed: int = 0  # of queries and keys that pass norms of their own
     pair: int = 0  # elements of keys and values that a query multiplies for each key it meets
     window: int = 0  # keys that a query meets at most; 0 = all before it
+    # heads of the index that chooses a query's keys, 0 without one; whether query heads choose apart
+    index: tuple[int, bool] = (0, False)
     cache: CacheWidth = field(default_factory=CacheWidth)  # what generation keeps of a row
 
     def project(self, name: str, n_in: int, n_out: int, bias: bool = False) -> None:

@@ -77,6 +77,9 @@ class ModelDims:
     pair_widths: tuple[
         tuple[int, int], ...
     ] = ()  # per layer: elements that a query multiplies per key, window
+    # per layer: heads of the index that chooses a query's keys, 0 without one, and whether query heads choose
+    # apart; () = no layer has one
+    indexes: tuple[tuple[int, bool], ...] = ()
     cache_widths: tuple[CacheWidth, ...] = ()  # per layer: what generation keeps of a row
     context: int = 0  # tokens that the model was made for (max_position_embeddings); 0 = it does not say
     hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide

@@ -19,7 +19,8 @@ Attention worker with n layers:
     workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32 where PEFT computes
                       it, its dropout masks, q/k/v): all groups of a layer are recomputed before the first is
                       released, unless rule.activations has one micro-batch of each recomputed at a time; what
-                      a LoRA module needs for a moment, of one micro-batch (`adapter_scratch_bytes`);
+                      a LoRA module or an index needs for a moment, of one micro-batch
+                      (`adapter_scratch_bytes`, `index_scratch_bytes`);
                       T_r * data.max_length of attention masks, kept for the whole pass (`mask_bytes`)
     logits            rows of one chunk * vocabulary * (b + 8), on the last stage
     staging           `worker_staging`
@@ -340,7 +341,7 @@ def layer_activation_bytes(
         # torch adds a mask in the type of the queries, and autograd keeps it. Blocks have their keys and
         # values twice: in their own and in the next.
         if masked(dims, config, gpu=gpu) or _window_masked(window, row, gpu=gpu):
-            scores = element * row
+            scores = element * row * (dims.num_heads if _index(dims, layer)[1] else 1)
         elif 0 < window <= row:
             scores = element * dims.cache_widths[layer].near
     return linear + lora + norms + element * dims.attention_width + scores
@@ -362,6 +363,20 @@ def adapter_scratch_bytes(
     if drops(config):
         return max((max(12 * n_out + 4 * n_in, 11 * n_in) for n_in, n_out, _ in sizes), default=0)
     return max((max(12 * n_out, 4 * (n_in + n_out)) for n_in, n_out, _ in sizes), default=0)
+
+
+def index_scratch_bytes(dims: ModelDims, row: int, layer: int, dtype: str) -> int:
+    """Bytes per token of a micro-batch that an index of a layer needs for a moment, beside rows of `row`.
+
+    transformers holds the scores of every key and index head in float32, twice at once (as it scales, cuts or
+    masks them); where heads choose apart, then the choice and the mask of every query head.
+    """
+    heads, apart = _index(dims, layer)
+    return row * max(8 * heads, (2 + ELEMENT_BYTES[dtype]) * dims.num_heads * apart)
+
+
+def _index(dims: ModelDims, layer: int) -> tuple[int, bool]:
+    return dims.indexes[layer] if dims.indexes else (0, False)
 
 
 def dora_bytes(dims: ModelDims, config: Config, layer: int) -> int:
@@ -412,7 +427,7 @@ def masked(dims: ModelDims, config: Config, *, gpu: bool) -> bool:
     """Whether layers that look at all keys get a mask: other documents in the row, an index that chooses
     keys; of padding, which follows the row, only generation, CPUs and `MASKS_PADDING` have one (`Stage`)."""
     told = not gpu or generates(config) or dims.model_type in MASKS_PADDING
-    indexed = any("indexer" in name for layer in dims.lora_in_out for name, _, _ in layer)
+    indexed = any(heads for heads, _ in dims.indexes)
     return config.data.packing or indexed or (told and config.pads(config.rule.replica_count))
 
 
@@ -449,7 +464,12 @@ def worker_items(
     gpu = worker.device != "cpu"
     kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype, gpu=gpu) for layer in own}
     recompute = max(
-        load.recomputed * size + load.micro * adapter_scratch_bytes(dims, config, layer, dtype, gpu=gpu)
+        load.recomputed * size
+        + load.micro
+        * max(
+            adapter_scratch_bytes(dims, config, layer, dtype, gpu=gpu),
+            index_scratch_bytes(dims, load.row, layer, dtype),
+        )
         for layer, size in kept_by_layer.items()
     )
     logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)

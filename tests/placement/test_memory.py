@@ -13,7 +13,13 @@ from kt_ray.dims.config_json import dims_from_config
 from kt_ray.hardware.describe import hardware_for, nominal_hardware
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.lora_sizes import expert_lora_params, lora_params
-from kt_ray.placement.memory import GIB, layer_activation_bytes, load_of, mask_bytes
+from kt_ray.placement.memory import (
+    GIB,
+    index_scratch_bytes,
+    layer_activation_bytes,
+    load_of,
+    mask_bytes,
+)
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import remedies, shortage
@@ -158,8 +164,7 @@ def test_attention_masks(changes: dict[str, Any], masks: int, on_gpu: int) -> No
     assert mask_bytes(small_dims(), config, load, "bfloat16", gpu=True) == on_gpu * 8 * 64 * 64
     told = dataclasses.replace(small_dims(), model_type="minimax")
     assert mask_bytes(told, config, load, "bfloat16", gpu=True) == masks * 8 * 64 * 64
-    names = (("self_attn.indexer.wk", 4, 4),)
-    indexed = dataclasses.replace(small_dims(), lora_in_out=(names,) * 4)
+    indexed = dataclasses.replace(small_dims(), indexes=((2, False),) * 4)
     assert mask_bytes(indexed, config, load, "bfloat16", gpu=True) == max(1, masks) * 8 * 64 * 64
     # On a CPU a window smaller than the row needs a mask of its own, packed or not; with a long row none.
     window = dataclasses.replace(small_dims(), pair_widths=((64, 0), (64, 16), (64, 16), (64, 0)))
@@ -168,6 +173,27 @@ def test_attention_masks(changes: dict[str, Any], masks: int, on_gpu: int) -> No
     assert mask_bytes(window, config, load, "bfloat16", gpu=True) == 2 * on_gpu * 8 * 64 * 64
     long = dataclasses.replace(load, row=8193)
     assert mask_bytes(window, config, long, "bfloat16") == 2 * masks * 8 * 64 * 8193
+
+
+def test_an_index_holds_its_scores() -> None:
+    """DeepSeek-V3.2: 64 index heads, float32, twice. MiniMax-M3: 4 heads, and a mask of each query head."""
+    latent = small_dims("deepseek_v3", index_n_heads=64, index_head_dim=16, index_topk=4)
+    assert index_scratch_bytes(latent, 4096, 1, "bfloat16") == 2 * 64 * 4096 * 4
+    assert index_scratch_bytes(small_dims("deepseek_v3"), 4096, 1, "bfloat16") == 0
+    blocks = dataclasses.replace(small_dims("mixtral"), indexes=((4, True),) * 4, num_heads=32)
+    assert index_scratch_bytes(blocks, 100, 1, "bfloat16") == 100 * max(8 * 4, 4 * 32)
+    config = make_config(data={"max_length": 100})
+    dense = dataclasses.replace(blocks, indexes=())
+    more, less = (layer_activation_bytes(d, config, 1, "bfloat16", gpu=True) for d in (blocks, dense))
+    assert more - less >= 2 * 32 * 100  # kept for backward
+
+
+def test_a_plan_refuses_rows_whose_index_does_not_fit() -> None:
+    """One row of 16,384 tokens: 2 x 64 scores of each pair in float32 are 128 GiB."""
+    dims = small_dims("deepseek_v3", index_n_heads=64, index_head_dim=16, index_topk=4)
+    config = make_config(data={"max_length": 16384}, trainer={"batch_size": 1}, rule={"device": "cuda"})
+    plan = make_plan(dims, config, make_hardware(gpus=1))
+    assert not plan.fits and items(plan, "cuda:0")["workspace"] > 128 * GIB
 
 
 def test_formats_and_dtype() -> None:
