@@ -17,11 +17,11 @@ change.
 
 **Windows** of keys: see windows.py.
 
-What torch's flash kernel refuses on CUDA (sdp_utils.cpp of torch 2.13): a mask; widths above 256, or of which
-one differs; and under grad, on compute capability 8.6 to 8.9 and 12.x, widths above 192 up to 224. There the
-forward without grad would take flash and the recomputation another kernel, and routers might choose other
-experts. So no width between 192 and 256 is made here. Widths are multiples of 8, or torch makes them so by
-copies. What CUDA does is untested on hardware but for tests/model/test_gpu.py.
+What torch's flash kernel refuses on CUDA (sdp_utils.cpp of torch 2.13): float32; a mask; widths above 256,
+or of which one differs; and under grad, on compute capability 8.6 to 8.9 and 12.x, widths above 192 up to
+224. There the forward without grad would take flash and the recomputation another kernel, and routers might
+choose other experts. So no width between 192 and 256 is made here. Widths are multiples of 8, or torch makes
+them so by copies. What CUDA does is untested on hardware but for tests/model/test_gpu.py.
 
 Shapes: b rows, h heads, n queries, m keys, d features of queries and keys, e of values.
 """
@@ -125,8 +125,14 @@ def _widens(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Whether the narrower of keys and values are to get zeros."""
     b, heads, n, _ = query.shape
     if query.is_cuda:
-        return mask is None and n > 1
+        return mask is None and n > 1 and _flash(query)
     return 4 * b * heads * n * key.shape[2] > HELD_BYTES
+
+
+def _flash(query: Tensor) -> bool:
+    """Whether torch has a flash kernel for queries of this type on this GPU."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and half and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _with_sinks(
@@ -144,7 +150,7 @@ def _with_sinks(
     causal = mask is None and n > 1
     # A GPU's flash kernel takes keys that heads share; the other kernels do not, and a CPU's would add
     # their gradients in another order.
-    shared = (causal and query.is_cuda) or window is not None
+    shared = (causal and _flash(query)) or window is not None
     groups = 1 if shared else heads // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     width = _width(d + PARTS)

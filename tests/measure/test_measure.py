@@ -34,6 +34,7 @@ def positive(rate: DeviceRate) -> None:
     assert curves and all(min(curve.values) > 0 for curve in curves)
     assert min(rate.memory.value, rate.sdpa.value, rate.softmax.value, rate.operation.value) > 0
     assert rate.blocks is not None and rate.blocks.norm.value > 0
+    assert (rate.blocks.masked is None) == (rate.threads > 0)  # a GPU has a kernel of its own for masks
 
 
 def test_a_median_is_of_repeats_after_a_warm_up() -> None:
