@@ -72,8 +72,8 @@ class Stream:
     held: bool = False  # by work that is done, or an event that it waits for
     items: deque[Callable[[Stream], bool]] = field(default_factory=deque)  # each says whether it holds it
 
-    def record_event(self) -> Event:
-        event = Event()
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
 
         def reach(_: Stream) -> bool:
             event.reached = True
