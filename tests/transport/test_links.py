@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,6 +152,91 @@ def test_an_actor_without_a_row_still_gets_its_message() -> None:
     assert torch.equal(dx, torch.cat([dy[:2], torch.zeros(1, 8)]))
     assert torch.equal(dw, torch.cat([weights[:2], torch.zeros(1, 2)]))
     assert dx.data_ptr() != dy.data_ptr()
+
+
+class Ready(threading.Event):
+    """An event of a device."""
+
+    def synchronize(self) -> None:
+        assert self.wait(60)
+
+
+def link(port: LocalPort, mailbox: Mailbox, *, later: bool = True) -> ExpertLink:
+    return ExpertLink(
+        mailbox,
+        port,
+        replica=0,
+        experts=1,
+        number=7,
+        experts_of=lambda layer, rank: (0, 1, 2, 3),
+        num_experts=4,
+        later=later,
+    )
+
+
+def test_what_is_on_its_way_to_the_host_is_sent_later_in_order() -> None:
+    """The worker goes on at once; rows for far actors are chosen by ids that are there by then."""
+    sent: list[Message] = []
+    mailbox, actor = Mailbox("test"), ("experts", 0)
+    exchange = link(FarPort({actor: sent.append}, [actor]), mailbox)
+    ids = torch.full((3, 2), 4, dtype=torch.int32)
+    first, second = Ready(), Ready()
+    for group, ready in enumerate((first, second)):
+        exchange.after(ready)
+        tokens = torch.zeros(3, 8), ids, torch.rand(3, 2), torch.arange(3)
+        exchange.submit_forward(5, group, *tokens, True)
+    second.set()
+    assert not sent
+    ids[1] = 2
+    first.set()
+    mailbox.put(Message(("reply", "forward", 7, 5, 1, 0), {"y": torch.ones(1, 8)}))
+    assert exchange.join_forward(5, 1).sum(dim=1).tolist() == [0, 8, 0]
+    assert [(m.tag, len(m.tensors["x"])) for m in sent] == [
+        (("forward", 7, 5, 0, 0), 1),
+        (("forward", 7, 5, 1, 0), 1),
+    ]
+    exchange.close()
+    exchange.close()
+
+
+def test_a_single_token_waits_for_its_copy() -> None:
+    sent: list[Message] = []
+    exchange = link(LocalPort({("experts", 0): sent.append}), Mailbox("test"), later=False)
+    ready = Ready()
+    threading.Timer(0.05, ready.set).start()
+    exchange.after(ready)
+    assert ready.is_set()
+    ids = torch.zeros(1, 2, dtype=torch.int32)
+    exchange.submit_forward(5, 0, torch.zeros(1, 8), ids, torch.rand(1, 2), torch.arange(1), False)
+    assert sent
+
+
+def test_what_cannot_be_sent_shows_where_it_is_waited_for() -> None:
+    def refuse(message: Message) -> None:
+        raise OSError("the pipe is gone")
+
+    exchange = link(LocalPort({("experts", 0): refuse}), Mailbox("test"))
+    ready = Ready()
+    ready.set()
+    exchange.after(ready)
+    ids = torch.zeros(1, 2, dtype=torch.int32)
+    exchange.submit_forward(5, 0, torch.zeros(1, 8), ids, torch.rand(1, 2), torch.arange(1), True)
+    with pytest.raises(OSError, match="the pipe is gone"):
+        exchange.join_forward(5, 0)
+
+
+def test_a_pass_that_is_given_up_sends_no_more() -> None:
+    sent: list[Message] = []
+    exchange = link(LocalPort({("experts", 0): sent.append}), Mailbox("test"))
+    ready = Ready()
+    ids = torch.zeros(1, 2, dtype=torch.int32)
+    for group in range(2):
+        exchange.after(ready)
+        tokens = torch.zeros(1, 8), ids, torch.rand(1, 2), torch.arange(1)
+        exchange.submit_forward(5, group, *tokens, True)
+    threading.Timer(0.05, ready.set).start()
+    exchange.close()
+    assert [m.tag[3] for m in sent] == [0]  # the one under way
 
 
 def test_workers_say_where_their_experts_are(tmp_path: Path) -> None:
