@@ -20,7 +20,9 @@ def machine_of(plan: Plan) -> Machine:
     class. Or it is on all hosts, which are alike: then host 0 stands for all of them.
     """
     hardware, hosts, copies = plan.hardware, plan.attention_hosts // plan.copies, plan.copies
-    capacity = {_name(plan, s): float(s.cores) for s in hardware.sockets}
+    # With cluster=local one host has all copies of the experts, each a part of its cores.
+    sharing = 1 if hosts else copies
+    capacity = {_name(plan, s): s.cores / sharing for s in hardware.sockets}
 
     def seat(worker: WorkerPlan) -> Seat:
         if worker.device != "cpu":
@@ -28,7 +30,8 @@ def machine_of(plan: Plan) -> Machine:
         socket = home_socket(worker, hardware)
         return Seat(socket, min(float(worker.threads), capacity[socket]))
 
-    workers = tuple(seat(worker) for worker in plan.workers if worker.host == 0)
+    own = plan.replicas_of(0)
+    workers = tuple(seat(worker) for worker in plan.workers if worker.host == 0 and worker.replica in own)
     if hosts > 1:
         return Machine(capacity, workers, _alike(plan, capacity, hosts), hosts, copies)
     places = [(actor.host, actor.node) for actor in plan.first_copy]

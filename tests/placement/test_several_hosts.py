@@ -164,3 +164,12 @@ def test_copies_without_teams_are_refused(rule: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="teams") as caught:
         plan_of(**rule)
     assert caught.value.remedy
+
+
+def test_one_process_with_two_copies_is_simulated() -> None:
+    rule = {"device": "cpu", "replicas": 4, "attention_hosts": "all", "experts": {"copies": 2}}
+    plan = make_plan(small_dims(), in_process(config_of(**rule)), host())
+    machine = machine_of(plan)
+    assert (plan.copies, plan.attention_hosts) == (2, 1)
+    assert (machine.copies, machine.hosts, len(machine.workers)) == (2, 1, 2)
+    assert set(machine.capacity.values()) == {2.0}  # half of each socket's cores
