@@ -9,7 +9,7 @@ from typing import Any
 
 from kt_ray.hardware.machine import socket_name
 from kt_ray.placement.memory import GIB, ITEMS, home_socket
-from kt_ray.placement.plan_types import Choice, ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
+from kt_ray.placement.plan_types import Budget, Choice, ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 from kt_ray.placement.traffic import traffic_dict
 
 
@@ -162,12 +162,20 @@ def experts_per_layer(plan: Plan, actor: HoldsExperts) -> str:
 
 
 def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: one column per device, one row per item, then sum, capacity, share and verdict."""
-    header = ["", *(budget.device for budget in plan.budgets)]
-    sizes = [budget.items for budget in plan.budgets]
+    """Header and rows: one column per device, one row per item, then sum, capacity, share and verdict.
+
+    Devices of other hosts than the driver's that are filled alike have one column.
+    """
+    alike: dict[tuple[object, ...], list[Budget]] = {}
+    for budget in plan.budgets:
+        own = budget.device.partition(f"host {budget.host} ")[2] if budget.host else budget.device
+        alike.setdefault((own, budget.host > 0, *budget.items.items(), budget.capacity), []).append(budget)
+    shown = [budgets[0] for budgets in alike.values()]
+    header = ["", *(_column(str(key[0]), budgets) for key, budgets in alike.items())]
+    sizes = [budget.items for budget in shown]
     rows = [
-        ["layers", *(_layers_on(plan, budget.device) for budget in plan.budgets)],
-        ["experts per layer", *(_experts_on(plan, budget.device) for budget in plan.budgets)],
+        ["layers", *(_layers_on(plan, budget.device) for budget in shown)],
+        ["experts per layer", *(_experts_on(plan, budget.device) for budget in shown)],
     ]
     rows += [
         [
@@ -177,13 +185,16 @@ def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
         for item in ITEMS
         if any(item in s for s in sizes)
     ]
-    rows.append(["sum", *(gib(b.total) for b in plan.budgets)])
-    rows.append(["capacity", *(gib(b.capacity) if b.capacity else "unknown" for b in plan.budgets)])
-    rows.append(
-        ["used", *(f"{100 * b.total / b.capacity:.0f} %" if b.capacity else "-" for b in plan.budgets)]
-    )
-    rows.append(["", *("fits" if b.fits else "too much" for b in plan.budgets)])
+    rows.append(["sum", *(gib(b.total) for b in shown)])
+    rows.append(["capacity", *(gib(b.capacity) if b.capacity else "unknown" for b in shown)])
+    rows.append(["used", *(f"{100 * b.total / b.capacity:.0f} %" if b.capacity else "-" for b in shown)])
+    rows.append(["", *("fits" if b.fits else "too much" for b in shown)])
     return header, rows
+
+
+def _column(device: str, budgets: Sequence[Budget]) -> str:
+    hosts = id_ranges([budget.host for budget in budgets])
+    return f"hosts {hosts} {device}" if len(budgets) > 1 else budgets[0].device
 
 
 def _layers_on(plan: Plan, device: str) -> str:

@@ -12,6 +12,7 @@ from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.layout import layouts
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.render import memory_table
 from kt_ray.placement.traffic import touched, traffic
 from kt_ray.timing.seats import machine_of
 from tests.placement.configs import make_config, make_hardware, small_dims
@@ -173,3 +174,12 @@ def test_one_process_with_two_copies_is_simulated() -> None:
     assert (plan.copies, plan.attention_hosts) == (2, 1)
     assert (machine.copies, machine.hosts, len(machine.workers)) == (2, 1, 2)
     assert set(machine.capacity.values()) == {2.0}  # half of each socket's cores
+
+
+def test_hosts_that_are_filled_alike_have_one_column() -> None:
+    header, rows = memory_table(plan_of(nodes=4, gpus=1, experts={"copies": 4}))
+    assert header[1:] == [
+        *("cuda:0", "hosts 1-3 cuda:0"),
+        *("host 0 socket 0", "host 0 socket 1", "hosts 1-3 socket 0", "hosts 1-3 socket 1"),
+    ]
+    assert all(len(row) == len(header) for row in rows)
