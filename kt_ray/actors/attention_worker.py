@@ -142,9 +142,10 @@ class AttentionWorker(PlainActor):
 
     @property
     def _counted_elsewhere(self) -> int:
-        """Bytes of this process's resident memory that the first replica's worker reports, too."""
+        """Bytes of this process's resident memory that a worker of its host's first replica reports, too."""
         streamed = self.stage.streamed
-        return streamed.host_bytes if streamed is not None and streamed.shared and self.part.replica else 0
+        shared = streamed is not None and streamed.shared and not self.plan.first_of_host(self.part)
+        return streamed.host_bytes if streamed is not None and shared else 0
 
     def _notes(self) -> list[str]:
         """What a user should know; what replicas have in common, from one of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,18 +78,35 @@ def share_weights(plan: Plan, specs: ActorSpecs) -> tuple[ActorSpecs, list[int]]
         The specs, and the descriptors of files in memory, one per stage, that the caller keeps open: workers
         open them through this process, those that replace dead ones, too. None where nothing is shared.
     """
-    shared = any(spec.streamed and shares_weights(spec.lora) for spec in specs.stages)
-    if not shared or plan.replicas == plan.attention_hosts:
+    if not shares_files(plan, specs):
         return specs, []
+    files, paths = weights_files(plan.stages)
+    return with_weights_files(plan, specs, 0, paths), files
+
+
+def shares_files(plan: Plan, specs: ActorSpecs) -> bool:
+    """Whether replicas of a host have streamed layers in common."""
+    shared = any(spec.streamed and shares_weights(spec.lora) for spec in specs.stages)
+    return shared and plan.replicas > plan.attention_hosts
+
+
+def weights_files(count: int) -> tuple[list[int], list[tuple[str, str]]]:
+    """Descriptors of new files in memory, and path and name of each for processes of this host."""
     # A name that no other file has: in another container the same path may be a stranger's.
-    names = [f"kt_ray-weights-{secrets.token_hex(8)}" for _ in range(plan.stages)]
+    names = [f"kt_ray-weights-{secrets.token_hex(8)}" for _ in range(count)]
     files = [os.memfd_create(name, os.MFD_CLOEXEC) for name in names]
-    paths = [(f"/proc/{os.getpid()}/fd/{file}", name) for file, name in zip(files, names, strict=True)]
+    return files, [(f"/proc/{os.getpid()}/fd/{file}", name) for file, name in zip(files, names, strict=True)]
+
+
+def with_weights_files(
+    plan: Plan, specs: ActorSpecs, host: int, paths: Sequence[tuple[str, str]]
+) -> ActorSpecs:
+    """Specs with which the workers of a host share these files, one per stage."""
     stages = (
-        spec if worker.host else replace(spec, weights_file=paths[worker.stage])
+        replace(spec, weights_file=paths[worker.stage]) if worker.host == host else spec
         for spec, worker in zip(specs.stages, plan.workers, strict=True)
     )
-    return replace(specs, stages=tuple(stages)), files
+    return replace(specs, stages=tuple(stages))
 
 
 def actor_specs(

@@ -213,7 +213,7 @@ def budgets(
     of_experts: dict[ExpertActorPlan, dict[str, float]] = {}
     for worker in workers:
         home = home_socket(worker, hardware)
-        like = _kind(worker, config.lora)
+        like = _kind(worker, config, hosts)
         if like not in of_workers:
             of_workers[like] = worker_items(dims, config, load, worker, stages, dtype, hosts)
         for item, size in of_workers[like].items():
@@ -273,7 +273,7 @@ def staged(
     kinds: dict[WorkerPlan, int] = {}
 
     def own(worker: WorkerPlan) -> int:
-        kind = _kind(worker, config.lora)
+        kind = _kind(worker, config, hosts)
         if kind not in kinds:
             kinds[kind] = math.ceil(worker_items(dims, config, load, worker, stages, dtype)["staging"])
         return kinds[kind]
@@ -288,11 +288,10 @@ def staged(
     )
 
 
-def _kind(worker: WorkerPlan, lora: LoraConfig) -> WorkerPlan:
+def _kind(worker: WorkerPlan, config: Config, hosts: int) -> WorkerPlan:
     """Workers with the same one need the same bytes."""
-    first = worker.rank if worker.rank == 0 else 1
-    alone = int(has_own_copy(worker, lora))
-    return replace(worker, rank=first, replica=0, host=alone, cpus=(), threads=0)
+    root, keeps = min(1, worker.rank), int(keeps_weights(worker, config, hosts))
+    return replace(worker, rank=root, replica=keeps, host=0, cpus=(), threads=0)
 
 
 def reached_part(dims: ModelDims, actor: ExpertActorPlan, hosts: int) -> float:
@@ -483,7 +482,7 @@ def worker_items(
         "optimizer": 8 * all_adapters if root else 0,
         "kept activations": kept,
         "hidden states": states if load.on_host else 0,
-        "streamed weights": sum(away) if has_own_copy(worker, config.lora) else 0,
+        "streamed weights": sum(away) if keeps_weights(worker, config, hosts) else 0,
         "embedding": element * dims.embedding_params * looked_up,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
         "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
@@ -524,10 +523,10 @@ def embedding_on_host(dims: ModelDims, worker: WorkerPlan, stages: int) -> bool:
     return bool(worker.streamed) and worker.stage == 0 and not tied
 
 
-def has_own_copy(worker: WorkerPlan, lora: LoraConfig) -> bool:
-    """Whether the weights of a worker's streamed layers lie in host memory for it alone, or first for it: the
-    driver keeps the memory that replicas share, so those of other hosts have one each."""
-    return worker.replica == 0 or worker.host > 0 or not shares_weights(lora)
+def keeps_weights(worker: WorkerPlan, config: Config, hosts: int) -> bool:
+    """Whether streamed layers are counted for a worker, as the first on its host. hosts: with attention."""
+    first = worker.replica % (config.rule.replica_count // hosts) == 0
+    return first or not shares_weights(config.lora)
 
 
 def shares_weights(lora: LoraConfig) -> bool:

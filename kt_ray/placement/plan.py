@@ -166,10 +166,10 @@ def _laid_out(
     experts, of_lane = plan_lanes(experts, dims, config, hardware, load, lane_rates, min(hosts, team))
     experts = _copied(experts, copies, 0 if local else team)
     if copies > 1:
+        of_each = f"{counted(team, 'host')} for each, with {counted(rule.replica_count // copies, 'replica')}"
         expert_notes.append(
-            f"rule.experts.copies={copies}: {counted(team, 'host')} hold all experts, and compute the tokens of "
-            f"{counted(rule.replica_count // copies, 'replica')}; gradients are added up over the copies at the "
-            "end of a step (not run on several machines)"
+            f"rule.experts.copies={copies}: {of_each}; the copies' "
+            "gradients are added up at the end of a step (not run on several machines)"
         )
     expert_notes += [*placed, *of_lane]
 

@@ -259,6 +259,10 @@ class Plan:
         """Copies of all routed experts, each with as many of the replicas, in order."""
         return self.experts[0].copies
 
+    def first_of_host(self, worker: WorkerPlan) -> bool:
+        """Whether a worker is of the first replica on its host."""
+        return worker.replica % (self.replicas // self.attention_hosts) == 0
+
     @property
     def first_copy(self) -> tuple[ExpertActorPlan, ...]:
         """Expert actors that hold all experts once."""

@@ -46,6 +46,7 @@ from kt_ray.actors.ray.ray_placement import (
     reserved_by_host,
     seats,
 )
+from kt_ray.actors.ray.ray_weights import share_on_hosts
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.actors.watch import ActorDied
 from kt_ray.config.schema import ClusterConfig, RayRule
@@ -130,6 +131,7 @@ class RayCluster(ActorCluster):
         self._guard: RayGuard | None = None  # of a Ray that this object started
         self._group: Any = None
         self._actor_specs: dict[Address, RayActorSpec] = {}
+        self._keepers: list[Any] = []  # see share_on_hosts
         self._epoch = 0  # how often the actors were introduced to each other
 
     # -- start --------------------------------------------------------------------------------
@@ -270,6 +272,9 @@ class RayCluster(ActorCluster):
         reserved = reservations(self.plan, self.rule, have)
         share = gpu_share(self.plan)
         chosen, cards = self._reserve(reserved)
+        self._keepers, self.specs = share_on_hosts(
+            self.plan, self.specs, self._group, chosen, self.config.start_timeout
+        )
         bundles, specs = chosen.of, self.specs.in_own_processes(cards)
         for (kind, rank), arguments in specs.arguments(self.plan).items():
             worker = self.plan.workers[rank] if kind == "worker" else None
@@ -527,8 +532,8 @@ class RayCluster(ActorCluster):
 
     def _leave_ray(self) -> None:
         try:
-            for handle in self._ray_handles():
-                ray.kill(handle.actor, no_restart=True)
+            for actor in (*(handle.actor for handle in self._ray_handles()), *self._keepers):
+                ray.kill(actor, no_restart=True)
             if self._group is not None:
                 remove_placement_group(self._group)
                 self._group = None

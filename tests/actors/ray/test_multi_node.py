@@ -98,3 +98,29 @@ def test_no_cluster_is_no_place_for_several_hosts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no running Ray cluster"):
         started(checkpoint, config, tmp_path).connect()
     assert not ray.is_initialized()
+
+
+def test_replicas_of_a_host_share_streamed_weights(tmp_path: Path, address: str) -> None:
+    """Two replicas on each host, whose layers are streamed: one copy of the weights per host."""
+    checkpoint = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=3)
+    rule = ("rule=multi_node", "rule.device=cpu", "rule.replicas=4", "rule.attention_hosts=all")
+    more = ("rule.resident_layers=0", "cluster=ray", f"cluster.address={address}")
+    config = config_for(checkpoint, *rule, *more)
+    cluster = started(checkpoint, config, tmp_path)
+    try:
+        cluster.start()
+        losses = steps(cluster, config, BATCHES, 2)
+        facts = [fact for fact in cluster.info() if fact["actor"].startswith("worker")]
+        opened = [weights_of(fact["pid"]) for fact in facts]
+        assert not any(fact["notes"] for fact in facts), facts
+    finally:
+        cluster.shutdown()
+    assert len(opened[0]) == 1 and opened[0] == opened[1] != opened[2] == opened[3]
+    with local_cluster(checkpoint, config) as here:
+        assert losses == steps(here, config, BATCHES, 2)
+
+
+def weights_of(pid: int) -> set[str]:
+    """Files of shared weights that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split("memfd:")[1].split()[0] for line in lines if "memfd:kt_ray-weights" in line}
