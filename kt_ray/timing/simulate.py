@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.weight_slots import Filled, WeightSlots
+from kt_ray.timing.shared_resource import Resource
 
 # -- what is given, and what comes out -----------------------------------------------------------
 
@@ -300,36 +301,6 @@ class Wait(NamedTuple):
 
 
 Program = Generator[Busy | Wait, None, None]
-
-
-@dataclass(eq=False)
-class Resource:
-    """Tasks that share a capacity: all of them run at rate min(1, capacity / demand).
-
-    `served` is the work that a task present from the start would have got; a task ends when it has grown
-    by its seconds. One rate for all keeps the order of ends a heap's.
-    """
-
-    capacity: float
-    demand: float = 0.0
-    served: float = 0.0
-    since: float = 0.0
-    used: float = 0.0
-    version: int = 0
-    tasks: list[tuple[float, int, float, Callable[[], None]]] = field(default_factory=list)
-
-    @property
-    def rate(self) -> float:
-        return min(1.0, self.capacity / self.demand) if self.demand > self.capacity else 1.0
-
-    def advance(self, now: float) -> None:
-        step = (now - self.since) * self.rate if self.tasks else 0.0
-        self.served += step
-        self.used += step * self.demand
-        self.since = now
-
-    def next_end(self) -> float:
-        return self.since + max(0.0, self.tasks[0][0] - self.served) / self.rate
 
 
 @dataclass(eq=False)

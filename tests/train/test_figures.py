@@ -12,7 +12,7 @@ from kt_ray.train.reports import PassReport
 
 def reported(*workers: tuple[str, int, int]) -> tuple[Plan, PassReport]:
     """A plan and reports of workers given as (device, process id, peak bytes)."""
-    plan: Any = SimpleNamespace(workers=[SimpleNamespace(device=device) for device, _, _ in workers])
+    plan: Any = SimpleNamespace(workers=[SimpleNamespace(place=device) for device, _, _ in workers])
     found: Any = SimpleNamespace(
         workers=[SimpleNamespace(rank=i, pid=pid, gpu_bytes=b) for i, (_, pid, b) in enumerate(workers)]
     )
