@@ -312,7 +312,9 @@ def home_socket(worker: WorkerPlan, hardware: Hardware) -> str:
     """The socket whose memory and cores an attention worker's host side uses."""
     sockets = hardware.on(worker.host)
     bound = (s for s in sockets if worker.cpus and set(worker.cpus) <= set(s.cpus))
-    return socket_name(hardware, worker.host, next(bound, sockets[worker.rank % len(sockets)]).node)
+    # Ranks go on from host to host, GPUs begin again: hosts are alike.
+    own = int(worker.device.removeprefix("cuda:")) if worker.host and worker.device != "cpu" else worker.rank
+    return socket_name(hardware, worker.host, next(bound, sockets[own % len(sockets)]).node)
 
 
 def layer_activation_bytes(

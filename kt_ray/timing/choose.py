@@ -12,6 +12,7 @@ rule.nodes > 1, cluster=local folds all hosts into one and may choose otherwise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,6 +97,10 @@ def choose_plan(
         simulated.add(choice_of(plan))
     own = with_layout(config, layout_of(plan)) if choices else config
     simulations = [_Candidate(own, plan, step_seconds(plan, config, host_rates))]
+    # Copies first, the most that fit: as long as tokens travel, the network hides what a layout is worth.
+    copied = (one for other in _other_copies(simulations[0]) for one in simulate_fitting([other]))
+    simulations += itertools.islice(copied, 1)
+    best = _faster(simulations[0], simulations[1:])
     if choices:
         at = choices.index(layout_of(plan))  # the first that fits
         alike = [other for other in choices[at + 1 :] if other.hosts == plan.attention_hosts]
@@ -104,14 +109,10 @@ def choose_plan(
         tried = (*alike[: LAYOUTS - 1], *fewer[:1])
         if config.rule.resident_layers == "auto":  # with layers that pass through the GPU more replicas fit
             tried = (*choices[:at][-STREAMED:], *tried)
-        simulations += simulate_fitting(with_layout(config, other) for other in tried)
+        simulations += simulate_fitting(_with_layout(best, other) for other in tried)
     of_layouts = tuple(simulations)
     simulations += simulate_fitting(other for one in of_layouts for other in _other_residents(one, (0.0,)))
-    best = _faster(simulations[0], simulations[1:])
-    copies = next((one for other in _other_copies(best) for one in simulate_fitting([other])), None)
-    if copies is not None:  # the most that fit: tokens then travel least
-        simulations.append(copies)
-        best = _faster(best, [copies])
+    best = _faster(best, [one for one in simulations if one is not best])
     kinds = (_other_residents, _other_activations, _other_attention, _other_output, _other_groups)
     for alternatives in kinds:
         others = simulate_fitting(alternatives(best))
@@ -190,6 +191,13 @@ def _other_residents(best: _Candidate, shares: tuple[float, ...] = (0.0, 0.5)) -
     for resident in (int(share * layers) for share in shares):
         if resident != plan.resident:
             yield with_keys(best.config, {"rule.resident_layers": resident})
+
+
+def _with_layout(best: _Candidate, layout: Layout) -> Config:
+    """Another layout with as many copies of the experts, or one where it has attention on fewer hosts."""
+    config = with_layout(best.config, layout)
+    fewer = layout.hosts < best.plan.attention_hosts and best.plan.copies > 1
+    return with_keys(config, {"rule.experts.copies": 1}) if fewer else config
 
 
 def _other_copies(best: _Candidate) -> Iterator[Config]:

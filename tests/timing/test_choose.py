@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.describe import hardware_for
 from kt_ray.hardware.machine import GPU_FREE, Gpu, Hardware
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rates import Figure
+from kt_ray.modes.plan import model_dims
 from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
@@ -257,3 +260,18 @@ def test_smaller_waves_are_compared_where_attention_would_hold_less() -> None:
     assert any("rule.activations=auto: " in note for note in plan.notes)
     fixed = choose_plan(V3, v3_config(64, stages=2, replicas=1, activations="group"), hardware)
     assert fixed.activations == "group" and fixed.wave == held["group"].wave
+
+
+def test_hosts_get_a_copy_of_the_experts_each() -> None:
+    """auto: tokens would have to pass 10 Gbit/s; with too little memory for a copy they do."""
+    given = ["mode=plan", "model=deepseek_v3", "plan.hardware=2x4090_2x8488c", "rule.nodes=2"]
+    config = compose([*given, "data.max_length=2048", "trainer.batch_size=16", "rule.groups=2"])
+    hardware, dims = hardware_for(config), model_dims(config.model)
+    plan = choose_plan(dims, config, hardware)
+    assert (plan.copies, plan.attention_hosts, plan.stages, plan.replicas) == (2, 2, 1, 4)
+    assert {choice.copies for choice in plan.compared} == {1, 2}
+    small = dataclasses.replace(
+        hardware,
+        sockets=tuple(dataclasses.replace(s, memory_bytes=s.memory_bytes // 4) for s in hardware.sockets),
+    )
+    assert choose_plan(dims, config, small).copies == 1
