@@ -111,7 +111,7 @@ class MeasuredDurations:
             return self.terms.begin[rank] / self.plan.groups, 0.0
         return self.terms.operations[rank, kind, layer, group.number]
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> float:
         planned = next(self._calls[actor])
         assert planned[:2] == (layer, direction)
         return self.terms.calls[actor, *planned]

@@ -536,7 +536,7 @@ class Lane:
             counts: rows of every local id. tokens: of the call.
         """
         there = self._before[1] if self.plan.held and self._before[0] == layer else ()
-        share, known = self.plan.share(tokens), {e for own in there for e in own}
+        share, known = self.plan.share(tokens, again=bool(there)), {e for own in there for e in own}
         streamed = streamed_experts(counts[: self._streamable[layer]], share, known)
         of_devices = dealt(streamed, counts, len(self.parts), there)
         self._before = (layer, of_devices)

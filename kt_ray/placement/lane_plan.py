@@ -150,12 +150,12 @@ def plan_lanes(
             resident = resident_by_layer(held, stay, load.slots)
             chosen_by = f"the most used ones of {load.source}"
         notes.append(f"{stay} experts of each MoE layer stay on {there}: {chosen_by}")
-    shares, again, said = _shares(own, dims, config, rates, there)
+    shares, said = _shares(own, dims, config, rates, there)
     lanes = {}
     for actor, stays in zip(own, resident, strict=True):
         beside = [a.rank for a in own if a.host == actor.host]
         of_host = devices_of(devices, beside.index(actor.rank), len(beside))
-        lanes[actor.rank] = LanePlan(of_host, stays, shares, recompute=again)
+        lanes[actor.rank] = replace(shares, devices=of_host, resident=stays)
     made = tuple(replace(actor, lane=lanes.get(actor.rank)) for actor in actors)
     if not any(actor.lane is not None and (actor.lane.resident or actor.lane.streams) for actor in made):
         return actors, notes + said
@@ -168,37 +168,38 @@ def plan_lanes(
 
 def _shares(
     actors: Actors, dims: ModelDims, config: Config, rates: LaneRates | None, there: str
-) -> tuple[tuple[tuple[int, float], ...], bool, list[str]]:
-    """`LanePlan.shares` and `recompute`, and sentences for the plan's notes."""
-    asked = config.rule.experts.stream
+) -> tuple[LanePlan, list[str]]:
+    """A lane without devices: what is carried in each call. And sentences for the plan's notes."""
+    asked, off = config.rule.experts.stream, LanePlan(())
     if asked == "off":
-        return (), False, []
+        return off, []
     if not isinstance(asked, str):
         said = f"{float(asked):.0%} of the other experts are streamed to {there} per call"
-        return ((0, float(asked)),), False, [said]
+        return replace(off, shares=((0, float(asked)),)), [said]
     if rates is None:
-        return (), False, ["rule.experts.stream=auto: off, as no rates of the GPU and its link are known"]
+        return off, ["rule.experts.stream=auto: off, as no rates of the GPU and its link are known"]
     tokens = config.trainer.batch_size * config.data.max_length // config.rule.experts.copy_count
     recompute = config.rule.experts.activations == "recompute"
-    steps, split, again = choose_shares(
+    steps, later, split, again = choose_shares(
         expert_sizes(actors, dims, config), rates, tokens, recompute=recompute
     )
     if not steps:
         said = f"off; at {tokens:,} tokens per call it would save {split.gain:.0%}"
-        return (), False, [f"rule.experts.stream=auto: {said} (rates: {rates.source})"]
+        return off, [f"rule.experts.stream=auto: {said} (rates: {rates.source})"]
     said = f"from {steps[0][0]:,} tokens per call on; at {tokens:,} tokens {steps[-1][1]:.0%} of the experts"
     if again and not recompute:
         said += ", whose gates and ups are computed again in backward"
     said += f", which saves {split.gain:.0%} of it (rates: {rates.source})"
-    return steps, again, [f"rule.experts.stream=auto: {said}"]
+    chosen = replace(off, shares=steps, later=later, recompute=again)
+    return chosen, [f"rule.experts.stream=auto: {said}"]
 
 
 def held_experts(actor: ExpertActorPlan, dims: ModelDims, groups: int) -> int:
-    """Carried experts of a layer, on each device, that several calls use: those of all groups of a wave."""
+    """Carried experts of a layer, on each device, that a wave's calls use after each other."""
     lane = actor.lane
     if lane is None or not lane.streams or groups == 1:
         return 0
-    share = max(share for _, share in lane.shares)
+    share = max(share for _, share in (*lane.shares, *lane.later))
     resident = {layer: len(ids) for layer, ids in lane.resident}
     most = max(len(actor.experts_of(layer)) - resident.get(layer, 0) for layer in dims.moe_layers)
     return -(-whole_experts(share, most) // len(lane.devices))
@@ -216,11 +217,14 @@ def with_held(
     sharing = Counter(device for actor in actors if actor.lane for device in set(actor.lane.devices))
     made = []
     for actor in actors:
-        lane, held = actor.lane, held_experts(actor, dims, groups)
+        lane, wanted = actor.lane, held_experts(actor, dims, groups)
+        held = wanted
         if lane is not None and lane.cuda:
             fits = min(room.get(device, 0.0) / sharing[device] for device in lane.devices) // stored
-            held = min(held, max(0, int(fits)))
-        made.append(actor if lane is None else replace(actor, lane=replace(lane, held=held)))
+            held = min(wanted, max(0, int(fits)))
+        if lane is not None:  # what does not stay is carried by every call
+            lane = replace(lane, held=held, later=lane.later if held == wanted and held else ())
+        made.append(replace(actor, lane=lane))
     return tuple(made)
 
 

@@ -199,7 +199,9 @@ def lane_parts(work: LaneWork, link: float, gpu: float, carried: int, devices: i
     return LaneParts(copies, own / work.experts * work.flops / gpu, first, work.moved(own) / link)
 
 
-def split_seconds(work: LaneWork, rates: LaneRates, carried: int, *, recompute: bool = False) -> Share:
+def split_seconds(
+    work: LaneWork, rates: LaneRates, carried: int, *, recompute: bool = False, held: int = 0
+) -> Share:
     """Both sides' seconds with `carried` of the experts on the device, the mean of forward and backward.
 
     The engine multiplies what is left, and is no faster than the socket's memory gives the weights: those
@@ -209,6 +211,7 @@ def split_seconds(work: LaneWork, rates: LaneRates, carried: int, *, recompute: 
     Args:
         recompute: whether the lane computes gates and ups again; else they leave in forward (on the link's
             other direction) and come back in backward.
+        held: of the experts carried, those that are there from the call before.
     """
     part = carried / work.experts if work.experts else 0.0
     weights = work.experts * work.bytes / rates.memory
@@ -216,18 +219,22 @@ def split_seconds(work: LaneWork, rates: LaneRates, carried: int, *, recompute: 
     found = lane_parts(work, rates.link, rates.gpu, carried, rates.devices)
     lane = 0.0
     if carried:
-        copies, products = found.copies, found.products
+        new = 1 - held / carried
+        copies, products = new * found.copies, found.products
         if recompute:  # two thirds of the products, in one of the two directions
             products += found.products / 3
         else:
             copies += work.kept * part / rates.devices / rates.link / 2
-        lane = max(copies, products) + found.first + found.moved
+        lane = max(copies, products) + (found.first if new else 0.0) + found.moved
     return Share(carried, part, cpu, lane, max(work.flops / rates.cpu, weights))
 
 
-def best_share(work: LaneWork, rates: LaneRates, *, recompute: bool = False) -> Share:
-    """The number of carried experts with which the later side ends soonest; of equals the fewest."""
-    splits = (split_seconds(work, rates, n, recompute=recompute) for n in range(work.experts + 1))
+def best_share(work: LaneWork, rates: LaneRates, *, recompute: bool = False, held: int = 0) -> Share:
+    """The number of carried experts with which the later side ends soonest; of equals the fewest. held: that
+    are there from the call before."""
+    splits = (
+        split_seconds(work, rates, n, recompute=recompute, held=held) for n in range(held, work.experts + 1)
+    )
     return min(splits, key=lambda split: (split.seconds, split.carried))
 
 
@@ -258,9 +265,11 @@ class ExpertSizes:
 
 
 class Shares(NamedTuple):
-    """steps: `LanePlan.shares`. largest: the split of the largest call. recompute: `LanePlan.recompute`."""
+    """steps, later: `LanePlan.shares` and `later`. largest: the split of the largest call. recompute:
+    `LanePlan.recompute`."""
 
     steps: tuple[tuple[int, float], ...]
+    later: tuple[tuple[int, float], ...]
     largest: Share
     recompute: bool
 
@@ -282,13 +291,21 @@ def choose_shares(sizes: ExpertSizes, rates: LaneRates, most_tokens: int, *, rec
     if again is None:
         again = retained >= RECOMPUTE_GAIN * recomputed
     steps: list[tuple[int, float]] = []
+    later: list[tuple[int, float]] = []
     at = [1 << n for n in range(max(1, most_tokens).bit_length()) if 1 << n < most_tokens]
     for tokens in (*at, max(1, most_tokens)):
         found = best_share(sizes.work(tokens), rates, recompute=again)
         share = round(found.carried / sizes.held, 4) if found.gain >= LEAST_GAIN else 0.0
-        if (share or steps) and (not steps or steps[-1][1] != share):
+        if share or steps:
+            more = best_share(sizes.work(tokens), rates, recompute=again, held=found.carried if share else 0)
             steps.append((tokens, share))
-    return Shares(tuple(steps), best_share(most, rates, recompute=again), again)
+            later.append((tokens, round(more.carried / sizes.held, 4) if share else 0.0))
+    return Shares(_changes(steps), _changes(later), best_share(most, rates, recompute=again), again)
+
+
+def _changes(steps: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Without steps that repeat the one before."""
+    return tuple(step for i, step in enumerate(steps) if not i or step[1] != steps[i - 1][1])
 
 
 def resident_by_layer(

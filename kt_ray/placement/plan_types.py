@@ -76,6 +76,9 @@ class LanePlan:
     # carried experts of a layer whose weights stay on each device until another layer's are carried, so that
     # one copy of them serves all groups
     held: int = 0
+    # as `shares`, for a layer's calls after the first: what is there is carried no more, and what they carry
+    # comes on top; () = as for the first
+    later: tuple[tuple[int, float], ...] = ()
     # whether gates and ups of carried and resident experts are computed again in backward, whatever the
     # engine does with its own: else they go to host memory and come back
     recompute: bool = False
@@ -92,9 +95,14 @@ class LanePlan:
         """Whether experts are carried to the devices at all."""
         return bool(self.shares)
 
-    def share(self, tokens: int) -> float:
-        """Share of the other experts that is carried for a call of `tokens` tokens."""
-        return next((share for least, share in reversed(self.shares) if tokens >= least), 0.0)
+    def share(self, tokens: int, *, again: bool = False) -> float:
+        """Share of the other experts that a call of so many tokens computes on the devices.
+
+        Args:
+            again: whether the call before was of the same layer.
+        """
+        shares = self.later if again and self.later else self.shares
+        return next((share for least, share in reversed(shares) if tokens >= least), 0.0)
 
 
 @dataclass(frozen=True)

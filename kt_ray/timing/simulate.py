@@ -140,14 +140,14 @@ class Durations(Protocol):
         """An operation of a worker program ("begin" before the first one): seconds before what it sends
         leaves, and after that."""
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
-        """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas."""
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> float:
+        """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas. again:
+        whether the call before was of the same layer."""
 
     def lane(
         self, actor: int, layer: int, direction: str, tokens: int, *, again: bool
     ) -> tuple[LaneCall, ...]:
-        """The same call's parts on GPUs, at the same time; one per GPU that has one. again: whether the call
-        before was of the same layer."""
+        """The same call's parts on GPUs, at the same time; one per GPU that has one."""
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
         """Tokens of one worker, or their gradients, on the way to a class of expert actors."""
@@ -469,7 +469,7 @@ class _Step:
                 for way in c.ways:
                     yield Wait((direction, layer, g, way.actors[0], replica), "attention")
             together = sum(part[g] for part in tokens[: len(plan.replicas_of(0))])
-            seconds = self.durations.expert(actor, layer, direction, together)
+            seconds = self.durations.expert(actor, layer, direction, together, again=g > 0)
             lane = self.durations.lane(actor, layer, direction, together, again=g > 0)
             for call in lane:
                 self._send(("lane", layer, direction, g, actor, call.device), Carriage())

@@ -204,10 +204,10 @@ class PlanDurations:
 
     # -- experts -----------------------------------------------------------------------------
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
-        key = (actor, layer, direction, tokens)
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool = False) -> float:
+        key = (actor, layer, direction, tokens, again)
         if key not in self._calls:
-            self._calls[key] = self._expert(actor, layer, direction, tokens)
+            self._calls[key] = self._expert(*key)
         return self._calls[key]
 
     @cached_property
@@ -220,17 +220,17 @@ class PlanDurations:
         return self.lanes.calls(actor, layer, direction, tokens, again=again)
 
     @cached_property
-    def _calls(self) -> dict[tuple[int, int, str, int], float]:
+    def _calls(self) -> dict[tuple[int, int, str, int, bool], float]:
         return {}
 
-    def _expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+    def _expert(self, actor: int, layer: int, direction: str, tokens: int, again: bool) -> float:
         dims, holder = self.plan.dims, self.plan.experts[actor]
         count = len(holder.experts_of(layer))
         slots = tokens * dims.experts_per_token * count / dims.num_experts
         if slots == 0:
             return dispatch_seconds(CALL_OPS, self.host, self.host)
         rows = max(1.0, slots / count)
-        resident, carried = self.lanes.part(actor, layer, tokens)
+        resident, carried = self.lanes.part(actor, layer, tokens, again=again)
         busy = min(count, slots) * (1 - resident)  # carried experts are read from the same memory
         slots *= 1 - resident - carried
         total = self._kernel(direction, slots, rows, holder.threads)

@@ -39,7 +39,7 @@ class Given:
         known = {"begin": (0.1, 0.0), "forward": (0.7, 0.4), "recompute": (0.2, 1.1), "backward": (0.0, 1.9)}
         return known.get(kind, (0.05, 0.03))
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> float:
         return 1.3 + 0.1 * actor
 
     def lane(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> tuple[()]:

@@ -34,6 +34,7 @@ LANES = {
     "both, on two devices": LanePlan(("cpu", "cpu"), SOME, ((0, 0.5),)),
     "streamed large calls only": LanePlan(("cpu",), (), ((20, 0.5),)),
     "held for the second group": LanePlan(("cpu",), SOME, ((0, 0.5),), held=3),
+    "more for the second group": LanePlan(("cpu",), (), ((0, 0.3),), held=4, later=((0, 0.7),)),
     "all streamed, some held, on two devices, recomputed": LanePlan(
         ("cpu",) * 2, (), ((0, 1.0),), held=1, recompute=True
     ),

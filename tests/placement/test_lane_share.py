@@ -98,12 +98,15 @@ def test_carrying_relieves_no_memory() -> None:
 
 def test_shares_begin_where_they_pay_and_grow() -> None:
     sizes = ExpertSizes(held=256, experts=256, per_token=8, params=44_040_192, bytes=44.7e6, hidden=7168)
-    shares, split, recompute = choose_shares(sizes, RATES, 32_768, recompute=False)
+    shares, later, split, recompute = choose_shares(sizes, RATES, 32_768, recompute=False)
     tokens, parts = zip(*shares, strict=True)
     assert list(tokens) == sorted(tokens) and list(parts) == sorted(parts) and parts[-1] <= 1
     before = best_share(sizes.work(tokens[0] // 2), RATES)
     assert before.gain < 0.05 <= best_share(sizes.work(tokens[0]), RATES).gain
     assert split.gain > 0.2 and parts[-1] == pytest.approx(split.carried / 256, abs=1e-4)
+    assert later[0][0] == tokens[0] and all(
+        more >= first for (_, first), (_, more) in zip(shares, later, strict=False)
+    ), "later calls carry others on top of those that are there"
     slow = LaneRates(link=1e9, gpu=80e12, cpu=20e12, memory=200e9)
     assert choose_shares(sizes, slow, 4096, recompute=False).steps == () and not recompute
     more = choose_shares(sizes, RATES.tuned(Tuning(1.5)), 32_768, recompute=False)
@@ -149,6 +152,7 @@ def test_plans() -> None:
         "resident": {str(n): "5-6" for n in layers},
         "shares": [[0, 0.25]],
         "held": 1,
+        "later": [],
         "recompute": False,
     }
     assert "lane" not in plan_to_dict(planned())["experts"][0]
@@ -215,6 +219,21 @@ def test_a_lane_holds_what_there_is_room_for() -> None:
     assert sizes[0] - sizes[1] >= 63 * stored  # a group of all tokens holds more of them
     some = held(4)
     assert 0 < some[0] < 64 and some[0] == some[1]
+
+
+def test_later_calls_carry_only_what_is_not_there() -> None:
+    sizes = ExpertSizes(128, 256, 8, 44_040_192, 44.7e6, 7168)
+    work = sizes.work(4096)
+    first = best_share(work, RATES)
+    again = best_share(work, RATES, held=first.carried)
+    assert 0 < first.carried < again.carried and again.seconds < first.seconds
+    all_there = split_seconds(work, RATES, first.carried, held=first.carried)
+    assert all_there.lane == pytest.approx(
+        first.carried / 128 * work.flops / RATES.gpu + (work.moved(first.carried) / RATES.link)
+    )
+    plan = LanePlan(("cuda:0",), (), ((1024, 0.25),), held=40, later=((1024, 0.5),))
+    assert (plan.share(4096), plan.share(4096, again=True), plan.share(512, again=True)) == (0.25, 0.5, 0)
+    assert LanePlan(("cuda:0",), (), ((1024, 0.25),)).share(4096, again=True) == 0.25
 
 
 def test_a_gpu_serves_the_actors_of_its_host() -> None:

@@ -47,7 +47,7 @@ class Fixed:
             return self.forward  # type: ignore[return-value]
         return (0.0, float({"recompute": self.recompute, "backward": self.backward}.get(kind, 0.0)))  # type: ignore[arg-type]
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> float:
         return float(self.experts)  # type: ignore[arg-type]
 
     def lane(
