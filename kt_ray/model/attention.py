@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kt_ray.dims.layer_params import HELD_BYTES
+from kt_ray.dims.layer_params import HELD_BYTES, LEARNED_BIAS
 from kt_ray.model import windows
 
 NAME = "kt_ray"
@@ -59,6 +59,8 @@ def implementation(config: Any, has_sdpa: bool) -> str:
 
     Layers whose index chooses keys stay with "sdpa": they make their mask for that name and "eager" alone.
     """
+    if config.model_type in LEARNED_BIAS:
+        return "eager"
     if not has_sdpa:  # dims/layer_params.py counts the memory of "eager": WITHOUT_SDPA
         return NAME if config.model_type in SINKS else "eager"
     ours = hasattr(config, "v_head_dim") or getattr(config, "sliding_window", None)

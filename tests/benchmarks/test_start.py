@@ -37,6 +37,7 @@ TESTED = {
     "memory_run": "test_memory_run.py",
     "moe_layer": "test_moe_layer.py",
     "nekoqa": "test_start.py",
+    "paced_schedule": "test_paced_schedule.py",
     "reference_schedule": "test_reference_schedule.py",
     "run_record": "test_simulator_check.py",
     "scaling": "test_start.py",

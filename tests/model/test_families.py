@@ -92,10 +92,8 @@ def build(path: Path) -> None:
 
 
 def make_stages(path: Path, cuts: tuple[int, ...]) -> list[Stage]:
-    return [
-        Stage(StageSpec(str(path), c, LAYERS, dtype="float32", attn_implementation="eager", lora=LORA))
-        for c in itertools.pairwise(cuts)
-    ]
+    how = {"dtype": "float32", "attn_implementation": "eager", "attention_output": "retain"}
+    return [Stage(StageSpec(str(path), c, LAYERS, lora=LORA, **how)) for c in itertools.pairwise(cuts)]
 
 
 def assert_equals_transformers(stages: list[Stage], reference: Eager) -> None:
