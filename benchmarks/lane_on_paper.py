@@ -2,7 +2,7 @@
 
     python benchmarks/lane_on_paper.py
 
-Pure arithmetic: nothing is measured here. docs/gpu_lane.md has its output and where each figure comes from.
+Pure arithmetic: nothing is measured here. docs/streaming.md has its output and where each figure comes from.
 """
 
 from __future__ import annotations

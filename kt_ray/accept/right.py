@@ -41,7 +41,7 @@ TOPICS = {
     "parity": Topic("Logits and all LoRA gradients agree with Hugging Face", "README.md", each=True),
     "layouts": Topic("Stages, replicas, workers on one card and resume: one loss curve", "docs/schedule.md"),
     "ray": Topic("Under Ray as in one process, bit for bit", "docs/architecture.md", needs_ray=True),
-    "lane": Topic("Experts on a GPU agree with the CPU's", "docs/gpu_lane.md", each=True),
+    "lane": Topic("Experts on a GPU agree with the CPU's", "docs/streaming.md", each=True),
     "generation": Topic("Greedy answers are Hugging Face's", "docs/generation.md", each=True),
     "memory": Topic(
         "Shared memory is page-locked and given back",

@@ -8,7 +8,7 @@ while one is computed.
 Adapters, gradients and what backward needs stay on the host: they belong to the actor, whatever computes.
 
 Every device has its part of the experts, a thread and two buffers of its own (`DeviceLane`); the caller adds
-the parts to what the engine computed, in the order of the devices. See docs/gpu_lane.md.
+the parts to what the engine computed, in the order of the devices. See docs/streaming.md.
 Legend: T tokens, K slots per token, R rows, U tokens with a row here, H hidden size, I intermediate size.
 """
 

@@ -2,7 +2,7 @@
 
 Pure functions. Carrying an expert costs its bytes over PCIe, whatever it computes; what it saves the CPU
 grows with the tokens it gets. So the experts with most tokens go, from a number of tokens on, and as many as
-let both sides end together. docs/gpu_lane.md has the arithmetic with figures.
+let both sides end together. docs/streaming.md has the arithmetic with figures.
 
 Legend: T tokens of a call, E experts of a layer, n of them in an actor's host memory, K experts per token.
 """

@@ -65,7 +65,7 @@ class HoldsExperts:
 
 @dataclass(frozen=True)
 class LanePlan:
-    """What an expert actor computes on GPUs (docs/gpu_lane.md)."""
+    """What an expert actor computes on GPUs (docs/streaming.md)."""
 
     devices: tuple[str, ...]  # "cuda:i" (the plan's ordinals) or "cpu", a stand-in
     # (layer, global ids) of the actor's experts that stay in the devices' memory, dealt out in turn

@@ -1,4 +1,4 @@
-"""The table of docs/gpu_lane.md is what the program prints."""
+"""The table of docs/streaming.md is what the program prints."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_has_the_table() -> None:
-    lines = (ROOT / "docs" / "gpu_lane.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "streaming.md").read_text().splitlines()
     assert [line for line in table() if line not in lines] == []
