@@ -366,9 +366,9 @@ class AttentionWorker(PlainActor):
         start = time.monotonic()
         if self.rank == 0 and step > self._committed:
             self.masters.optimizer.apply(lr, clip)
+        self._committed = step  # whatever becomes of the messages: a second update would be one too many
         self._exchange_parameters(("updated", token))
         self.stage.zero_grad()
-        self._committed = step
         return time.monotonic() - start
 
     def _exchange_parameters(self, tag: tuple[str, int]) -> None:

@@ -190,6 +190,7 @@ class ExpertActor(PlainActor):
             self.port.release(leases.pop((worker, group)))
         alloc = self.port.alloc if self.port.shares(worker) else new_memory
         adapter = message.facts.get("adapter", True)
+        self.experts.forget_calls()  # they come in any order
         rows = self._forward(layer, group, message.tensors, alloc, keep=False, adapter=adapter)
         reply = Message(("reply", "forward", number, layer, group, self.rank), rows)
         leases[worker, group] = self.port.send([worker], reply)
@@ -248,8 +249,8 @@ class ExpertActor(PlainActor):
         if step > self._committed:
             self.experts.apply_gradients(lr, clip)
             self._summed = False
+        self._committed = step  # whatever becomes of the messages: a second update would be one too many
         self.publish(token)
-        self._committed = step
         return time.monotonic() - start
 
     def discard(self) -> None:

@@ -209,8 +209,12 @@ class DeviceLane:
 
     def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
         start = time.monotonic()
-        with torch.no_grad():
-            made = work(*args)
+        try:
+            with torch.no_grad():
+                made = work(*args)
+        except BaseException:
+            self.device.finish()  # the next call may overwrite what is still computed from
+            raise
         self.seconds += time.monotonic() - start
         return made
 
@@ -545,8 +549,8 @@ class Lane:
             for part, own in zip(self.parts, of_devices, strict=True)
         )
 
-    def begin_pass(self) -> None:
-        """What calls of earlier passes chose does not matter in this one."""
+    def forget_calls(self) -> None:
+        """What earlier calls chose does not matter for the next one."""
         self._before = (-1, ())
 
     def forward(

@@ -159,7 +159,8 @@ class PackedExperts:
         for name, view in self.parcels[expert].views.items():
             empty = torch.empty(0, dtype=view.dtype, device=memory.device)
             stride = (self.nbytes // empty.element_size(), *view.stride)
-            made[name] = empty.set_(memory.untyped_storage(), view.offset, (count, *view.size), stride)
+            offset = view.offset + memory.storage_offset() // empty.element_size()  # memory is bytes
+            made[name] = empty.set_(memory.untyped_storage(), offset, (count, *view.size), stride)
         return made
 
 
@@ -197,6 +198,7 @@ class HeldExperts:
     def _place(self, number: int, nbytes: int, device: torch.device) -> Tensor:
         if self._memory is None or self._memory.numel() < self._places * nbytes:
             assert not self._here, "a layer's experts are alike"
+            self._memory = None  # freed before there is more
             self._memory = torch.empty(self._places * nbytes, dtype=torch.uint8, device=device)
         return self._memory[number * nbytes : (number + 1) * nbytes]
 

@@ -217,13 +217,17 @@ class LocalExperts:
     def begin_pass(self, step: int, dropout: bool, adapters: bool | str = True) -> None:
         """Forget kept activations. dropout: whether LoRA's is on. adapters: as `adapter` of `forward`."""
         self._kept.clear()
-        if self.lane is not None:
-            self.lane.begin_pass()
+        self.forget_calls()
         self._adapter = adapters
         p = self.spec.lora.dropout
         self._dropout = (
             DropoutSpec(p=p, seed=self.spec.seed, step=step) if dropout and p > 0 and self.lora else None
         )
+
+    def forget_calls(self) -> None:
+        """The next call does not depend on those before: where they come in no planned order."""
+        if self.lane is not None:
+            self.lane.forget_calls()
 
     def keep(self, name: str, *, copy: bool) -> None:
         """Keep the LoRA as it is now under a name; `copy` if it will be changed."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear
 from kt_ray.model.layer_calls import LayerContext, RecordedCall
 from kt_ray.model.lora_linear import LoraLinear, input_gradient
+from kt_ray.model.streamed_weights import bring
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ class _Probe:
         dtype: torch.dtype,
     ) -> None:
         self.layer, self.call, self.context = layer, call, context
+        bring(layer)
         self.device = next(layer.parameters()).device
         self.generator = torch.Generator().manual_seed(0)
         self.h, self.y = self._normal(shape, dtype), self._normal((*shape[:2], shape[-1]), dtype)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kt_ray.actors.attention_worker import AttentionWorker
+from kt_ray.actors.expert_actor import ExpertActor
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, steps, waves_of
 
@@ -71,3 +73,26 @@ def test_gradients_of_a_pass_add_up_over_the_copies(tmp_path: Path) -> None:
     for name, grad in found[1][0].items():
         torch.testing.assert_close(found[2][0][name], grad, rtol=1e-4, atol=1e-6, msg=name)
     assert found[2][1] == pytest.approx(found[1][1], rel=1e-5)
+
+
+def test_an_update_whose_sending_breaks_off_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks what is committed must not be told that nothing was applied."""
+    checkpoint = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=3)
+    config = config_for(checkpoint, *COMMON, "rule.experts.copies=2")
+    with local_cluster(checkpoint, config) as cluster:
+        steps(cluster, config, BATCHES, 1)
+        before = cluster.committed()
+        cluster.run_pass(one_pass(cluster, waves_of(BATCHES[1], config, cluster.plan)))
+        cluster.prepare(1)
+
+        def breaks(*_: object) -> None:
+            raise ConnectionError("closed by peer")
+
+        monkeypatch.setattr(ExpertActor, "publish", breaks)
+        monkeypatch.setattr(AttentionWorker, "_exchange_parameters", breaks)
+        with pytest.raises(ConnectionError):
+            cluster.commit(1, 0.01, 1.0)
+        cluster.discard()
+        assert cluster.committed() != before

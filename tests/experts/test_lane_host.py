@@ -126,9 +126,13 @@ def test_rows_in_parts_change_nothing_but_rounding(
     close_to(found, _plain(path, dropout, activations)[0], dtype)
 
 
-def test_held_experts_are_carried_once(checkpoint: tuple[Path, torch.dtype]) -> None:
+@pytest.mark.parametrize("together", [1, 8])
+def test_held_experts_are_carried_once(
+    checkpoint: tuple[Path, torch.dtype], together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both groups of a layer use one copy, forward and backward; the second group takes the experts that are
-    there, and nothing else changes."""
+    there, and nothing else changes: experts that are computed where they lie, and batches of them."""
+    monkeypatch.setattr(lane_share, "LANE_BATCH", together)
     carried, results_of = {}, {}
     for held in (0, 2, 5):
         lane = LanePlan(("cpu",), (), ((0, 1.0),), held=held)

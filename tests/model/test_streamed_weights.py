@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kt_ray.config.schema import LoraConfig
+from kt_ray.model import known_outputs
 from kt_ray.model.stage import Stage, StageSpec
 from kt_ray.model.streamed_weights import StreamedWeights, bring
 from tests.helpers.hf_reference import build_checkpoint
@@ -122,6 +123,22 @@ def test_a_stage_holds_less_and_says_what(tmp_path: Path, lora: LoraConfig, dtyp
     )
     assert 0 < streamed.streamed.device_bytes < 3 * 1.1 * largest + 3 * 256 * 40
     assert streamed.streamed.host_bytes > streamed.streamed.device_bytes
+
+
+def test_probes_find_weights_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that no slot has shows its host block: on a GPU a probe's numbers would be elsewhere."""
+    path = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=6)
+    places: list[int] = []
+
+    def noted(probe: known_outputs._Probe, candidates: object) -> known_outputs.KnownOutputs:
+        places.append(next(probe.layer.parameters()).untyped_storage().data_ptr())
+        return known_outputs.KnownOutputs()
+
+    monkeypatch.setattr(known_outputs._Probe, "known", noted)
+    stage = Stage(StageSpec(str(path), (0, 6), 6, streamed=(0, 1, 2, 3, 4, 5), slots=3))
+    assert stage.streamed is not None
+    slots = {memory.untyped_storage().data_ptr() for memory in stage.streamed._memory}
+    assert len(places) == 2 and set(places) <= slots  # a dense layer and one with experts
 
 
 def test_pissa_takes_from_weights_in_host_memory(tmp_path: Path) -> None:
