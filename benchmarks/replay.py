@@ -111,12 +111,12 @@ class MeasuredDurations:
             return self.terms.begin[rank] / self.plan.groups, 0.0
         return self.terms.operations[rank, kind, layer, group.number]
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> float:
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> float:
         planned = next(self._calls[actor])
         assert planned[:2] == (layer, direction)
         return self.terms.calls[actor, *planned]
 
-    def lane(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> tuple[()]:
+    def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[()]:
         """A recorded call lasts until its part on a GPU is done."""
         return ()
 

@@ -39,6 +39,7 @@ from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.plan_types import ExpertActorPlan, LanePlan
 
 Actors = tuple[ExpertActorPlan, ...]
+HELD_ROOM = 0.9  # of a GPU's free memory that held experts may take
 
 
 def lane_wanted(rule: RuleConfig) -> bool:
@@ -211,16 +212,18 @@ def with_held(
     """The actors with lanes that hold as many carried experts as there is room for.
 
     Args:
-        room: bytes of every GPU ("cuda:i") that nothing else needs; a stand-in has room for all.
+        room: bytes by name of every GPU's budget that nothing else needs, of which a tenth stays free; a
+            stand-in has room for all.
     """
     stored = dims.expert_bytes(BACKEND_STORAGE.get(config.rule.experts.backend)) / len(dims.moe_layers)
-    sharing = Counter(device for actor in actors if actor.lane for device in set(actor.lane.devices))
+    sharing = Counter(actor.place(d) for actor in actors if actor.lane for d in set(actor.lane.devices))
     made = []
     for actor in actors:
         lane, wanted = actor.lane, held_experts(actor, dims, groups)
         held = wanted
         if lane is not None and lane.cuda:
-            fits = min(room.get(device, 0.0) / sharing[device] for device in lane.devices) // stored
+            places = [actor.place(device) for device in lane.devices]
+            fits = min(HELD_ROOM * room.get(place, 0.0) / sharing[place] for place in places) // stored
             held = min(wanted, max(0, int(fits)))
         if lane is not None:  # what does not stay is carried by every call
             lane = replace(lane, held=held, later=lane.later if held == wanted and held else ())
@@ -303,4 +306,5 @@ def _part(dims: ModelDims, actor: ExpertActorPlan) -> float:
     assert actor.lane is not None
     held = sum(actor.counts(dims.moe_layers))
     stays = sum(len(ids) for _, ids in actor.lane.resident) / held
-    return stays + (1 - stays) * max((share for _, share in actor.lane.shares), default=0.0)
+    carried = (*actor.lane.shares, *actor.lane.later)
+    return stays + (1 - stays) * max((share for _, share in carried), default=0.0)

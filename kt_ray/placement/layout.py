@@ -37,7 +37,8 @@ def layouts(dims: ModelDims, config: Config, hardware: Hardware) -> tuple[Layout
     nothing (its GPUs hold layers instead), and fewer replicas of as many stages, which need no less memory.
     """
     rule, gpus = config.rule, len(hardware.gpus)
-    asked = "all" if rule.experts.copy_count > 1 else rule.attention_hosts
+    asked = rule.attention_hosts
+    asked = "all" if asked == "auto" and rule.experts.copy_count > 1 else asked
     nodes = 1 if config.cluster.name == "local" else rule.nodes
     if not layout_is_auto(rule) or gpus * nodes < 2 or resolve_device(rule, hardware) == "cpu":
         return ()
@@ -46,7 +47,8 @@ def layouts(dims: ModelDims, config: Config, hardware: Hardware) -> tuple[Layout
     for hosts in sorted({nodes if asked != "driver" else 1, nodes if asked == "all" else 1}, reverse=True):
         most: dict[int, int] = {}  # stages -> most replicas of a host
         for own in range(gpus, 0, -1):
-            if own * hosts <= micro and math.ceil(micro / math.ceil(micro / (own * hosts))) == own * hosts:
+            fewer = math.ceil(micro / ((own - 1) * hosts)) if own > 1 else micro + 1
+            if own * hosts <= micro and math.ceil(micro / (own * hosts)) < fewer:
                 most.setdefault(min(gpus // own, dims.num_layers), own)
         found += [Layout(stages, own * hosts, hosts) for stages, own in most.items()]
     return tuple(found)

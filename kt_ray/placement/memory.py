@@ -122,10 +122,15 @@ class Load:
     recomputed: int
     on_host: bool = False
     outputs: bool = False
+    own_group: int = 0  # one group of the largest replica
 
-    def of_copy(self, copies: int) -> Load:
-        """The same with the tokens that one of so many copies of the experts computes."""
-        return replace(self, total=_part(self.total, 1 / copies), group=_part(self.group, 1 / copies))
+    def of_copy(self, copies: int, replicas: int) -> Load:
+        """The same with the most tokens that one of so many copies of the experts computes: of the replicas
+        that have one, whose rows may be more than others'."""
+        if copies == 1:
+            return self
+        total = min(self.total, self.replica * replicas // copies)
+        return replace(self, total=total, group=min(total, self.own_group * replicas // copies))
 
 
 def widest_row(data: DataConfig) -> int:
@@ -140,7 +145,8 @@ def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
     """
     if generates(config):
         tokens = step_tokens(config)
-        return Load(tokens * config.rule.replica_count, tokens, tokens, tokens, tokens, tokens)
+        all_replicas = tokens * config.rule.replica_count
+        return Load(all_replicas, tokens, tokens, tokens, tokens, tokens, own_group=tokens)
     trainer, row = config.trainer, widest_row(config.data)
     replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)
@@ -156,7 +162,7 @@ def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
     at_once = rows if held.attention == "group" else min(rows, (groups + 1) * micro)
     group = min(total, group_rows * row * replicas)
     waiting = (held.attention == "host", held.output == "retain")
-    return Load(total, rows * row, group, micro * row, row, at_once * row, *waiting)
+    return Load(total, rows * row, group, micro * row, row, at_once * row, *waiting, group_rows * row)
 
 
 def lora_bytes(config: Config) -> int:
@@ -225,7 +231,8 @@ def budgets(
             add(home, "runtime", WORKER_RUNTIME)
     for actor in experts:
         isa = hardware.best_isa if actor.isa == "auto" else actor.isa
-        reached, of_copy = reached_part(dims, actor, hosts), load.of_copy(actor.copies)
+        reached = reached_part(dims, actor, hosts)
+        of_copy = load.of_copy(actor.copies, config.rule.replica_count)
         kind = replace(actor, rank=0, host=0, node=0, cpus=(), copy=0)
         if kind not in of_experts:
             of_experts[kind] = _expert_actor(dims, config, of_copy, groups, actor, isa, reached)
@@ -279,7 +286,7 @@ def staged(
         return kinds[kind]
 
     def answers(actor: ExpertActorPlan) -> int:
-        tokens = load.of_copy(actor.copies).total
+        tokens = load.of_copy(actor.copies, config.rule.replica_count).total
         return expert_staging(dims, _part(tokens, reached_part(dims, actor, hosts)), actor.answers)
 
     return (

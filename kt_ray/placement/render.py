@@ -151,7 +151,8 @@ def _lane(actor: ExpertActorPlan) -> str:
     stays = max((len(ids) for _, ids in lane.resident), default=0)
     parts = [f"{stays} stay"] if stays else []
     if lane.streams:
-        parts.append(f"{max(share for _, share in lane.shares):.0%} streamed")
+        parts.append(f"{max(share for _, share in (*lane.shares, *lane.later)):.0%} streamed")
+    parts += [f"{lane.held} held"] if lane.held else []
     return f"{' '.join(lane.devices)}: {', '.join(parts)}"
 
 

@@ -131,7 +131,7 @@ def _table(prediction: Prediction) -> Table:
 def _compared_table(plan: Plan) -> Table:
     """Plans that were simulated, the chosen one first."""
     rows = [(choice_text(choice), f"{choice.seconds:.3g}") for choice in plan.compared]
-    title = "Plans compared, as under Ray (the first is taken; another must be 5 % faster)"
+    title = "Plans compared, as under Ray (the first is taken; another must be clearly faster)"
     table = titled_table(title, ("plan", "s per step"), rows, numbers=(1,))
     table.rows[0].style = "bold"
     return table

@@ -20,6 +20,7 @@ from typing import Any
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
@@ -82,7 +83,10 @@ def choose_plan(
         found = []
         tuned = None if lane is None else lane.tuned(tuning)
         for changed in configs:
-            other = make_plan(dims, changed, hardware, load, tuned)
+            try:
+                other = make_plan(dims, changed, hardware, load, tuned)
+            except UserError:  # a resumed run's layout that this machine does not have
+                continue
             shape = choice_of(other)
             if other.fits and shape not in simulated:  # more groups than micro-batches are as many
                 simulated.add(shape)
@@ -90,12 +94,17 @@ def choose_plan(
         return found
 
     choices = layouts(dims, config, hardware)
-    if before is not None and Layout(*before[:2], before.hosts) in (choices or [layout_of(plan)]):
+    asked = not layout_is_auto(config.rule)
+    if before is not None and (asked or _layout(before) in (choices or [layout_of(plan)])):
         simulated.clear()
-        earlier = simulate_fitting([with_choice(config, before)], before.tuning)
-        if earlier:
-            plan = replace(earlier[0].plan, compared=(earlier[0].choice,))
-            return _beside_resumed(plan, before)
+        earlier = [
+            one
+            for one in simulate_fitting(_as_before(config, before), before.tuning)
+            if layout_of(one.plan) == _layout(before)
+        ]
+        if earlier:  # the one that goes on bit for bit, if there is one
+            same = next((one for one in earlier if one.choice[:5] == before[:5]), earlier[0])
+            return _beside_resumed(replace(same.plan, compared=(same.choice,)), before)
         simulated.add(choice_of(plan))
     own = with_layout(config, layout_of(plan)) if choices else config
     simulations = [_Candidate(own, plan, step_seconds(plan, config, host_rates))]
@@ -147,11 +156,28 @@ def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     return Choice(*shape, *held, plan.resident, plan.attention_hosts, plan.copies, plan.tuning)
 
 
+def _layout(choice: Choice) -> Layout:
+    return Layout(choice.stages, choice.replicas, choice.hosts)
+
+
+def _as_before(config: Config, before: Choice) -> Iterator[Config]:
+    """The configuration with all of a choice; or, where more memory is counted now than was then, with its
+    waves and whatever else decides in which order a run adds up."""
+    yield with_choice(config, before)
+    if config.rule.wave == "auto":
+        rule = config.rule
+        free = {key: getattr(rule, key) for key in ("activations", "attention_output", "resident_layers")}
+        keys = {f"rule.{key}": value for key, value in free.items()} | {"rule.wave": before.wave}
+        yield with_keys(with_choice(config, before), keys)
+
+
 def with_choice(config: Config, choice: Choice) -> Config:
     """The configuration with this choice where it is at auto; waves follow from memory."""
     rule, keys = config.rule, dict[str, Any]()
     if layout_is_auto(rule):
-        config = with_layout(config, Layout(choice.stages, choice.replicas, choice.hosts))
+        config = with_layout(config, _layout(choice))
+    elif rule.attention_hosts == "auto":
+        keys["rule.attention_hosts"] = "all" if choice.hosts > 1 else "driver"
     if rule.groups == "auto":
         keys["rule.groups"] = choice.groups
     if rule.experts.copies == "auto":

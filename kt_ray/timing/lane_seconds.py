@@ -41,24 +41,24 @@ class LaneSeconds:
     config: Config
     rates: Rates
 
-    def part(self, actor: int, layer: int, tokens: int, *, again: bool = False) -> tuple[float, float]:
+    def part(self, actor: int, layer: int, tokens: int, *, call: int = 0) -> tuple[float, float]:
         """Parts of the actor's rows that its lane computes: resident experts, and carried ones."""
         if not self._runs(actor):
             return 0.0, 0.0
-        stays, others, carried = self._counts(actor, layer, tokens, again=again)
+        stays, others, carried = self._counts(actor, layer, tokens, call=call)
         busy = self._sizes(actor, others).work(tokens).experts if others else 0
         streamed = others * carried / busy if busy else 0.0
         return stays / (stays + others), streamed / (stays + others)
 
     def calls(
-        self, actor: int, layer: int, direction: str, tokens: int, *, again: bool = False
+        self, actor: int, layer: int, direction: str, tokens: int, *, call: int = 0
     ) -> tuple[LaneCall, ...]:
         """A call's lane, by GPU; nothing where the CPU computes all of it, or the stand-in on its cores does.
 
         Experts are dealt out evenly, so every GPU takes as long as the one that gets most.
 
         Args:
-            again: whether the call before was of the same layer, so that held experts are there.
+            call: how many of the same layer came before it, whose experts are there if they are held.
         """
         if not tokens or not self._runs(actor):
             return ()
@@ -66,7 +66,7 @@ class LaneSeconds:
         here, dims = self.plan.experts[actor], self.plan.dims
         assert here.lane is not None
         devices = len(here.lane.devices)
-        stays, others, carried = self._counts(actor, layer, tokens, again=again)
+        stays, others, carried = self._counts(actor, layer, tokens, call=call)
         link = self.rates.link.to_device.value
         rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
         gpu = self.rates.gpu.gemm["float32" if dims.expert_format == "f32" else "bfloat16"](rows)
@@ -78,9 +78,9 @@ class LaneSeconds:
             copies, products, moved = found.copies, found.products, found.moved
             own = -(-carried // devices)
             experts, batches = own, -(-own // together)
-            if again:  # their adapters travel with every call
-                first = -(-self._counts(actor, layer, tokens)[2] // devices)
-                held = min(here.lane.held, first) / own
+            if call:  # their adapters travel with every call
+                before = -(-self._counts(actor, layer, tokens, call=call - 1)[2] // devices)
+                held = min(here.lane.held, before) / own
                 copies *= 1 - held * (1 - self._adapter / self._of_actor[actor].bytes)
         if stays:  # only their adapters are copied
             kept = replace(self._sizes(actor, stays), bytes=self._adapter)
@@ -118,13 +118,13 @@ class LaneSeconds:
         known = self.rates.gpu is not None and self.rates.link is not None
         return lane is not None and lane.cuda and known
 
-    def _counts(self, actor: int, layer: int, tokens: int, *, again: bool = False) -> tuple[int, int, int]:
+    def _counts(self, actor: int, layer: int, tokens: int, *, call: int = 0) -> tuple[int, int, int]:
         """Experts of a layer that stay on the device; in host memory; of these carried for such a call."""
         here = self.plan.experts[actor]
         assert here.lane is not None
         stays = len(self._resident[actor].get(layer, ()))
         others = len(here.experts_of(layer)) - stays
-        wanted = whole_experts(here.lane.share(tokens, again=again), others)
+        wanted = whole_experts(here.lane.share(tokens, again=call > 0), others)
         busy = self._sizes(actor, others).work(tokens).experts if others else 0
         return stays, others, min(wanted, busy)
 

@@ -196,8 +196,8 @@ def _terms(
         own = wave[: len(plan.replicas_of(0))]
         tokens = [sum(m.tokens for part in own for m in part[g]) for g in range(plan.groups)]
         for layer, direction, g in expert_order(plan, "train"):
-            calls[direction] += durations.expert(seat.actors[0], layer, direction, tokens[g], again=g > 0)
-            lane = durations.lane(seat.actors[0], layer, direction, tokens[g], again=g > 0)
+            calls[direction] += durations.expert(seat.actors[0], layer, direction, tokens[g], call=g)
+            lane = durations.lane(seat.actors[0], layer, direction, tokens[g], call=g)
             on_gpu += max((call.products + call.last for call in lane), default=0.0)
     device, expert, transport = durations.device, durations.expert_rate, rates.transport
     layers = "; layers: measured" if durations.corrected else ""
@@ -272,10 +272,12 @@ def neighbours(
     changes = []
     present = choice_of(plan)
     for keys, effect in _candidates(config, hardware):
-        changed = with_keys(with_choice(with_keys(config, keys), present), {"mode": "plan"})
+        changed = with_keys(with_choice(config, present), {**keys, "mode": "plan"})
         try:
             check(changed)
-            other_plan = make_plan(dims, changed, hardware, load, lane_rates(changed, hardware, dims, rates))
+            lane = lane_rates(changed, hardware, dims, rates)
+            tuned = None if lane is None else lane.tuned(plan.tuning)
+            other_plan = make_plan(dims, changed, hardware, load, tuned)
         except UserError:
             continue
         if not other_plan.fits:

@@ -140,13 +140,11 @@ class Durations(Protocol):
         """An operation of a worker program ("begin" before the first one): seconds before what it sends
         leaves, and after that."""
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> float:
-        """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas. again:
-        whether the call before was of the same layer."""
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> float:
+        """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas. call:
+        how many of the same layer came before it."""
 
-    def lane(
-        self, actor: int, layer: int, direction: str, tokens: int, *, again: bool
-    ) -> tuple[LaneCall, ...]:
+    def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[LaneCall, ...]:
         """The same call's parts on GPUs, at the same time; one per GPU that has one."""
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
@@ -469,8 +467,8 @@ class _Step:
                 for way in c.ways:
                     yield Wait((direction, layer, g, way.actors[0], replica), "attention")
             together = sum(part[g] for part in tokens[: len(plan.replicas_of(0))])
-            seconds = self.durations.expert(actor, layer, direction, together, again=g > 0)
-            lane = self.durations.lane(actor, layer, direction, together, again=g > 0)
+            seconds = self.durations.expert(actor, layer, direction, together, call=g)
+            lane = self.durations.lane(actor, layer, direction, together, call=g)
             for call in lane:
                 self._send(("lane", layer, direction, g, actor, call.device), Carriage())
             yield Busy(f"{direction} {layer}.{g}", "experts", seconds)
@@ -488,7 +486,7 @@ class _Step:
         own = wave[: len(self.plan.replicas_of(0))]
         tokens = [sum(m.tokens for part in own for m in part[g]) for g in range(self.plan.groups)]
         for layer, direction, g in expert_order(self.plan, "train"):
-            calls = self.durations.lane(actor, layer, direction, tokens[g], again=g > 0)
+            calls = self.durations.lane(actor, layer, direction, tokens[g], call=g)
             call = next((call for call in calls if call.device == device), None)
             if call is None:
                 continue

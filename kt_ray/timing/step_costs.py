@@ -204,8 +204,8 @@ class PlanDurations:
 
     # -- experts -----------------------------------------------------------------------------
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool = False) -> float:
-        key = (actor, layer, direction, tokens, again)
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int = 0) -> float:
+        key = (actor, layer, direction, tokens, min(call, 1))
         if key not in self._calls:
             self._calls[key] = self._expert(*key)
         return self._calls[key]
@@ -215,22 +215,22 @@ class PlanDurations:
         return LaneSeconds(self.plan, self.config, self.rates)
 
     def lane(
-        self, actor: int, layer: int, direction: str, tokens: int, *, again: bool = False
+        self, actor: int, layer: int, direction: str, tokens: int, *, call: int = 0
     ) -> tuple[LaneCall, ...]:
-        return self.lanes.calls(actor, layer, direction, tokens, again=again)
+        return self.lanes.calls(actor, layer, direction, tokens, call=call)
 
     @cached_property
-    def _calls(self) -> dict[tuple[int, int, str, int, bool], float]:
+    def _calls(self) -> dict[tuple[int, int, str, int, int], float]:
         return {}
 
-    def _expert(self, actor: int, layer: int, direction: str, tokens: int, again: bool) -> float:
+    def _expert(self, actor: int, layer: int, direction: str, tokens: int, call: int) -> float:
         dims, holder = self.plan.dims, self.plan.experts[actor]
         count = len(holder.experts_of(layer))
         slots = tokens * dims.experts_per_token * count / dims.num_experts
         if slots == 0:
             return dispatch_seconds(CALL_OPS, self.host, self.host)
         rows = max(1.0, slots / count)
-        resident, carried = self.lanes.part(actor, layer, tokens, again=again)
+        resident, carried = self.lanes.part(actor, layer, tokens, call=call)
         busy = min(count, slots) * (1 - resident)  # carried experts are read from the same memory
         slots *= 1 - resident - carried
         total = self._kernel(direction, slots, rows, holder.threads)

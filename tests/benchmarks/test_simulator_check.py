@@ -39,10 +39,10 @@ class Given:
         known = {"begin": (0.1, 0.0), "forward": (0.7, 0.4), "recompute": (0.2, 1.1), "backward": (0.0, 1.9)}
         return known.get(kind, (0.05, 0.03))
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> float:
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> float:
         return 1.3 + 0.1 * actor
 
-    def lane(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> tuple[()]:
+    def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[()]:
         return ()
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kt_ray.config.compose import compose
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.dims.model_dims import ModelDims
@@ -234,6 +235,17 @@ def test_a_resumed_run_whose_choice_is_not_possible_says_so() -> None:
     plan = choose_plan(small_dims(), config, hardware, before=Choice(2, 1, 2, 8, "retain", 0.0))
     assert dataclasses.replace(plan, notes=fresh.notes) == fresh
     assert "had 2 stages x 1 replica" in plan.notes[-1] and "not bit for bit" in plan.notes[-1]
+
+
+def test_a_resumed_run_keeps_its_waves_where_more_memory_is_counted_now() -> None:
+    """What decides no bit gives way: hidden states on the host, say."""
+    hardware, config = host(2, 47), v3_config(64, stages=1, replicas=2, activations="auto")
+    before = Choice(1, 2, 2, 32, "retain", 0.0, "group")
+    pinned = choose_plan(V3, with_keys(config, {"rule.activations": "group"}), hardware)
+    assert pinned.wave < 32, "or the test says nothing"
+    plan = choose_plan(V3, config, hardware, before=before)
+    assert chosen(plan) == before[:5] and plan.activations != "group"
+    assert "are those of the run that is resumed" in plan.notes[-1]
 
 
 @pytest.mark.parametrize("rule", [{"overlap": False}, {"transport": "ray"}, {"transport": "gloo"}])

@@ -47,12 +47,10 @@ class Fixed:
             return self.forward  # type: ignore[return-value]
         return (0.0, float({"recompute": self.recompute, "backward": self.backward}.get(kind, 0.0)))  # type: ignore[arg-type]
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, again: bool) -> float:
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> float:
         return float(self.experts)  # type: ignore[arg-type]
 
-    def lane(
-        self, actor: int, layer: int, direction: str, tokens: int, *, again: bool
-    ) -> tuple[LaneCall, ...]:
+    def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[LaneCall, ...]:
         return self.on_gpu  # type: ignore[return-value]
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
