@@ -24,7 +24,7 @@ from kt_ray.batch import PassSpec
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.model.layer_loop import ExpertExchange, StageExchange
 from kt_ray.model.stage_spec import StageSpec
-from kt_ray.model.state import MicroState
+from kt_ray.model.state import MicroState, RecomputedRoutes
 from kt_ray.placement.order import Op
 
 RTX_4090 = {
@@ -123,6 +123,7 @@ class PacedLoop:
         whole_groups: bool,
     ) -> None:
         self.pace = pace
+        self.recomputed = RecomputedRoutes()  # of which there are none
         self._ahead = None if whole_groups else 1  # micro-batches that `recompute` computes again
         self.loss_sum = 0.0
         self._experts, self._train = experts, spec.kind == "train"
@@ -167,9 +168,6 @@ class PacedLoop:
         if self._ahead is not None:  # the others are computed again now
             self._compute(self.pace.before[layer] + self.pace.after[layer], group, start=self._ahead)
         self._compute(self.pace.before[layer] + self.pace.after[layer], group)
-
-    def check_recomputation(self) -> None:
-        pass
 
     def losses(self) -> list[list[float]]:
         return [[] for _ in self._groups]

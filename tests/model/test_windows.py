@@ -29,7 +29,7 @@ from tests.model.test_families import documented
 FAMILIES = sorted(name for name, (status, _) in documented().items() if status == "trains")
 # By their configurations of tests/helpers/families.py; others' layers have no window.
 WINDOWED = {
-    *("afmoe", "beam", "cohere2_moe", "exaone_moe", "flint", "gpt_oss", "granitemoe_swa", "inkling_text"),
+    *("afmoe", "beam", "cohere2_moe", "exaone_moe", "flint", "gpt_oss", "granitemoe_swa"),
     *("kolibri1", "mimo_v2_flash", "minimax", "mixtral", "phimoe"),
 }
 

@@ -166,7 +166,7 @@ def link(port: LocalPort, mailbox: Mailbox, *, later: bool = True) -> ExpertLink
         mailbox,
         port,
         replica=0,
-        experts=1,
+        experts=range(1),
         number=7,
         experts_of=lambda layer, rank: (0, 1, 2, 3),
         num_experts=4,
