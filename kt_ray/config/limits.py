@@ -27,7 +27,7 @@ WORDS: dict[str, tuple[str, ...]] = {
                 "rule.worker_threads",
                 "rule.groups",
             ),
-            *("rule.wave", "trainer.micro_batch_size"),
+            *("rule.wave", "rule.experts.copies", "trainer.micro_batch_size"),
             *("rule.experts.sockets", "rule.experts.threads", "rule.ray.worker_cpus", "rule.ray.expert_cpus"),
             *("trainer.loss_chunk", "data.eval_fraction", "generate.cache_tokens"),
         ),
