@@ -101,7 +101,10 @@ def expert_copies(rule: RuleConfig, attention: int) -> int:
             where=f"rule.experts.copies={copies}",
             observed=f"rule.nodes={rule.nodes}, attention workers on {counted(attention, 'host')}",
             required="a divisor of rule.nodes, and attention workers on all hosts",
-            remedy=f"set rule.experts.copies=1, or rule.attention_hosts=all with rule.replicas={rule.nodes}",
+            remedy="set rule.experts.copies=1"
+            if rule.nodes % copies
+            else f"set rule.attention_hosts=all and rule.replicas={rule.nodes} (or a multiple), or "
+            "rule.experts.copies=1",
         )
     return copies
 
