@@ -35,9 +35,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from kt_ray.config.schema import Config, DataConfig, LoraConfig
+from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.layer_params import HELD_BYTES, MASKS_PADDING, WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
@@ -49,7 +49,6 @@ from kt_ray.placement.generation_memory import (
     generates,
     generation_items,
     longest_row,
-    step_tokens,
 )
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.lora_sizes import (
@@ -63,6 +62,7 @@ from kt_ray.placement.lora_sizes import (
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
 from kt_ray.placement.staging import expert_staging, worker_staging
 from kt_ray.placement.traffic import touched
+from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of, widest_row
 
 GIB = 1 << 30
 
@@ -73,8 +73,6 @@ EXPERT_RUNTIME = int(0.3 * GIB)
 DRIVER_RUNTIME = int(0.6 * GIB)
 RAY_RUNTIME = int(0.8 * GIB)  # raylet, GCS, dashboard
 GPU_RUNTIME = int(0.8 * GIB)  # CUDA context, libraries, allocator slack
-
-HELD = Held("retain")  # the least that attention workers hold of recomputed layers' products
 
 LOGITS_BYTES = 1 << 26  # float32 logits that trainer.loss_chunk=auto allows at once
 
@@ -103,66 +101,6 @@ ON_HOST = {
     "embedding": "embedding and head",
     "gradients": "staging",
 }
-
-
-@dataclass(frozen=True)
-class Load:
-    """Tokens of a wave, worst case.
-
-    total: all replicas. replica: the largest replica. group: one group of all replicas. micro: one
-    micro-batch. row: the longest row. recomputed: of a replica, whose recomputed layers are held at once.
-    on_host: whether hidden states wait for backward in host memory. outputs: whether attention's wait, too.
-    """
-
-    total: int
-    replica: int
-    group: int
-    micro: int
-    row: int
-    recomputed: int
-    on_host: bool = False
-    outputs: bool = False
-    own_group: int = 0  # one group of the largest replica
-
-    def of_copy(self, copies: int, replicas: int) -> Load:
-        """The same with the most tokens that one of so many copies of the experts computes: of the replicas
-        that have one, whose rows may be more than others'."""
-        if copies == 1:
-            return self
-        total = min(self.total, self.replica * replicas // copies)
-        return replace(self, total=total, group=min(total, self.own_group * replicas // copies))
-
-
-def widest_row(data: DataConfig) -> int:
-    """Positions of the longest row, padding to a multiple included."""
-    return math.ceil(data.max_length / data.pad_to_multiple_of) * data.pad_to_multiple_of
-
-
-def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
-    """Tokens of a wave of `wave` micro-batches per replica, cut into `groups`; every row at data.max_length.
-
-    Of generation those of one step, each replica's an engine call of its own.
-    """
-    if generates(config):
-        tokens = step_tokens(config)
-        all_replicas = tokens * config.rule.replica_count
-        return Load(all_replicas, tokens, tokens, tokens, tokens, tokens, own_group=tokens)
-    trainer, row = config.trainer, widest_row(config.data)
-    replicas = config.rule.replica_count
-    step_rows = math.ceil(trainer.batch_size / replicas)
-    micro = min(config.micro_batch_rows(replicas), step_rows)
-    # Micro-batches are dealt out whole, so the first replica may get more rows than its share.
-    number = math.ceil(trainer.batch_size / micro)
-    missing = number * micro - trainer.batch_size  # rows that the last one lacks
-    first = math.ceil(number / replicas) * micro - (missing if (number - 1) % replicas == 0 else 0)
-    rows = min(first, wave * micro)
-    group_rows = min(rows, math.ceil(math.ceil(rows / micro) / groups) * micro)
-    total = min(trainer.batch_size, rows * replicas) * row
-    # One micro-batch of each group, and the gradients while one is differentiated.
-    at_once = rows if held.attention == "group" else min(rows, (groups + 1) * micro)
-    group = min(total, group_rows * row * replicas)
-    waiting = (held.attention == "host", held.output == "retain")
-    return Load(total, rows * row, group, micro * row, row, at_once * row, *waiting, group_rows * row)
 
 
 def lora_bytes(config: Config) -> int:
@@ -287,7 +225,7 @@ def staged(
 
     def answers(actor: ExpertActorPlan) -> int:
         tokens = load.of_copy(actor.copies, config.rule.replica_count).total
-        return expert_staging(dims, _part(tokens, reached_part(dims, actor, hosts)), actor.answers)
+        return expert_staging(dims, part_of(tokens, reached_part(dims, actor, hosts)), actor.answers)
 
     return (
         tuple(replace(worker, staging=own(worker)) for worker in workers),
@@ -309,10 +247,6 @@ def reached_part(dims: ModelDims, actor: ExpertActorPlan, hosts: int) -> float:
     """
     held, hosts = max(actor.counts(dims.moe_layers)), max(1, hosts // actor.copies)
     return (1 + (hosts - 1) * touched(dims.num_experts, held, dims.experts_per_token)) / hosts
-
-
-def _part(tokens: int, part: float) -> int:
-    return math.ceil(tokens * part)
 
 
 def home_socket(worker: WorkerPlan, hardware: Hardware) -> str:
@@ -576,7 +510,7 @@ def _expert_actor(
     isa: str,
     reached: float,
 ) -> dict[str, float]:
-    total, group = _part(load.total, reached), _part(load.group, reached)
+    total, group = part_of(load.total, reached), part_of(load.group, reached)
     width, layers = dims.expert_width, len(dims.moe_layers)
     count = sum(actor.counts(dims.moe_layers))
     per_layer = count / layers
@@ -625,8 +559,8 @@ def _lane(
     size = LaneMemory(
         expert=experts / count,
         adapter=4 * expert_lora_params(dims, config.lora),
-        group=_part(load.group, reached),
-        total=_part(load.total, reached),
+        group=part_of(load.group, reached),
+        total=part_of(load.total, reached),
         slots=dims.experts_per_token * count / len(dims.moe_layers) / dims.num_experts / reached,
         runtime=GPU_RUNTIME,
         float32=shape.float32,

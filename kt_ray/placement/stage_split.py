@@ -16,9 +16,10 @@ from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.lora_sizes import adapted
-from kt_ray.placement.memory import GPU_RUNTIME, HELD, ON_HOST, Load, load_of, worker_items
+from kt_ray.placement.memory import GPU_RUNTIME, ON_HOST, worker_items
 from kt_ray.placement.plan_types import Held, WorkerPlan
 from kt_ray.placement.wave import choose_groups, micro_batches
+from kt_ray.placement.wave_tokens import HELD, Load, load_of
 
 Ranges = tuple[tuple[int, int], ...]
 

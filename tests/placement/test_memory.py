@@ -17,13 +17,13 @@ from kt_ray.placement.memory import (
     GIB,
     index_scratch_bytes,
     layer_activation_bytes,
-    load_of,
     mask_bytes,
 )
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import remedies, shortage
 from kt_ray.placement.render import billions, cpu_ranges, gib, memory_table
+from kt_ray.placement.wave_tokens import load_of
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3, "DeepSeek-V3")

@@ -12,10 +12,11 @@ import pytest
 
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.hardware.machine import Gpu
-from kt_ray.placement.memory import GIB, load_of, worker_items
+from kt_ray.placement.memory import GIB, worker_items
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan, WorkerPlan
 from kt_ray.placement.stage_split import LayerSizes, Ranges, even_split, layer_sizes
+from kt_ray.placement.wave_tokens import load_of
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3)

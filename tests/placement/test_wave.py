@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.placement.memory import load_of
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Budget, Held, Plan
 from kt_ray.placement.wave import ROOM, BudgetOf, attention_kinds, choose_groups, fit, output_kinds
+from kt_ray.placement.wave_tokens import load_of
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 DIMS = small_dims()
