@@ -140,10 +140,8 @@ class Board:
             stream.held = False
             self.go_on(stream)
 
-        resource.advance(start)
-        resource.demand += 1
-        heapq.heappush(resource.tasks, (resource.served + seconds, next(self._order), 1.0, end))
-        self._foresee(resource)
+        resource.begin(next(self._order), seconds, 1.0, end, start)
+        resource.foresee(self._at)
         return True
 
     def note(self, resource: str, name: str, start: float, end: float) -> None:
@@ -157,21 +155,8 @@ class Board:
             self._changed.notify()
         self._thread.join()
 
-    def _foresee(self, resource: Resource) -> None:
-        resource.version += 1
-        version = resource.version
-
-        def end() -> None:
-            if version != resource.version:
-                return
-            resource.advance(self._now)
-            _, _, width, call = heapq.heappop(resource.tasks)
-            resource.demand = resource.demand - width if resource.tasks else 0.0
-            if resource.tasks:
-                self._foresee(resource)
-            call()
-
-        heapq.heappush(self._ends, (resource.next_end(), next(self._order), end))
+    def _at(self, when: float, call: Callable[[float], None]) -> None:
+        heapq.heappush(self._ends, (when, next(self._order), lambda: call(self._now)))
 
     def _advance(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,5 +33,25 @@ class Resource:
         self.used += step * self.demand
         self.since = now
 
-    def next_end(self) -> float:
-        return self.since + max(0.0, self.tasks[0][0] - self.served) / self.rate
+    def begin(self, number: int, seconds: float, width: float, end: Callable[[], None], now: float) -> None:
+        """A task that would take `seconds` alone. number: orders tasks that end at once."""
+        self.advance(now)
+        self.demand += width
+        heapq.heappush(self.tasks, (self.served + seconds, number, width, end))
+
+    def foresee(self, ending: Callable[[float, Callable[[float], None]], None]) -> None:
+        """Say when the next task ends, to `ending` with what to call then; a change before makes it void."""
+        self.version += 1
+        version = self.version
+
+        def end(now: float) -> None:
+            if version != self.version:
+                return
+            self.advance(now)
+            _, _, width, call = heapq.heappop(self.tasks)
+            self.demand = self.demand - width if self.tasks else 0.0
+            if self.tasks:
+                self.foresee(ending)
+            call()
+
+        ending(self.since + max(0.0, self.tasks[0][0] - self.served) / self.rate, end)

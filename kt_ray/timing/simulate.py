@@ -581,24 +581,8 @@ class _Step:
         resource = self.resources.get(name)
         if resource is None:
             resource = self.resources[name] = Resource(self.machine.capacity.get(name, 1.0))
-        resource.advance(self.now)
-        resource.demand += width
-        heapq.heappush(resource.tasks, (resource.served + seconds, next(self.order), width, end))
-        self._plan_end(resource)
+        resource.begin(next(self.order), seconds, width, end, self.now)
+        resource.foresee(self._at)
 
-    def _plan_end(self, resource: Resource) -> None:
-        """Foresee the resource's next end of a task; a change before it makes this one void."""
-        resource.version += 1
-        version = resource.version
-
-        def end() -> None:
-            if version != resource.version:
-                return
-            resource.advance(self.now)
-            _, _, width, call = heapq.heappop(resource.tasks)
-            resource.demand = resource.demand - width if resource.tasks else 0.0
-            if resource.tasks:
-                self._plan_end(resource)
-            call()
-
-        heapq.heappush(self.queue, (resource.next_end(), next(self.order), end))
+    def _at(self, when: float, call: Callable[[float], None]) -> None:
+        heapq.heappush(self.queue, (when, next(self.order), lambda: call(self.now)))
