@@ -317,6 +317,19 @@ class Engine:
         self._engine.join(named, _arg("out", out))
         return out
 
+    def add_rows(self, parts: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
+        """out[index] += values, one part after the other, on all threads.
+
+        Args:
+            parts: (index, values): int64 [U], none twice, and contiguous float32 [U, ...].
+            out: contiguous float32 [T, ...].
+        """
+        named = [
+            (_arg(f"parts[{i}].index", index), _arg(f"parts[{i}].values", values))
+            for i, (index, values) in enumerate(parts)
+        ]
+        self._engine.add_rows(named, _arg("out", out))
+
     def close(self) -> None:
         """End the threads and free the memory; the engine is of no use afterwards. Idempotent."""
         self._engine.close()

@@ -81,6 +81,42 @@ def test_other_tensors_are_refused(
         engine.join(parts, out)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 50_000)])
+def test_rows_are_added_part_after_part(threads: int, shape: tuple[int, ...]) -> None:
+    """As torch adds them, to the bit: whatever the order of a part's rows, and however wide they are."""
+    out, parts = torch.randn(40, *shape), []
+    for count in (40, 0, 17, 23):
+        parts.append((torch.randperm(40)[:count], torch.randn(count, *shape)))
+    parts[2] = (parts[2][0].sort().values, parts[2][1])
+    wanted = out.clone()
+    for index, values in parts:
+        wanted.index_add_(0, index, values)
+    with Engine("reference", threads=threads) as engine:
+        engine.add_rows(parts, out)
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize(
+    ("index", "values", "message"),
+    [
+        (torch.tensor([0, 4]), torch.ones(2, 3), r"parts\[0\].index: row 4 of 4"),
+        (torch.tensor([-1]), torch.ones(1, 3), r"parts\[0\].index: row -1 of 4"),
+        (torch.tensor([2, 1, 2]), torch.ones(3, 3), r"parts\[0\].index: row 2 is there twice"),
+        (torch.tensor([1]), torch.ones(2, 3), r"parts\[0\].values: shape \[2, 3\], required \[1, 3\]"),
+        (torch.tensor([1]), torch.ones(1, 3).bfloat16(), r"parts\[0\].values: dtype bfloat16"),
+        (torch.tensor([1.0]), torch.ones(1, 3), r"parts\[0\].index: dtype float32"),
+    ],
+)
+def test_rows_that_cannot_be_added_are_refused(
+    engine: Engine, index: torch.Tensor, values: torch.Tensor, message: str
+) -> None:
+    out = torch.zeros(4, 3)
+    with pytest.raises(ValueError, match=message):
+        engine.add_rows([(index, values)], out)
+    assert not out.any()
+
+
 def test_a_closed_engine_copies_nothing() -> None:
     engine = Engine("reference", threads=1)
     engine.close()

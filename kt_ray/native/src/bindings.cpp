@@ -4,9 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu_features.h"
@@ -346,6 +348,39 @@ void join(kt::Engine& engine, const std::vector<py::tuple>& part_args, const py:
     }
 }
 
+// out[index] += values, for each (index [U], values [U, ...]).
+void add_rows(kt::Engine& engine, const std::vector<std::pair<py::tuple, py::tuple>>& part_args,
+              const py::tuple& out_arg) {
+    const Tensor out(out_arg);
+    out.typed({"float32"});
+    if (out.shape.empty()) throw py::value_error(out.name + ": has no rows");
+    int64_t row = 1;
+    for (size_t i = 1; i < out.shape.size(); ++i) row *= out.shape[i];
+    std::vector<kt::AddedRows> parts;
+    for (const auto& [index_arg, values_arg] : part_args) {
+        const Tensor index(index_arg), values(values_arg);
+        index.typed({"int64"}).shaped({-1});
+        std::vector<int64_t> wanted = out.shape;
+        wanted[0] = index.shape[0];
+        values.typed({"float32"}).shaped(wanted);
+        kt::AddedRows part{{}, values.as<const float>()};
+        for (int64_t i = 0; i < index.shape[0]; ++i) part.rows.emplace_back(index.as<const int64_t>()[i], i);
+        if (!std::is_sorted(part.rows.begin(), part.rows.end()))
+            std::sort(part.rows.begin(), part.rows.end());
+        int64_t before = -1;
+        for (const auto& [at, from] : part.rows) {
+            if (at <= before || at >= out.shape[0])
+                throw py::value_error(
+                    index.name + ": row " + std::to_string(at) +
+                    (at >= 0 && at == before ? " is there twice" : " of " + std::to_string(out.shape[0])));
+            before = at;
+        }
+        parts.push_back(std::move(part));
+    }
+    const py::gil_scoped_release released;
+    engine.add_rows(parts, out.shape[0], row, out.as<float>());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -373,6 +408,7 @@ PYBIND11_MODULE(_native, m) {
         .def("forward", &forward)
         .def("backward", &backward)
         .def("join", &join)
+        .def("add_rows", &add_rows)
         .def("close", &kt::Engine::close, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("isa", &kt::Engine::isa)
         .def_property_readonly("threads", &kt::Engine::threads)

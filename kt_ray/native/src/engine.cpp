@@ -390,6 +390,22 @@ void Engine::join(const std::vector<Piece>& parts, void* to) {
     }
 }
 
+void Engine::add_rows(const std::vector<AddedRows>& parts, int64_t rows, int64_t row, float* out) {
+    const int64_t row_bytes = std::max<int64_t>(1, row * static_cast<int64_t>(sizeof(float)));
+    // All parts of a stretch of rows before the next one: `out` is read and written once.
+    spread(rows, std::max<int64_t>(1, kCopiedBytes / row_bytes), [&](int64_t first, int64_t last) {
+        for (const AddedRows& part : parts) {
+            const std::pair<int64_t, int64_t> begin{first, 0};
+            auto at = std::lower_bound(part.rows.begin(), part.rows.end(), begin);
+            for (; at != part.rows.end() && at->first < last; ++at) {
+                const float* __restrict from = part.values + at->second * row;
+                float* __restrict to = out + at->first * row;
+                for (int64_t i = 0; i < row; ++i) to[i] += from[i];
+            }
+        }
+    });
+}
+
 void Engine::round(const float* from, int64_t count, uint16_t* to) {
     spread(count, kCopiedBytes / static_cast<int64_t>(sizeof(float)), [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {

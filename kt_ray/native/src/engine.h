@@ -97,6 +97,12 @@ struct Piece {
     int64_t bytes;
 };
 
+// Rows to add: (row of the sum, row of values), ascending, no row of the sum twice.
+struct AddedRows {
+    std::vector<std::pair<int64_t, int64_t>> rows;
+    const float* values;
+};
+
 class Engine {
   public:
     // isa: a name of isa_statuses(), available (std::invalid_argument otherwise). int8_products: weights
@@ -114,6 +120,8 @@ class Engine {
                   float* dw, bool check_finite);
     // Lays pieces one after another at `to`, on all threads.
     void join(const std::vector<Piece>& pieces, void* to);
+    // Adds part after part to `out` [rows, row], on all threads.
+    void add_rows(const std::vector<AddedRows>& parts, int64_t rows, int64_t row, float* out);
     // Rounds float32 to the nearest bfloat16, ties to even, on all threads.
     void round(const float* from, int64_t count, uint16_t* to);
     // Ends the threads and frees the memory; further calls throw std::runtime_error. Nothing in a process
