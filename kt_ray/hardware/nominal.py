@@ -105,12 +105,14 @@ def defaults(hardware: Hardware) -> dict[str, Figure]:
     for name, (forward, backward, why) in _EFFICIENCY.items():
         figures[f"{name}_forward"] = Figure(forward, why)
         figures[f"{name}_backward"] = Figure(backward, why)
-    one, every = 12e9, min(12e9 * cores, 200e9)
+    one = 12e9
+    # Of what the part's data sheet or the file says.
+    every = dict(hardware.rates).get("dram", Figure(min(12e9 * cores, 200e9), "")).value
     figures |= {
         "pass_forward": Figure(0.55, f"cycles per weight at one row, {ZEN4}"),
         "pass_backward": Figure(0.70, f"cycles per weight at one row, {ZEN4}"),
         "int8_products": Figure(1.5, "assumed: rate of W8A8 over the instruction set's own products"),
-        "dram": Figure(every, "assumed: 12 GB/s per core, at most 200 GB/s per socket"),
+        "dram": Figure(min(12e9 * cores, 200e9), "assumed: 12 GB/s per core, at most 200 GB/s per socket"),
         "dram_one": Figure(one, "assumed"),
         "copy": Figure(0.4 * every, "assumed: 0.4 of reading"),
         "copy_one": Figure(0.4 * one, "assumed: 0.4 of reading"),
