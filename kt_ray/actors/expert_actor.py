@@ -21,7 +21,7 @@ from kt_ray.actors.actor import PlainActor, worker_of_layer
 from kt_ray.actors.generation_session import GenerationReport
 from kt_ray.batch import PassSpec
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
-from kt_ray.experts.local_experts import Alloc, Scratch, new_memory
+from kt_ray.experts.local_experts import Alloc, new_memory
 from kt_ray.generate.requests import SessionSpec
 from kt_ray.optim.optimizers import use_torch_threads
 from kt_ray.placement.order import expert_order
@@ -38,7 +38,6 @@ class ExpertActor(PlainActor):
         super().__init__(plan, ("experts", spec.rank), spec, spec.optim, timeout)
         use_torch_threads(spec.threads)
         self.experts = LocalExperts(spec)
-        self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
         self._replicas = plan.replicas_of(spec.copy)  # whose tokens it computes
         self._summed = False  # gradients are those of all copies, in the layers that this one updates
 
@@ -101,7 +100,7 @@ class ExpertActor(PlainActor):
                     self.port.release(leases.pop((replica, group)))
             with recorder.span("gather", "transfer", layer, group):
                 inputs = {
-                    name: self._join(name, [request.tensors[name] for request in requests])
+                    name: self.experts.joined(name, [request.tensors[name] for request in requests])
                     for name in requests[0].tensors
                 }
             with recorder.span(direction, "compute", layer, group):
@@ -134,18 +133,6 @@ class ExpertActor(PlainActor):
             return self._forward(layer, group, inputs, alloc, keep=keep)
         dx_TH, dw_TK = self.experts.backward(layer, group, inputs["dy"], alloc=alloc)
         return {"dx": dx_TH, "dw": dw_TK}
-
-    def _join(self, name: str, parts: list[Tensor]) -> Tensor:
-        """All replicas' rows of a tensor.
-
-        A single request is read where it lies: the engine keeps copies of its own, and the sender leaves the
-        memory alone until it has the answer.
-        """
-        if len(parts) == 1:
-            return parts[0]
-        rows = sum(part.shape[0] for part in parts)
-        whole = self._joined.setdefault(name, Scratch())((rows, *parts[0].shape[1:]), parts[0].dtype)
-        return self.experts.engine.join(parts, whole)
 
     def _forward(
         self, layer: int, group: int, inputs: dict[str, Tensor], alloc: Alloc, **how: Any

@@ -46,7 +46,8 @@ from kt_ray.placement.plan_types import LanePlan
 class LaneSaved:
     """What backward needs of one forward, in host memory.
 
-    x: [U, H] as stored. gates, ups: for each part of the rows [rows, I] as stored; empty with "recompute".
+    x: [T, H], which all devices share. gates, ups: for each part of the rows [rows, I] as stored; empty with
+    "recompute".
     """
 
     device: int  # which of the lane's
@@ -54,13 +55,13 @@ class LaneSaved:
     x: Tensor
     keys: Tensor
     dropout: DropoutSpec | None
-    shape: tuple[int, int]  # T, K
     gates: list[Tensor | None] = field(default_factory=list)
     ups: list[Tensor] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
-        kept = [t for t in (self.x, self.keys, *self.gates, *self.ups) if t is not None]
+        """Without x."""
+        kept = [t for t in (self.keys, *self.gates, *self.ups) if t is not None]
         return sum(t.nbytes for t in kept) + self.routed.nbytes
 
 
@@ -87,7 +88,10 @@ class LaneBackward:
 
 class LaneInput(NamedTuple):
     """A forward call: arguments as `LocalExperts.forward` has them. The tensors must not change before its
-    results are there."""
+    results are there; x and keys, if they are kept, before those of backward.
+
+    counts: rows of every local id.
+    """
 
     x: Tensor
     ids: Tensor
@@ -96,6 +100,7 @@ class LaneInput(NamedTuple):
     dropout: DropoutSpec | None
     keys: Tensor
     keep: bool
+    counts: Sequence[int]
 
 
 class _Buffer:
@@ -175,37 +180,23 @@ class DeviceLane:
             self.resident_bytes += held.nbytes * len(held.parcels)
         self._layers[layer] = _Layer(LayerKind.of(weights), tuple(ids), streamable, held)
 
+    def kind(self, layer: int) -> LayerKind:
+        """Of a layer's experts."""
+        return self._layers[layer].kind
+
     def resident_here(self, layer: int) -> Iterable[int]:
         """Local ids of the experts of a layer that stay on this device."""
         return self._layers[layer].resident.parcels.keys()
 
     def forward(self, layer: int, experts: Sequence[int], call: LaneInput) -> Future[LaneForward]:
         """Start the forward of `experts`, each with a row."""
-        x, ids, weights, lora, dropout, keys, keep = call
-        here = self._layers[layer]
-        kind, held = here.kind, here.resident.parcels
-        counts = torch.bincount(ids.reshape(-1), minlength=len(here.ids)).tolist()
-        # Residents lie elsewhere than the others, so a batch has either.
-        order = [
-            batches([e for e in experts if (e in held) == stays], counts, kind.params)
-            for stays in (True, False)
-        ]
-        routed = route(ids, weights, [*order[0], *order[1]], len(here.ids))
-        whole = len(routed.tokens) == len(x)
-        # What is kept for backward is a copy: the caller's x may lie in memory that its sender uses again.
-        chosen = x.to(kind.compute, copy=keep) if whole else x[routed.tokens].to(kind.compute)
-        saved = LaneSaved(
-            self.number, routed, chosen, keys[routed.tokens], dropout, (ids.shape[0], ids.shape[1])
-        )
-        return self._pool.submit(self._timed, self._forward, layer, saved, lora, keep)
+        return self._pool.submit(self._timed, self._forward, layer, experts, call)
 
     def backward(
         self, layer: int, saved: LaneSaved, dy: Tensor, lora: ExpertLora | None
     ) -> Future[LaneBackward]:
         """Start the backward of a kept forward; dy [T, H] float32."""
-        tokens = saved.routed.tokens
-        chosen = dy if len(tokens) == len(dy) else dy[tokens]
-        return self._pool.submit(self._timed, self._backward, layer, saved, chosen, lora)
+        return self._pool.submit(self._timed, self._backward, layer, saved, dy, lora)
 
     def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
         start = time.monotonic()
@@ -218,12 +209,22 @@ class DeviceLane:
         self.seconds += time.monotonic() - start
         return made
 
-    def _forward(self, layer: int, saved: LaneSaved, lora: ExpertLora | None, keep: bool) -> LaneForward:
-        here, routed, device = self._layers[layer], saved.routed, self.device
+    def _forward(self, layer: int, own: Sequence[int], call: LaneInput) -> LaneForward:
+        here, lora, device = self._layers[layer], call.lora, self.device
         with device.computing():
-            x, (at, weight, spread) = self._with_empty(saved.x), self._places(routed)
+            x = self._with_empty(call.x, here.kind.compute)  # on its way while rows are sorted
+        held = here.resident.parcels
+        # Residents lie elsewhere than the others, so a batch has either.
+        order = [
+            batches([e for e in own if (e in held) == stays], call.counts, here.kind.params)
+            for stays in (True, False)
+        ]
+        routed = route(call.ids, call.weights, [*order[0], *order[1]], len(here.ids))
+        saved = LaneSaved(self.number, routed, call.x, call.keys, call.dropout)
+        with device.computing():
+            at, weight, spread = self._places(routed)
             keys = self._keys(saved)
-            y = torch.zeros(saved.x.shape, dtype=torch.float32, device=device.device)
+            y = torch.zeros(x[:-1].shape, dtype=torch.float32, device=device.device)
         leaving = _Leaving(device)
         for i, tensors in self._carry(here, routed.batches, lora):
             with device.computing():
@@ -235,7 +236,7 @@ class DeviceLane:
                     out = project_out(experts, gate, up, masks)
                     out *= _by_expert(weight, part).unsqueeze(-1)
                     add_part(y, places, out, part)
-                    if keep and not self._recompute:
+                    if call.keep and not self._recompute:
                         leaving.add(
                             saved,
                             gate if gate is None else _rows(gate, part, spread),
@@ -243,16 +244,16 @@ class DeviceLane:
                         )
         leaving.end()
         with device.computing():
-            result = device.download(y)
+            result = device.download(self._reached(y, routed))
         device.finish()
-        return LaneForward(result, routed.tokens, saved if keep else None)
+        return LaneForward(result, routed.tokens, saved if call.keep else None)
 
     def _backward(self, layer: int, saved: LaneSaved, dy: Tensor, lora: ExpertLora | None) -> LaneBackward:
         here, routed, device = self._layers[layer], saved.routed, self.device
         with device.computing():
-            x, (at, weight, spread) = self._with_empty(saved.x), self._places(routed)
-            keys, upstream = self._keys(saved), self._with_empty(dy)
-            dx = torch.zeros(saved.x.shape, dtype=torch.float32, device=device.device)
+            x, (at, weight, spread) = self._with_empty(saved.x, here.kind.compute), self._places(routed)
+            keys, upstream = self._keys(saved), self._with_empty(dy, dy.dtype)
+            dx = torch.zeros(dy.shape, dtype=torch.float32, device=device.device)
             dw = torch.empty(len(routed.slots), dtype=torch.float32, device=device.device)
         grads: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         coming = _Coming(device, saved)
@@ -279,13 +280,18 @@ class DeviceLane:
                     ids = torch.tensor(routed.batches[i])
                     grads.append((ids, {name: device.download(t) for name, t in own.items()}))
         with device.computing():
-            results = device.download(dx), device.download(dw)
+            del upstream  # before there is another of its size
+            results = device.download(self._reached(dx, routed)), device.download(dw)
         device.finish()
         return LaneBackward(results[0], routed.tokens, results[1], routed.slots, tuple(grads))
 
-    def _with_empty(self, rows: Tensor) -> Tensor:
+    def _reached(self, rows: Tensor, routed: Routed) -> Tensor:
+        """Those of tokens that have a row here."""
+        return rows if len(routed.tokens) == len(rows) else rows[self.device.upload(routed.tokens)]
+
+    def _with_empty(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """A call's rows on the device and a row of zeros after them, for places without a row."""
-        made = torch.empty((len(rows) + 1, *rows.shape[1:]), dtype=rows.dtype, device=self.device.device)
+        made = torch.empty((len(rows) + 1, *rows.shape[1:]), dtype=dtype, device=self.device.device)
         self.device.copy_in(made[:-1], rows)
         made[-1] = 0
         return made
@@ -297,7 +303,8 @@ class DeviceLane:
 
     def _keys(self, saved: LaneSaved) -> Tensor | None:
         """The keys of dropout on the device; None without dropout."""
-        return self._with_empty(saved.keys) if saved.dropout is not None and saved.dropout.p else None
+        wanted = saved.dropout is not None and saved.dropout.p > 0
+        return self._with_empty(saved.keys, saved.keys.dtype) if wanted else None
 
     def _carry(
         self, here: _Layer, order: Sequence[Sequence[int]], lora: ExpertLora | None
@@ -517,6 +524,19 @@ class Lane:
         self._streamable[layer] = 0 if others is None else others.E
         if others is not None and self.plan.streams:
             self._lock(t for e in range(others.E) for t in expert_tensors(others, e).values())
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """That the devices copy from: page-locked for GPUs."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.parts[0].device.is_cuda)
+
+    @property
+    def copies(self) -> bool:
+        """Whether devices copy what they get from the host, and not read it there."""
+        return self.parts[0].device.is_cuda
+
+    def compute_dtype(self, layer: int) -> torch.dtype:
+        """In which the lane multiplies."""
+        return self.parts[0].kind(layer).compute
 
     def lock(self, lora: ExpertLora) -> None:
         """Page-lock a layer's adapter, which every call copies from."""

@@ -43,7 +43,7 @@ class Routed:
     parts: tuple[tuple[RowPart, ...], ...]
     slots: Tensor  # [R] t * K + k of every row, ascending within an expert
     tokens: Tensor  # [U] tokens with a row, ascending
-    at: Tensor  # [P] number of each place's token among them; U where there is no row
+    at: Tensor  # [P] token of each place; T where there is no row
     weight: Tensor  # [P] router weights; 0 where there is no row
     spread: Tensor  # [R] place of every row among those of its part
 
@@ -66,10 +66,12 @@ def route(ids: Tensor, weights: Tensor, batches: Sequence[Sequence[int]], none: 
     order_of_slot = rank[ids.reshape(-1).clamp(max=none)]
     slots = torch.nonzero(order_of_slot >= 0).flatten()
     turn = order_of_slot[slots]
-    slots = slots[torch.argsort(turn, stable=True)]
+    slots = slots[torch.argsort(turn.to(torch.int16), stable=True)]
     counts = iter(torch.bincount(turn, minlength=len(experts)).tolist())
-    tokens, token_of = torch.unique(slots // ids.shape[1], return_inverse=True)
-    turn = turn.sort().values
+    token_of = slots // ids.shape[1]
+    reached = torch.zeros(ids.shape[0], dtype=torch.bool)
+    reached[token_of] = True
+    turn = order_of_slot[slots]
     repeats = bool(((token_of[1:] == token_of[:-1]) & (turn[1:] == turn[:-1])).any())  # no router does that
     parts: list[tuple[RowPart, ...]] = []
     row = place = 0
@@ -86,10 +88,11 @@ def route(ids: Tensor, weights: Tensor, batches: Sequence[Sequence[int]], none: 
             place = end
         parts.append(tuple(made))
     spread, starts = _spread([part for of_batch in parts for part in of_batch])
-    at = torch.full((place,), len(tokens), dtype=torch.int64)
+    at = torch.full((place,), ids.shape[0], dtype=torch.int64)
     weight = torch.zeros(place, dtype=weights.dtype)
     at[starts + spread] = token_of
     weight[starts + spread] = weights.reshape(-1)[slots]
+    tokens = torch.nonzero(reached).flatten()
     return Routed(tuple(map(tuple, batches)), tuple(parts), slots, tokens, at, weight, spread)
 
 

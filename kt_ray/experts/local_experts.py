@@ -59,16 +59,19 @@ class Scratch:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What one forward left for its backward: the engine's part, the lane's, routed slots, shape of ids."""
+    """What one forward left for its backward: the engine's part, the lane's with its x, routed slots, shape
+    of ids."""
 
     engine: Saved | None
     lane: tuple[LaneSaved, ...]
+    lane_x: Tensor | None
     slots: int
     shape: torch.Size
 
     @property
     def bytes(self) -> int:
-        return sum(part.bytes for part in (self.engine, *self.lane) if part is not None)
+        own = 0 if self.lane_x is None else self.lane_x.nbytes
+        return own + sum(part.bytes for part in (self.engine, *self.lane) if part is not None)
 
 
 class LocalExperts:
@@ -97,6 +100,8 @@ class LocalExperts:
         self.weight_bytes = 0
         self._local_ids: dict[int, Tensor] = {}  # layer -> local id by global one
         self._exact = Scratch()  # y or dx before it is rounded
+        self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
+        self._of_lane: Tensor | None = None  # such rows that the lane may copy from and keep
         self._grads: dict[int, ExpertLora] = {}
         self._adapters: dict[str, dict[int, ExpertLora]] = {}  # kept ones, by name
         self._kept: dict[tuple[int, int], _Kept] = {}  # by layer and group
@@ -279,11 +284,14 @@ class LocalExperts:
             lora = (self.lora if which is True else self._adapters[which]).get(layer)
         engine_ids_TK = ids_TK
         pending: list[Future[LaneForward]] = []
-        if self.lane is not None:
-            chosen = self.lane.choose(layer, counts, len(x_TH))
+        lane_x: Tensor | None = None
+        chosen = () if self.lane is None else self.lane.choose(layer, counts, len(x_TH))
+        if self.lane is not None and any(chosen):
             there = [e for own in chosen for e in own]
             engine_ids_TK = self._without(layer, ids_TK, there)
-            call = LaneInput(x_TH, ids_TK, weights_TK, lora, self._dropout, keys_T, keep)
+            lane_x = self._for_lane(x_TH, self.lane.compute_dtype(layer), keep=keep)
+            keys = keys_T.clone() if keep else keys_T
+            call = LaneInput(lane_x, ids_TK, weights_TK, lora, self._dropout, keys, keep, counts)
             pending = self.lane.forward(layer, chosen, call)
             self.counters.lane_slots += sum(counts[e] for e in there)
         saved: Saved | None = None
@@ -310,15 +318,40 @@ class LocalExperts:
         finally:
             wait(pending)  # they read the caller's tensors
         parts = [future.result() for future in pending]
-        for part in parts:
-            y_TH.index_add_(0, part.tokens, part.y)
+        if parts:
+            self.engine.add_rows([(part.tokens, part.y) for part in parts], y_TH)
         if keep:
             of_lane = tuple(part.saved for part in parts if part.saved is not None)
-            self._kept[layer, group] = _Kept(saved, of_lane, sum(counts), ids_TK.shape)
+            self._kept[layer, group] = _Kept(saved, of_lane, lane_x, sum(counts), ids_TK.shape)
         self._count(layer, counts)
         y_TH = self._answer(y_TH, alloc)
         self.counters.forward_seconds += time.monotonic() - start
         return y_TH
+
+    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Parts [T_i, ...] of one of a call's tensors, one after another.
+
+        A single one is read where it lies: what is kept of it is copied, and its sender leaves the memory
+        alone until it has the answer.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        if self.lane is not None and name in ("x", "dy"):
+            whole = self._of_lane = self.lane.host_memory(shape, parts[0].dtype)
+        else:
+            whole = self._joined.setdefault(name, Scratch())(shape, parts[0].dtype)
+        return self.engine.join(parts, whole)
+
+    def _for_lane(self, tensor: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
+        """What the lane's devices copy from. keep: also when the caller's memory has other content."""
+        assert self.lane is not None
+        joined, self._of_lane = self._of_lane, None
+        if tensor.dtype == dtype and (tensor is joined or not (keep or self.lane.copies)):
+            return tensor
+        if tensor.dtype != dtype != torch.bfloat16:
+            tensor = tensor.to(dtype)
+        return self.engine.join([tensor], self.lane.host_memory(tensor.shape, dtype))
 
     def _result(self, shape: Sequence[int], alloc: Alloc) -> Tensor:
         """Float32 memory for y or dx: where the answer lies, unless it is rounded on its way there."""
@@ -356,8 +389,9 @@ class LocalExperts:
         kept, lora, grads = self._kept.pop((layer, group)), self.lora.get(layer), self._grads.get(layer)
         dx_TH, dw_TK = self._result(dy_TH.shape, alloc), alloc(kept.shape, torch.float32)
         pending: list[Future[LaneBackward]] = []
-        if self.lane is not None:
-            pending = self.lane.backward(layer, kept.lane, dy_TH, lora)
+        if self.lane is not None and kept.lane:
+            lane_dy = self._for_lane(dy_TH, torch.float32, keep=False)
+            pending = self.lane.backward(layer, kept.lane, lane_dy, lora)
             self.counters.lane_slots += sum(len(part.routed.slots) for part in kept.lane)
         try:
             if kept.engine is not None:
@@ -375,15 +409,18 @@ class LocalExperts:
                 dw_TK.zero_()
         finally:
             wait(pending)
-        for future in pending:
-            part = future.result()
-            dx_TH.index_add_(0, part.tokens, part.dx)
+        parts = [future.result() for future in pending]
+        if parts:
+            self.engine.add_rows([(part.tokens, part.dx) for part in parts], dx_TH)
+        for part in parts:
             dw_TK.view(-1)[part.slots] = part.dw
-            # Only now: the engine may touch the gradients of all its experts.
-            for experts, own in part.lora:
-                assert grads is not None
-                for name, tensor in grads.named().items():
-                    tensor.index_add_(0, experts, own[name])
+        of_batches = [batch for part in parts for batch in part.lora]
+        if of_batches:  # only now: the engine may touch the gradients of all its experts
+            assert grads is not None
+            for name, tensor in grads.named().items():
+                self.engine.add_rows(
+                    [(experts, own[name].contiguous()) for experts, own in of_batches], tensor
+                )
         self.counters.backward_slots += kept.slots
         if self.spec.activations == "recompute":
             self.counters.recomputed_slots += kept.slots

@@ -10,12 +10,14 @@ of a stored activation, P parameters of one expert, r LoRA rank.
                       expert's, at most LANE_ROWS: 24 (H + I) each, 8 I for gates and ups on their way
                       from or to the host, with dropout 24 bytes per input more
     runtime           a GPU's: the CUDA context of the expert actor's process
-    kept activations  (socket) every device's own x, and 36 bytes per row; with a GPU its gates and ups once
-                      more, as torch rounds page-locked blocks up to powers of two
+    kept activations  (socket) x of every group, which all devices share, and 36 bytes per row; with a GPU its
+                      gates and ups once more. torch rounds page-locked blocks up to powers of two
+    workspace         (socket) with a GPU dy, and every device's answer, of a group: 4 T_g H each
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -295,10 +297,19 @@ def lane_lines(
             yield where, "experts", stays * size.expert
             yield where, "runtime", size.runtime
     part = min(1.0, _part(dims, actor))
-    kept = len(lane.devices) * size.total * width * element + 36 * part * size.slots * size.total
+    groups = -(-size.total // max(1, size.group))
+    kept = groups * _page_locked(size.group * width * element, cuda) + 36 * part * size.slots * size.total
+    answers = 4 * size.group * width
+    if cuda:
+        yield home, "workspace", (1 + len(lane.devices)) * _page_locked(answers, cuda)
     if cuda and not (actor.activations == "recompute" or lane.recompute):
         kept += part * size.slots * size.total * (2 if dims.gated else 1) * inter * element
     yield home, "kept activations", layers * kept
+
+
+def _page_locked(size: float, cuda: bool) -> float:
+    """Bytes that torch takes for a block that a GPU copies from or to: powers of two."""
+    return 2.0 ** math.ceil(math.log2(size)) if cuda and size > 0 else size
 
 
 def _part(dims: ModelDims, actor: ExpertActorPlan) -> float:

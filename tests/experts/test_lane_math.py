@@ -62,7 +62,7 @@ def run_in_lane(
         chosen = lane.choose(weights.layer, counts, len(case.x))
         y, dx = torch.zeros(len(case.x), weights.H), torch.zeros(len(case.x), weights.H)
         dw, grads = torch.zeros(case.ids.shape), None if lora is None else lora.zeros_like()
-        call = LaneInput(case.x, case.ids, case.weights_TK, lora, case.dropout, case.keys, True)
+        call = LaneInput(case.x, case.ids, case.weights_TK, lora, case.dropout, case.keys, True, counts)
         for started in lane.forward(weights.layer, chosen, call):
             forward = started.result()
             assert forward.saved is not None and bool(forward.saved.ups) != recompute
@@ -181,7 +181,7 @@ def test_experts_of_a_batch_have_as_many_places() -> None:
     assert routed.slots.tolist() == [1, 5, 6, 7, 8, 0, 2, 3] and both.counts == (5, 2) and not both.full
     assert (both.rows, both.places) == (slice(0, 7), slice(0, 10))
     assert (alone.rows, alone.places) == (slice(7, 8), slice(10, 11))
-    assert routed.at.tolist() == [0, 1, 2, 2, 2, 0, 0, 3, 3, 3, 1]  # 3: no token
+    assert routed.at.tolist() == [0, 1, 2, 2, 2, 0, 0, 4, 4, 4, 1]  # 4: no token
     assert routed.weight.tolist() == [1, 5, 6, 7, 8, 0, 2, 0, 0, 0, 3]
     assert routed.spread.tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
 
@@ -239,14 +239,14 @@ def test_places_without_a_row_would_be_seen(mutation: str, monkeypatch: pytest.M
     wanted = run_in_lane(case, recompute=True)
     with_empty, places = DeviceLane._with_empty, DeviceLane._places
 
-    def filled(self: DeviceLane, rows: Tensor) -> Tensor:
-        made = with_empty(self, rows)
+    def filled(self: DeviceLane, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        made = with_empty(self, rows, dtype)
         made[-1] = 1.0 if mutation == "values" else torch.nan
         return made
 
     def weighted(self: DeviceLane, routed: Routed) -> tuple[Tensor, Tensor, Tensor]:
         at, weight, spread = places(self, routed)
-        return at, torch.where(at == len(routed.tokens), 1.0, weight), spread
+        return at, torch.where(at == len(case.x), 1.0, weight), spread
 
     monkeypatch.setattr(DeviceLane, "_with_empty", filled)
     if mutation == "values":
