@@ -325,7 +325,7 @@ class PacedStage(EvenStage):
 
 
 class PacedEngine:
-    """An expert actor's engine; its calls take as long as the plan predicts."""
+    """An expert actor's engine; its calls, and copies around them, take as long as the plan predicts."""
 
     def __init__(self, engine: Any, planned: Planned, actor: int) -> None:
         self._engine, self._planned, self._actor = engine, planned, actor
@@ -343,11 +343,32 @@ class PacedEngine:
         start = time.monotonic()
         layer = self._planned.plan.dims.moe_layers[-1]
         yield
-        durations = self._planned.durations
-        end = start + durations.expert(self._actor, layer, direction, tokens)
-        time.sleep(max(0.0, end - time.monotonic()))
-        seat = next(c.seat for c in durations.machine.experts if self._actor in c.actors)
-        driver().board.note(seat.resource, direction, start, time.monotonic())  # type: ignore[attr-defined]
+        self._until(
+            start, direction, self._planned.durations.expert(self._actor, layer, direction, tokens).beside
+        )
+
+    def join(self, parts: Sequence[Tensor], out: Tensor) -> Tensor:
+        start = time.monotonic()
+        made: Tensor = self._engine.join(parts, out)
+        if out.shape[-1] == self._planned.plan.dims.expert_width:  # the others are small
+            self._until(start, "gather", out.nbytes / self._copied_per_second)
+        return made
+
+    def add_rows(self, parts: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
+        start, read = time.monotonic(), sum(values.nbytes for _, values in parts)
+        self._engine.add_rows(parts, out)
+        self._until(start, "add", (read / 2 + min(read, out.nbytes)) / self._copied_per_second)
+
+    @property
+    def _copied_per_second(self) -> float:
+        return self._planned.durations.copied_per_second(self._planned.plan.experts[self._actor].threads)
+
+    def _until(self, start: float, name: str, seconds: float) -> None:
+        """Return `seconds` after `start`."""
+        time.sleep(max(0.0, start + seconds - time.monotonic()))
+        machine = self._planned.durations.machine
+        seat = next(c.seat for c in machine.experts if self._actor in c.actors)
+        driver().board.note(seat.resource, name, start, time.monotonic())  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

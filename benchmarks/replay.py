@@ -17,6 +17,7 @@ from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timing.simulate import (
     Carriage,
+    ExpertCall,
     ExpertClass,
     Group,
     Machine,
@@ -111,10 +112,10 @@ class MeasuredDurations:
             return self.terms.begin[rank] / self.plan.groups, 0.0
         return self.terms.operations[rank, kind, layer, group.number]
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> float:
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> ExpertCall:
         planned = next(self._calls[actor])
         assert planned[:2] == (layer, direction)
-        return self.terms.calls[actor, *planned]
+        return ExpertCall(0.0, self.terms.calls[actor, *planned], 0.0)
 
     def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[()]:
         """A recorded call lasts until its part on a GPU is done."""

@@ -117,3 +117,11 @@ def _damaged(file: Path, observed: object) -> UserError:
         required=f"a file {FILE} as mode=train writes it, version {VERSION}",
         remedy=_OTHER,
     )
+
+
+def touched(num_experts: int, held: float, experts_per_token: int) -> float:
+    """Expected share of tokens with at least one of `held` experts, balanced routing.
+
+    A token's K experts are different ones, but K is small beside E: 1 - (1 - held / E)^K.
+    """
+    return 1.0 - (1.0 - held / num_experts) ** experts_per_token

@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kt_ray.placement.expert_load import touched
+
 LANE_ROWS = 8192  # that are computed at a time: what they take on a GPU is bounded
 # Experts that are computed at a time, and the parameters of all of them together: two buffers and the decoded
 # matrices hold so many. 160 MiB in bfloat16.
@@ -144,14 +146,15 @@ class LaneWork:
     experts: int  # n, those in host memory that have rows
     bytes: float  # of one as stored, its adapter included
     flops: float  # of all their rows together
-    tokens: float  # bytes of all tokens' activations, to a device and back
+    tokens: float  # bytes of all tokens' activations: x to a device, y back, which has twice as many
     per_token: int  # K
     layer: int  # E
     kept: float = 0.0  # bytes of gates and ups of all their rows, which go to the host and come back
 
     def moved(self, carried: float) -> float:
-        """Bytes of activations to and from a device with so many of the experts: of tokens that chose one."""
-        return self.tokens * (1 - (1 - carried / self.layer) ** self.per_token)
+        """Bytes of activations to and from a device with so many of the experts: all tokens' x, and the
+        answers to those that chose one."""
+        return self.tokens * (1 + 2 * touched(self.layer, carried, self.per_token)) / 3
 
 
 @dataclass(frozen=True)

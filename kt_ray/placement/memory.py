@@ -44,6 +44,7 @@ from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.machine import Hardware, gpu_name, socket_name
 from kt_ray.hardware.nominal import FORMAT_BYTES
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
+from kt_ray.placement.expert_load import touched
 from kt_ray.placement.generation_memory import (
     after_training,
     generates,
@@ -61,7 +62,6 @@ from kt_ray.placement.lora_sizes import (
 )
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
 from kt_ray.placement.staging import expert_staging, worker_staging
-from kt_ray.placement.traffic import touched
 from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of, widest_row
 
 GIB = 1 << 30

@@ -6,19 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
+from kt_ray.placement.expert_load import touched
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan
 
 _FLOAT = 4  # dy, d(router weights) and router weights travel in float32
 _ID = 4  # expert ids travel as int32
 _KEY = 8  # dropout keys: sample and position
-
-
-def touched(num_experts: int, held: float, experts_per_token: int) -> float:
-    """Expected share of tokens with at least one of `held` experts, balanced routing.
-
-    A token's K experts are different ones, but K is small beside E: 1 - (1 - held / E)^K.
-    """
-    return 1.0 - (1.0 - held / num_experts) ** experts_per_token
 
 
 class Link(NamedTuple):

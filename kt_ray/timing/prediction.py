@@ -196,7 +196,7 @@ def _terms(
         own = wave[: len(plan.replicas_of(0))]
         tokens = [sum(m.tokens for part in own for m in part[g]) for g in range(plan.groups)]
         for layer, direction, g in expert_order(plan, "train"):
-            calls[direction] += durations.expert(seat.actors[0], layer, direction, tokens[g], call=g)
+            calls[direction] += sum(durations.expert(seat.actors[0], layer, direction, tokens[g], call=g))
             lane = durations.lane(seat.actors[0], layer, direction, tokens[g], call=g)
             on_gpu += max((call.products + call.last for call in lane), default=0.0)
     device, expert, transport = durations.device, durations.expert_rate, rates.transport

@@ -112,12 +112,20 @@ class Machine(NamedTuple):
     copies: int = 1
 
 
+class ExpertCall(NamedTuple):
+    """Seconds of an expert actor's cores in a call: before its GPUs begin, beside them, and after both."""
+
+    before: float
+    beside: float
+    after: float
+
+
 class LaneCall(NamedTuple):
     """What a GPU does of an expert actor's call, beside the CPU, in seconds alone on its resource.
 
-    device: "cuda:i". ahead: on the link before anything is computed. copies: on the link, products: on the
-    GPU, dispatch: on a core of the actor's, and kept: on the link to the host, all at the same time. last: on
-    the GPU, after the copies. back: on the link to the host, after all that.
+    device: "cuda:i". ahead: on the link, and routing: on a core of the actor's, before anything is computed.
+    copies: on the link, products: on the GPU, dispatch: on a core, and kept: on the link to the host, all at
+    the same time. last: on the GPU, after the copies. back: on the link to the host, after all that.
     """
 
     device: str
@@ -128,6 +136,7 @@ class LaneCall(NamedTuple):
     back: float
     last: float = 0.0
     kept: float = 0.0
+    routing: float = 0.0
 
 
 class Durations(Protocol):
@@ -140,7 +149,7 @@ class Durations(Protocol):
         """An operation of a worker program ("begin" before the first one): seconds before what it sends
         leaves, and after that."""
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> float:
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> ExpertCall:
         """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas. call:
         how many of the same layer came before it."""
 
@@ -467,13 +476,15 @@ class _Step:
                 for way in c.ways:
                     yield Wait((direction, layer, g, way.actors[0], replica), "attention")
             together = sum(part[g] for part in tokens[: len(plan.replicas_of(0))])
-            seconds = self.durations.expert(actor, layer, direction, together, call=g)
+            own = self.durations.expert(actor, layer, direction, together, call=g)
             lane = self.durations.lane(actor, layer, direction, together, call=g)
+            yield Busy(f"gather {layer}.{g}", "experts", own.before)
             for call in lane:
                 self._send(("lane", layer, direction, g, actor, call.device), Carriage())
-            yield Busy(f"{direction} {layer}.{g}", "experts", seconds)
+            yield Busy(f"{direction} {layer}.{g}", "experts", own.beside)
             for call in lane:
                 yield Wait(("lane done", layer, direction, g, actor, call.device), "lane")
+            yield Busy(f"add {layer}.{g}", "experts", own.after)
             for replica in range(self.replicas):
                 for way in c.ways:
                     worker = owner[replica, layer]
@@ -494,6 +505,8 @@ class _Step:
             into, back = f"pcie {device} in", f"pcie {device} out"
             yield Wait(("lane", *about), "experts")
             self._send(("lane ahead", *about), Carriage((Leg(into, call.ahead),)))
+            self._send(("lane routing", *about), Carriage((Leg(c.seat.resource, call.routing),)))
+            yield Wait(("lane routing", *about), "dispatch")
             yield Wait(("lane ahead", *about), "transfer")
             self._send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
             self._send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))

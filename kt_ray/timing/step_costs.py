@@ -22,10 +22,10 @@ from functools import cached_property
 from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
+from kt_ray.placement.expert_load import touched
 from kt_ray.placement.lora_sizes import expert_lora_params, expert_rank, lora_params
 from kt_ray.placement.memory import held_format, home_socket, layer_weight_bytes, logit_rows, reached_part
 from kt_ray.placement.plan_types import Plan
-from kt_ray.placement.traffic import touched
 from kt_ray.timing.lane_seconds import LaneSeconds
 from kt_ray.timing.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature
 from kt_ray.timing.layer_work import (
@@ -37,7 +37,17 @@ from kt_ray.timing.layer_work import (
     layer_works,
     seconds,
 )
-from kt_ray.timing.simulate import Carriage, ExpertClass, Group, LaneCall, Leg, Machine, Micro, Phase
+from kt_ray.timing.simulate import (
+    Carriage,
+    ExpertCall,
+    ExpertClass,
+    Group,
+    LaneCall,
+    Leg,
+    Machine,
+    Micro,
+    Phase,
+)
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
 BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
@@ -204,7 +214,7 @@ class PlanDurations:
 
     # -- experts -----------------------------------------------------------------------------
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int = 0) -> float:
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int = 0) -> ExpertCall:
         key = (actor, layer, direction, tokens, min(call, 1))
         if key not in self._calls:
             self._calls[key] = self._expert(*key)
@@ -220,15 +230,15 @@ class PlanDurations:
         return self.lanes.calls(actor, layer, direction, tokens, call=call)
 
     @cached_property
-    def _calls(self) -> dict[tuple[int, int, str, int, int], float]:
+    def _calls(self) -> dict[tuple[int, int, str, int, int], ExpertCall]:
         return {}
 
-    def _expert(self, actor: int, layer: int, direction: str, tokens: int, call: int) -> float:
+    def _expert(self, actor: int, layer: int, direction: str, tokens: int, call: int) -> ExpertCall:
         dims, holder = self.plan.dims, self.plan.experts[actor]
         count = len(holder.experts_of(layer))
         slots = tokens * dims.experts_per_token * count / dims.num_experts
         if slots == 0:
-            return dispatch_seconds(CALL_OPS, self.host, self.host)
+            return ExpertCall(0.0, dispatch_seconds(CALL_OPS, self.host, self.host), 0.0)
         rows = max(1.0, slots / count)
         resident, carried = self.lanes.part(actor, layer, tokens, call=call)
         busy = min(count, slots) * (1 - resident)  # carried experts are read from the same memory
@@ -239,7 +249,13 @@ class PlanDurations:
         memory = self.rates.memory
         speed = memory.read_all.value if holder.threads > 1 else memory.read_one.value
         least = busy * self.expert_weight_bytes / speed
-        return max(total, least) + self._around(actor, tokens, direction)
+        copied, added = self.lanes.added(actor, layer, direction, tokens, call=call)
+        joined, rounded = self._around(actor, tokens, direction)
+        copying = self.copied_per_second(holder.threads)
+        dispatch = dispatch_seconds(CALL_OPS, *(self.rates.cpu_rate(holder.threads),) * 2)
+        # Replicas' rows are joined where the lane copies from.
+        before, after = (joined or copied) / copying, (rounded + added / 2) / copying + dispatch
+        return ExpertCall(before, max(total, least), after)
 
     def _kernel(self, direction: str, slots: float, rows: float, threads: int) -> float:
         """Engine seconds. What does not multiply frozen matrices (LoRA, activation, adding to tokens) grows
@@ -254,28 +270,26 @@ class PlanDurations:
         grown = (hidden + inter) / (hidden * inter) * (rate.hidden * rate.inter) / (rate.hidden + rate.inter)
         return flop / speed * (1 - other + other * grown)
 
-    def _around(self, actor: int, tokens: int, direction: str) -> float:
-        """What the actor does beside a call's products: joining replicas' rows, rounding the answer.
+    def _around(self, actor: int, tokens: int, direction: str) -> tuple[float, float]:
+        """Bytes that the actor copies before and after a call's products: replicas' rows that are joined, and
+        the answer that is rounded.
 
         An answer that is not rounded is computed where it is read.
         """
         holder = self.plan.experts[actor]
-        rate = self.rates.cpu_rate(holder.threads)
         # Of other hosts' replicas only tokens come that have an expert here.
         reached = reached_part(self.plan.dims, holder, self.plan.attention_hosts)
         elements = tokens * reached * self.plan.dims.expert_width
-        copied = 0.0
-        if len(self.plan.replicas_of(0)) > 1:
-            copied += elements * self._sent_bytes(direction)
-        if holder.answers != "float32":
-            copied += elements * (4 + ELEMENT_BYTES[holder.answers]) / 2  # a copied byte is read and written
-        return copied / self._copied_per_second(holder.threads) + dispatch_seconds(CALL_OPS, rate, rate)
+        joined = elements * self._sent_bytes(direction) if len(self.plan.replicas_of(0)) > 1 else 0.0
+        if holder.answers == "float32":
+            return joined, 0.0
+        return joined, elements * (4 + ELEMENT_BYTES[holder.answers]) / 2  # a copied byte is read and written
 
     def _sent_bytes(self, direction: str) -> int:
         """Of an element of what the experts get: x in the type that attention computes in, dy in float32."""
         return ELEMENT_BYTES[self.plan.dtype] if direction == "forward" else 4
 
-    def _copied_per_second(self, threads: int) -> float:
+    def copied_per_second(self, threads: int) -> float:
         """Bytes/s that so many threads of a socket copy."""
         memory, share = self.rates.memory, min(1.0, threads / max(1, self.rates.cpu_all.threads))
         return max(memory.copy_one.value, memory.copy_all.value * share)
@@ -430,7 +444,7 @@ class PlanDurations:
             actor = plan.experts[c.actors[0]]
             params = per_expert * sum(actor.counts(dims.moe_layers))
             share = min(1.0, actor.threads / max(1, rates.cpu_all.threads))
-            copying = self._copied_per_second(actor.threads)
+            copying = self.copied_per_second(actor.threads)
             count = 6 * len(dims.moe_layers) if params else 0
             updated, added = params / plan.copies, params * others * ADD_BYTES / 2 / copying
             expert_norms.append(swapped + added + updated * SUM_BYTES / 2 / copying + 2 * count * small)

@@ -132,7 +132,7 @@ def test_a_lane_copies_the_next_batch_while_it_computes_one(cards: Any, products
     lane = DeviceLane(0, "cpu:0", 1, recompute=False)
     try:
         lane.add_layer(0, range(experts), case.weights, None, ())
-        call = LaneInput(case.x, case.ids, case.weights_TK, None, None, case.keys, True)
+        call = LaneInput(case.x, case.ids, case.weights_TK, None, None, case.keys, True, [rows] * experts)
         lane.forward(0, range(experts), call).result()  # its buffers are made
         forward = whole(cards, lane, lambda: lane.forward(0, range(experts), call))
         seconds = spans_of(cards)

@@ -17,7 +17,7 @@ from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.prepare import prepare
 from kt_ray.timeline import Activity, Span
-from kt_ray.timing.simulate import Carriage, ExpertClass, Group, Phase, Simulated, simulate
+from kt_ray.timing.simulate import Carriage, ExpertCall, ExpertClass, Group, Phase, Simulated, simulate
 from kt_ray.tracking.chrome_trace import chrome_trace
 from tests.timing.test_simulate import RULES, apart, plan_of, small, wave_of
 
@@ -39,8 +39,8 @@ class Given:
         known = {"begin": (0.1, 0.0), "forward": (0.7, 0.4), "recompute": (0.2, 1.1), "backward": (0.0, 1.9)}
         return known.get(kind, (0.05, 0.03))
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> float:
-        return 1.3 + 0.1 * actor
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> ExpertCall:
+        return ExpertCall(0.0, 1.3 + 0.1 * actor, 0.0)
 
     def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[()]:
         return ()

@@ -9,11 +9,12 @@ import pytest
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
+from kt_ray.placement.expert_load import touched
 from kt_ray.placement.layout import layouts
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import memory_table
-from kt_ray.placement.traffic import touched, traffic
+from kt_ray.placement.traffic import traffic
 from kt_ray.timing.seats import machine_of
 from tests.placement.configs import make_config, make_hardware, small_dims
 

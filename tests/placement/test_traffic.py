@@ -9,7 +9,8 @@ import pytest
 
 from kt_ray.actors.local_cluster import LocalHandle
 from kt_ray.errors import UserError
-from kt_ray.placement.traffic import Link, touched, traffic, traffic_notes
+from kt_ray.placement.expert_load import touched
+from kt_ray.placement.traffic import Link, traffic, traffic_notes
 from kt_ray.placement.transports import Transport
 from kt_ray.train.reports import PassReport
 from tests.helpers.hf_reference import build_checkpoint, random_rows

@@ -15,12 +15,14 @@ from kt_ray.experts.lane import DeviceLane
 from kt_ray.experts.lane_device import LaneDevice
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.placement import lane_share
+from kt_ray.placement.expert_load import touched
 from kt_ray.placement.lane_plan import expert_sizes
 from kt_ray.placement.lane_share import best_share, lane_parts, split_seconds, streamed_experts
+from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timing.lane_rates import from_rates, lane_rates
-from kt_ray.timing.lane_seconds import KERNELS, KERNELS_AGAIN, KERNELS_EACH, MOVED_IN
+from kt_ray.timing.lane_seconds import BACK, ENTERING, KERNELS, KERNELS_AGAIN, KERNELS_EACH
 from kt_ray.timing.prediction import Prediction, neighbours, predict
 from kt_ray.timing.seats import even_waves, machine_of
 from kt_ray.timing.step_costs import PlanDurations
@@ -62,7 +64,7 @@ def test_the_predicted_split_is_the_one_that_the_runtime_makes() -> None:
         assert carried == pytest.approx(min(len(runtime), busy) / busy)
         assert RATES.link is not None
         link = RATES.link.to_device.value
-        copied = call.ahead - MOVED_IN["forward"] * moved(plan, durations, tokens) + call.copies
+        copied = call.ahead - entering(tokens) + call.copies
         assert copied == pytest.approx(min(len(runtime), busy) * sizes.bytes / link)
 
 
@@ -85,12 +87,10 @@ def test_its_seconds_are_those_that_auto_chose_by() -> None:
     assert parts.seconds == pytest.approx(split_seconds(work, chosen_by, best.carried).lane)
 
 
-def moved(plan: Plan, durations: PlanDurations, tokens: int) -> float:
-    """Seconds of a call's activations on the link, both ways."""
+def entering(tokens: int) -> float:
+    """Seconds of all tokens' x on the link."""
     assert RATES.link is not None
-    _, carried = durations.lanes.part(0, LAYER, tokens)
-    work = expert_sizes(plan.experts, V3, durations.config).work(tokens)
-    return work.moved(round(carried * work.experts)) / RATES.link.to_device.value
+    return ENTERING["forward"] * tokens * V3.expert_width / RATES.link.to_device.value
 
 
 def test_gate_and_up_go_to_the_host_and_come_back() -> None:
@@ -108,10 +108,10 @@ def test_gate_and_up_go_to_the_host_and_come_back() -> None:
 
 
 def test_the_first_batch_is_waited_for_and_the_last_one_comes_after_the_copies() -> None:
-    plan, durations = made(stream=0.5, activations="recompute")
+    _, durations = made(stream=0.5, activations="recompute")
     (call,) = durations.lane(0, LAYER, "forward", 16384)
-    entering = MOVED_IN["forward"] * moved(plan, durations, 16384)
-    assert call.ahead - entering == pytest.approx((call.ahead - entering + call.copies) / 128)
+    weights = call.ahead - entering(16384)
+    assert weights == pytest.approx((weights + call.copies) / 128)
     assert call.last == pytest.approx((call.products + call.last) / 128)  # V3's experts go one by one
 
 
@@ -119,13 +119,29 @@ def test_the_cpu_keeps_the_rest() -> None:
     """A half that is carried takes its products off the CPU, not its bytes off the socket's memory."""
     (_, without), (_, half), (_, stays) = made(), made(stream=0.5), made(gpu_resident=128)
     large, small = 16384, 32
-    around = without._around(0, large, "forward")
-    plain = without.expert(0, LAYER, "forward", large) - around
-    assert half.expert(0, LAYER, "forward", large) - around == pytest.approx(plain / 2)
-    assert stays.expert(0, LAYER, "forward", large) - around == pytest.approx(plain / 2)
-    waits = without.expert(0, LAYER, "forward", small)  # for memory
-    assert half.expert(0, LAYER, "forward", small) == pytest.approx(waits)
-    assert stays.expert(0, LAYER, "forward", small) < 0.6 * waits
+    plain = without.expert(0, LAYER, "forward", large).beside
+    assert half.expert(0, LAYER, "forward", large).beside == pytest.approx(plain / 2)
+    assert stays.expert(0, LAYER, "forward", large).beside == pytest.approx(plain / 2)
+    waits = without.expert(0, LAYER, "forward", small).beside  # for memory
+    assert half.expert(0, LAYER, "forward", small).beside == pytest.approx(waits)
+    assert stays.expert(0, LAYER, "forward", small).beside < 0.6 * waits
+
+
+@pytest.mark.parametrize("lane", [{"stream": 0.5}, {"gpu_resident": 128}])
+def test_cores_copy_what_the_gpus_get_and_add_up_what_they_answer(lane: dict[str, Any]) -> None:
+    """A copy of x, or dy in float32. Answers are read and added to others; so are the adapters' gradients."""
+    (_, without), (_, found) = made(), made(**lane)
+    tokens, copying = 16384, RATES.memory.copy_all.value
+    rows, adapter = tokens * V3.expert_width, 4 * expert_lora_params(V3, found.config.lora)
+    for direction, sent, more in (("forward", 2, 0.0), ("backward", 4, 3 * 128 * adapter)):
+        plain, call = (d.expert(0, LAYER, direction, tokens) for d in (without, found))
+        answered = rows * touched(256, 128, 8)
+        assert plain.before == 0 and call.before == pytest.approx(rows * sent / copying)
+        assert call.after - plain.after == pytest.approx((3 * 4 * answered + more) / 2 / copying)
+        (on_gpu,) = found.lane(0, LAYER, direction, tokens)
+        assert RATES.link is not None
+        assert on_gpu.back == pytest.approx(BACK * answered / RATES.link.to_host.value)
+        assert (on_gpu.routing > 0) == (direction == "forward")
 
 
 def test_residents_are_not_carried() -> None:

@@ -11,6 +11,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timing.simulate import (
     Carriage,
+    ExpertCall,
     ExpertClass,
     Group,
     LaneCall,
@@ -47,8 +48,8 @@ class Fixed:
             return self.forward  # type: ignore[return-value]
         return (0.0, float({"recompute": self.recompute, "backward": self.backward}.get(kind, 0.0)))  # type: ignore[arg-type]
 
-    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> float:
-        return float(self.experts)  # type: ignore[arg-type]
+    def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> ExpertCall:
+        return ExpertCall(0.0, float(self.experts), 0.0)  # type: ignore[arg-type]
 
     def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[LaneCall, ...]:
         return self.on_gpu  # type: ignore[return-value]

@@ -198,8 +198,7 @@ def test_experts_by_hand() -> None:
     slots = tokens * dims.experts_per_token
     flop = 6 * dims.expert_width * dims.expert_intermediate * slots
     expected = flop / rate.flops("forward", slots / dims.num_experts, threads, 0)
-    got = found.expert(0, 1, "forward", tokens) - found._around(0, tokens, "forward")
-    assert got == pytest.approx(expected, rel=1e-6)
+    assert found.expert(0, 1, "forward", tokens).beside == pytest.approx(expected, rel=1e-6)
 
 
 def test_few_tokens_are_bound_by_memory() -> None:
@@ -211,12 +210,14 @@ def test_few_tokens_are_bound_by_memory() -> None:
     found = durations(rule=ONE, hardware=hardware, rates=rates)
     dims = found.plan.dims
     expected = dims.num_experts * found.expert_weight_bytes / 1e3
-    assert found.expert(0, 1, "forward", 64) == pytest.approx(expected, rel=0.01)
+    assert found.expert(0, 1, "forward", 64).beside == pytest.approx(expected, rel=0.01)
 
 
 def test_recomputing_experts_costs_gate_and_up_again() -> None:
     keep, again = (
-        durations(rule={**ONE, "experts": {"sockets": 1, "activations": kind}}).expert(0, 1, "backward", 1024)
+        durations(rule={**ONE, "experts": {"sockets": 1, "activations": kind}})
+        .expert(0, 1, "backward", 1024)
+        .beside
         for kind in ("retain", "recompute")
     )
     forward = durations(rule=ONE)._kernel("forward", 2048, 256, 4)
@@ -224,8 +225,8 @@ def test_recomputing_experts_costs_gate_and_up_again() -> None:
 
 
 def test_experts_of_two_actors_halve() -> None:
-    one = durations(rule=ONE).expert(0, 1, "forward", 4096)
-    two = durations(rule={**ONE, "experts": {"sockets": 2, "threads": 4}}).expert(0, 1, "forward", 4096)
+    one = sum(durations(rule=ONE).expert(0, 1, "forward", 4096))
+    two = sum(durations(rule={**ONE, "experts": {"sockets": 2, "threads": 4}}).expert(0, 1, "forward", 4096))
     assert two < 0.75 * one
 
 
@@ -253,12 +254,14 @@ def test_copies_around_a_call() -> None:
     width, speed = calm.plan.dims.expert_width, calm.rates.memory.copy_all.value
     assert calm.plan.experts[0].threads == calm.rates.cpu_all.threads
     for direction, sent in (("forward", 2), ("backward", 4)):
-        alone = calm._around(0, tokens, direction)
-        assert alone == calm._around(0, 1, direction)
-        joined = around(replicas=2)._around(0, tokens, direction) - alone
-        assert joined == pytest.approx(tokens * width * sent / speed)
-        rounded = around("bfloat16")._around(0, tokens, direction) - alone
-        assert rounded == pytest.approx(tokens * width * 3 / speed)
+        alone = calm.expert(0, 1, direction, tokens)
+        assert alone.before == 0 and alone.after == calm.expert(0, 1, direction, 1).after
+        joined = around(replicas=2).expert(0, 1, direction, tokens)
+        assert joined.before == pytest.approx(tokens * width * sent / speed)
+        assert joined[1:] == alone[1:]
+        rounded = around("bfloat16").expert(0, 1, direction, tokens)
+        assert rounded.after - alone.after == pytest.approx(tokens * width * 3 / speed)
+        assert rounded[:2] == alone[:2]
 
 
 def test_rounded_answers_are_half_the_bytes() -> None:
