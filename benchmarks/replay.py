@@ -115,7 +115,7 @@ class MeasuredDurations:
     def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> ExpertCall:
         planned = next(self._calls[actor])
         assert planned[:2] == (layer, direction)
-        return ExpertCall(0.0, self.terms.calls[actor, *planned], 0.0)
+        return ExpertCall(self.terms.calls[actor, *planned], 0.0)
 
     def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[()]:
         """A recorded call lasts until its part on a GPU is done."""

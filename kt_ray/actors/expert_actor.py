@@ -100,8 +100,7 @@ class ExpertActor(PlainActor):
                     self.port.release(leases.pop((replica, group)))
             with recorder.span("gather", "transfer", layer, group):
                 inputs = {
-                    name: self.experts.joined(name, [request.tensors[name] for request in requests])
-                    for name in requests[0].tensors
+                    name: [request.tensors[name] for request in requests] for name in requests[0].tensors
                 }
             with recorder.span(direction, "compute", layer, group):
                 answers = self._compute(direction, layer, group, inputs, keep=spec.kind == "train")
@@ -124,7 +123,7 @@ class ExpertActor(PlainActor):
         )
 
     def _compute(
-        self, direction: str, layer: int, group: int, inputs: dict[str, Tensor], *, keep: bool
+        self, direction: str, layer: int, group: int, inputs: dict[str, list[Tensor]], *, keep: bool
     ) -> dict[str, Tensor]:
         """One engine call: y_TH of forward, dx_TH and dw_TK of backward, all replicas' rows in one block."""
         workers = [worker_of_layer(self.plan, layer, replica) for replica in self._replicas]
@@ -135,11 +134,13 @@ class ExpertActor(PlainActor):
         return {"dx": dx_TH, "dw": dw_TK}
 
     def _forward(
-        self, layer: int, group: int, inputs: dict[str, Tensor], alloc: Alloc, **how: Any
+        self, layer: int, group: int, inputs: dict[str, list[Tensor]], alloc: Alloc, **how: Any
     ) -> dict[str, Tensor]:
-        ids_TK = self.experts.local_ids(layer, inputs["ids"], self.plan.dims.num_experts)
-        x_TH, weights_TK, keys_T = inputs["x"], inputs["weights"], inputs["keys"]
-        return {"y": self.experts.forward(layer, group, x_TH, ids_TK, weights_TK, keys_T, alloc=alloc, **how)}
+        joined = {name: self.experts.joined(name, inputs[name]) for name in ("ids", "weights", "keys")}
+        ids_TK = self.experts.local_ids(layer, joined["ids"], self.plan.dims.num_experts)
+        weights_TK, keys_T = joined["weights"], joined["keys"]
+        y_TH = self.experts.forward(layer, group, inputs["x"], ids_TK, weights_TK, keys_T, alloc=alloc, **how)
+        return {"y": y_TH}
 
     # -- generation --------------------------------------------------------------------------
 
@@ -178,7 +179,8 @@ class ExpertActor(PlainActor):
         alloc = self.port.alloc if self.port.shares(worker) else new_memory
         adapter = message.facts.get("adapter", True)
         self.experts.forget_calls()  # they come in any order
-        rows = self._forward(layer, group, message.tensors, alloc, keep=False, adapter=adapter)
+        inputs = {name: [tensor] for name, tensor in message.tensors.items()}
+        rows = self._forward(layer, group, inputs, alloc, keep=False, adapter=adapter)
         reply = Message(("reply", "forward", number, layer, group, self.rank), rows)
         leases[worker, group] = self.port.send([worker], reply)
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -46,13 +47,13 @@ from kt_ray.placement.plan_types import LanePlan
 class LaneSaved:
     """What backward needs of one forward, in host memory.
 
-    x: [T, H], which all devices share. gates, ups: for each part of the rows [rows, I] as stored; empty with
-    "recompute".
+    x: [T, H], which all devices share; None where no backward follows. gates, ups: for each part of the rows
+    [rows, I] as stored; empty with "recompute".
     """
 
     device: int  # which of the lane's
     routed: Routed
-    x: Tensor
+    x: Tensor | None
     keys: Tensor
     dropout: DropoutSpec | None
     gates: list[Tensor | None] = field(default_factory=list)
@@ -88,18 +89,19 @@ class LaneBackward:
 
 class LaneInput(NamedTuple):
     """A forward call: arguments as `LocalExperts.forward` has them. The tensors must not change before its
-    results are there; x and keys, if they are kept, before those of backward.
+    results are there.
 
-    counts: rows of every local id.
+    x: parts [T_i, H]. counts: rows of every local id. kept: where x lies when backward comes; None = none
+    follows. keys: unchanged until then, too.
     """
 
-    x: Tensor
+    x: Sequence[Tensor]
     ids: Tensor
     weights: Tensor
     lora: ExpertLora | None
     dropout: DropoutSpec | None
     keys: Tensor
-    keep: bool
+    kept: Tensor | None
     counts: Sequence[int]
 
 
@@ -193,9 +195,9 @@ class DeviceLane:
         return self._pool.submit(self._timed, self._forward, layer, experts, call)
 
     def backward(
-        self, layer: int, saved: LaneSaved, dy: Tensor, lora: ExpertLora | None
+        self, layer: int, saved: LaneSaved, dy: Sequence[Tensor], lora: ExpertLora | None
     ) -> Future[LaneBackward]:
-        """Start the backward of a kept forward; dy [T, H] float32."""
+        """Start the backward of a kept forward; dy: parts [T_i, H], float32."""
         return self._pool.submit(self._timed, self._backward, layer, saved, dy, lora)
 
     def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -220,7 +222,7 @@ class DeviceLane:
             for stays in (True, False)
         ]
         routed = route(call.ids, call.weights, [*order[0], *order[1]], len(here.ids))
-        saved = LaneSaved(self.number, routed, call.x, call.keys, call.dropout)
+        saved = LaneSaved(self.number, routed, call.kept, call.keys, call.dropout)
         with device.computing():
             at, weight, spread = self._places(routed)
             keys = self._keys(saved)
@@ -236,7 +238,7 @@ class DeviceLane:
                     out = project_out(experts, gate, up, masks)
                     out *= _by_expert(weight, part).unsqueeze(-1)
                     add_part(y, places, out, part)
-                    if call.keep and not self._recompute:
+                    if call.kept is not None and not self._recompute:
                         leaving.add(
                             saved,
                             gate if gate is None else _rows(gate, part, spread),
@@ -246,14 +248,17 @@ class DeviceLane:
         with device.computing():
             result = device.download(self._reached(y, routed))
         device.finish()
-        return LaneForward(result, routed.tokens, saved if call.keep else None)
+        return LaneForward(result, routed.tokens, None if call.kept is None else saved)
 
-    def _backward(self, layer: int, saved: LaneSaved, dy: Tensor, lora: ExpertLora | None) -> LaneBackward:
+    def _backward(
+        self, layer: int, saved: LaneSaved, dy: Sequence[Tensor], lora: ExpertLora | None
+    ) -> LaneBackward:
         here, routed, device = self._layers[layer], saved.routed, self.device
+        assert saved.x is not None, "the forward was kept"
         with device.computing():
-            x, (at, weight, spread) = self._with_empty(saved.x, here.kind.compute), self._places(routed)
-            keys, upstream = self._keys(saved), self._with_empty(dy, dy.dtype)
-            dx = torch.zeros(dy.shape, dtype=torch.float32, device=device.device)
+            x, (at, weight, spread) = self._with_empty([saved.x], here.kind.compute), self._places(routed)
+            keys, upstream = self._keys(saved), self._with_empty(dy, torch.float32)
+            dx = torch.zeros(upstream[:-1].shape, dtype=torch.float32, device=device.device)
             dw = torch.empty(len(routed.slots), dtype=torch.float32, device=device.device)
         grads: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         coming = _Coming(device, saved)
@@ -289,10 +294,12 @@ class DeviceLane:
         """Those of tokens that have a row here."""
         return rows if len(routed.tokens) == len(rows) else rows[self.device.upload(routed.tokens)]
 
-    def _with_empty(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    def _with_empty(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """A call's rows on the device and a row of zeros after them, for places without a row."""
-        made = torch.empty((len(rows) + 1, *rows.shape[1:]), dtype=dtype, device=self.device.device)
-        self.device.copy_in(made[:-1], rows)
+        ends = list(accumulate(map(len, parts), initial=0))
+        made = torch.empty((ends[-1] + 1, *parts[0].shape[1:]), dtype=dtype, device=self.device.device)
+        for part, start, end in zip(parts, ends, ends[1:], strict=False):
+            self.device.copy_in(made[start:end], part)
         made[-1] = 0
         return made
 
@@ -304,7 +311,7 @@ class DeviceLane:
     def _keys(self, saved: LaneSaved) -> Tensor | None:
         """The keys of dropout on the device; None without dropout."""
         wanted = saved.dropout is not None and saved.dropout.p > 0
-        return self._with_empty(saved.keys, saved.keys.dtype) if wanted else None
+        return self._with_empty([saved.keys], saved.keys.dtype) if wanted else None
 
     def _carry(
         self, here: _Layer, order: Sequence[Sequence[int]], lora: ExpertLora | None
@@ -529,11 +536,6 @@ class Lane:
         """That the devices copy from: page-locked for GPUs."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.parts[0].device.is_cuda)
 
-    @property
-    def copies(self) -> bool:
-        """Whether devices copy what they get from the host, and not read it there."""
-        return self.parts[0].device.is_cuda
-
     def compute_dtype(self, layer: int) -> torch.dtype:
         """In which the lane multiplies."""
         return self.parts[0].kind(layer).compute
@@ -582,9 +584,9 @@ class Lane:
         )
 
     def backward(
-        self, layer: int, saved: Sequence[LaneSaved], dy: Tensor, lora: ExpertLora | None
+        self, layer: int, saved: Sequence[LaneSaved], dy: Sequence[Tensor], lora: ExpertLora | None
     ) -> list[Future[LaneBackward]]:
-        """Start the backward of kept forwards, each where its forward ran; dy [T, H] float32."""
+        """Start the backward of kept forwards, each where its forward ran; dy: parts [T_i, H], float32."""
         return all_started(self.parts[s.device].backward(layer, s, dy, lora) for s in saved)
 
     @property

@@ -101,7 +101,6 @@ class LocalExperts:
         self._local_ids: dict[int, Tensor] = {}  # layer -> local id by global one
         self._exact = Scratch()  # y or dx before it is rounded
         self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
-        self._of_lane: Tensor | None = None  # such rows that the lane may copy from and keep
         self._grads: dict[int, ExpertLora] = {}
         self._adapters: dict[str, dict[int, ExpertLora]] = {}  # kept ones, by name
         self._kept: dict[tuple[int, int], _Kept] = {}  # by layer and group
@@ -255,7 +254,7 @@ class LocalExperts:
         self,
         layer: int,
         group: int,
-        x_TH: Tensor,
+        x: Sequence[Tensor],
         ids_TK: Tensor,
         weights_TK: Tensor,
         keys_T: Tensor,
@@ -267,7 +266,8 @@ class LocalExperts:
         """Weighted sum over the local experts.
 
         Args:
-            x_TH: float32 or bfloat16. ids_TK: local ids. weights_TK: float32 router weights.
+            x: parts [T_i, H], one after another, float32 or bfloat16. ids_TK: local ids. weights_TK:
+                float32 router weights.
             keys_T: int64 dropout keys. keep: a backward of (layer, group) follows.
             alloc: where y is to lie. adapter: with LoRA or without; a name = what `keep` stored under it;
                 None = as begin_pass said.
@@ -284,19 +284,22 @@ class LocalExperts:
             lora = (self.lora if which is True else self._adapters[which]).get(layer)
         engine_ids_TK = ids_TK
         pending: list[Future[LaneForward]] = []
+        shape = (len(ids_TK), x[0].shape[1])
         lane_x: Tensor | None = None
-        chosen = () if self.lane is None else self.lane.choose(layer, counts, len(x_TH))
+        chosen = () if self.lane is None else self.lane.choose(layer, counts, len(ids_TK))
         if self.lane is not None and any(chosen):
             there = [e for own in chosen for e in own]
             engine_ids_TK = self._without(layer, ids_TK, there)
-            lane_x = self._for_lane(x_TH, self.lane.compute_dtype(layer), keep=keep)
+            if keep:  # page-locked: it is copied to the devices once more
+                lane_x = self.lane.host_memory(shape, self.lane.compute_dtype(layer))
             keys = keys_T.clone() if keep else keys_T
-            call = LaneInput(lane_x, ids_TK, weights_TK, lora, self._dropout, keys, keep, counts)
+            call = LaneInput(x, ids_TK, weights_TK, lora, self._dropout, keys, lane_x, counts)
             pending = self.lane.forward(layer, chosen, call)
             self.counters.lane_slots += sum(counts[e] for e in there)
         saved: Saved | None = None
         try:
-            y_TH = self._result(x_TH.shape, alloc)
+            x_TH = self.joined("x", x, lane_x)
+            y_TH = self._result(shape, alloc)
             if layer in self.weights:
                 save: bool | Literal["recompute"] = keep
                 if keep and self.spec.activations == "recompute":
@@ -328,30 +331,25 @@ class LocalExperts:
         self.counters.forward_seconds += time.monotonic() - start
         return y_TH
 
-    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+    def joined(self, name: str, parts: Sequence[Tensor], kept: Tensor | None = None) -> Tensor:
         """Parts [T_i, ...] of one of a call's tensors, one after another.
 
-        A single one is read where it lies: what is kept of it is copied, and its sender leaves the memory
-        alone until it has the answer.
-        """
-        if len(parts) == 1:
-            return parts[0]
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        if self.lane is not None and name in ("x", "dy"):
-            whole = self._of_lane = self.lane.host_memory(shape, parts[0].dtype)
-        else:
-            whole = self._joined.setdefault(name, Scratch())(shape, parts[0].dtype)
-        return self.engine.join(parts, whole)
+        A single one is read where it lies: its sender leaves the memory alone until it has the answer.
 
-    def _for_lane(self, tensor: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
-        """What the lane's devices copy from. keep: also when the caller's memory has other content."""
-        assert self.lane is not None
-        joined, self._of_lane = self._of_lane, None
-        if tensor.dtype == dtype and (tensor is joined or not (keep or self.lane.copies)):
-            return tensor
-        if tensor.dtype != dtype != torch.bfloat16:
-            tensor = tensor.to(dtype)
-        return self.engine.join([tensor], self.lane.host_memory(tensor.shape, dtype))
+        Args:
+            kept: memory that is to have them as well, maybe rounded; None = nothing keeps them.
+        """
+        if kept is not None and kept.dtype == parts[0].dtype:
+            return self.engine.join(parts, kept)
+        whole = parts[0]
+        if len(parts) > 1:
+            shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+            whole = self.engine.join(parts, self._joined.setdefault(name, Scratch())(shape, whole.dtype))
+        if kept is not None and kept.dtype == torch.bfloat16:
+            self.engine.join([whole], kept)
+        elif kept is not None:
+            kept.copy_(whole)
+        return whole
 
     def _result(self, shape: Sequence[int], alloc: Alloc) -> Tensor:
         """Float32 memory for y or dx: where the answer lies, unless it is rounded on its way there."""
@@ -375,7 +373,7 @@ class LocalExperts:
             tokens[position[expert]] += count
 
     def backward(
-        self, layer: int, group: int, dy_TH: Tensor, *, alloc: Alloc = new_memory
+        self, layer: int, group: int, dy: Sequence[Tensor], *, alloc: Alloc = new_memory
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the forward of (layer, group): dx [T, H] in the type of `spec.answers`, and d(router
         weights) [T, K], float32.
@@ -387,13 +385,13 @@ class LocalExperts:
         """
         start = time.monotonic()
         kept, lora, grads = self._kept.pop((layer, group)), self.lora.get(layer), self._grads.get(layer)
-        dx_TH, dw_TK = self._result(dy_TH.shape, alloc), alloc(kept.shape, torch.float32)
         pending: list[Future[LaneBackward]] = []
-        if self.lane is not None and kept.lane:
-            lane_dy = self._for_lane(dy_TH, torch.float32, keep=False)
-            pending = self.lane.backward(layer, kept.lane, lane_dy, lora)
+        if self.lane is not None:
+            pending = self.lane.backward(layer, kept.lane, dy, lora)
             self.counters.lane_slots += sum(len(part.routed.slots) for part in kept.lane)
         try:
+            dy_TH = self.joined("dy", dy)
+            dx_TH, dw_TK = self._result(dy_TH.shape, alloc), alloc(kept.shape, torch.float32)
             if kept.engine is not None:
                 weights = self.weights[layer]
                 self.engine.backward(

@@ -44,7 +44,7 @@ GROUPS = (1, 4, 8)  # tried beside the usual two
 LAYOUTS = 3  # that fit are simulated at the most, those with most replicas first
 # Factors of a GPU's speed, by which lanes get less or more, and what that has to gain: a little, as the
 # choice by rates leaves attention out.
-SPEEDS, TUNED_GAIN = (0.7, 1.4), 1.02
+SPEEDS, TUNED_GAIN = (0.7, 0.85, 1.2, 1.4), 1.02
 STREAMED = 2  # layouts with more replicas, which fit with streamed layers: those with fewest replicas
 
 
@@ -124,6 +124,9 @@ def choose_plan(
     of_layouts = tuple(simulations)
     simulations += simulate_fitting(other for one in of_layouts for other in _other_residents(one, (0.0,)))
     best = _faster(best, [one for one in simulations if one is not best])
+    others = simulate_fitting(_other_waves(best))
+    simulations += others
+    best = _faster(best, others, TUNED_GAIN)  # little by itself: what the room is for comes next
     kinds = (_other_residents, _other_activations, _other_attention, _other_output, _other_groups)
     for alternatives in kinds:
         others = simulate_fitting(alternatives(best))
@@ -261,6 +264,19 @@ def _other_output(best: _Candidate) -> Iterator[Config]:
     for output in output_kinds(best.config):
         if output != plan.attention_output and not (whole and output == "recompute"):
             yield with_keys(best.config, {"rule.attention_output": output})
+
+
+def _other_waves(best: _Candidate) -> Iterator[Config]:
+    """Smaller waves leave room for what larger ones copy to the host and back, or compute again."""
+    plan, rule = best.plan, best.config.rule
+    given_up = (
+        rule.activations == "auto" and plan.activations != "group",
+        rule.attention_output == "auto" and plan.attention_output == "recompute",
+        rule.experts.activations == "auto" and plan.experts[0].activations == "recompute",
+        rule.resident_layers == "auto" and plan.resident is not None,
+    )
+    if rule.wave == "auto" and plan.wave > 1 and any(given_up) and plan.workers[0].device != "cpu":
+        yield with_keys(best.config, {"rule.wave": -(-plan.wave // 2)})
 
 
 def _other_groups(best: _Candidate) -> Iterator[Config]:

@@ -128,22 +128,21 @@ class LaneSeconds:
     def added(
         self, actor: int, layer: int, direction: str, tokens: int, *, call: int = 0
     ) -> tuple[float, float]:
-        """Of a call that GPUs have a part in: bytes that the actor's cores copy for them before, and read and
-        write to add up their answers."""
+        """Of a call that GPUs have a part in: bytes of x that the actor's cores keep for them, and bytes that
+        they read and write to add up the answers."""
         if not tokens or not self._runs(actor):
             return 0.0, 0.0
         lane, dims = self.plan.experts[actor].lane, self.plan.dims
         stays, _, carried = self._counts(actor, layer, tokens, call=call)
         if lane is None or not stays + carried:
             return 0.0, 0.0
-        before = ELEMENT_BYTES[
-            "float32" if direction == "backward" or dims.expert_format == "f32" else "bfloat16"
-        ]
+        element = ELEMENT_BYTES["float32" if dims.expert_format == "f32" else "bfloat16"]
+        kept = tokens * dims.expert_width * element if direction == "forward" else 0.0
         answered = len(lane.devices) * self._answered(actor, layer, tokens, call)
         after = 4.0 * dims.expert_width * (answered + 2 * min(tokens, answered))
         if direction == "backward":  # gradients of the adapters, each read and added to another
             after += 3 * (stays + carried) * self._adapter
-        return tokens * dims.expert_width * before, after
+        return kept, after
 
     def _answered(self, actor: int, layer: int, tokens: int, call: int) -> float:
         """Tokens that chose an expert of one of the lane's devices."""

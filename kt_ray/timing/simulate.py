@@ -113,9 +113,8 @@ class Machine(NamedTuple):
 
 
 class ExpertCall(NamedTuple):
-    """Seconds of an expert actor's cores in a call: before its GPUs begin, beside them, and after both."""
+    """Seconds of an expert actor's cores in a call: beside its GPUs, and after both."""
 
-    before: float
     beside: float
     after: float
 
@@ -478,7 +477,6 @@ class _Step:
             together = sum(part[g] for part in tokens[: len(plan.replicas_of(0))])
             own = self.durations.expert(actor, layer, direction, together, call=g)
             lane = self.durations.lane(actor, layer, direction, together, call=g)
-            yield Busy(f"gather {layer}.{g}", "experts", own.before)
             for call in lane:
                 self._send(("lane", layer, direction, g, actor, call.device), Carriage())
             yield Busy(f"{direction} {layer}.{g}", "experts", own.beside)

@@ -238,7 +238,7 @@ class PlanDurations:
         count = len(holder.experts_of(layer))
         slots = tokens * dims.experts_per_token * count / dims.num_experts
         if slots == 0:
-            return ExpertCall(0.0, dispatch_seconds(CALL_OPS, self.host, self.host), 0.0)
+            return ExpertCall(dispatch_seconds(CALL_OPS, self.host, self.host), 0.0)
         rows = max(1.0, slots / count)
         resident, carried = self.lanes.part(actor, layer, tokens, call=call)
         busy = min(count, slots) * (1 - resident)  # carried experts are read from the same memory
@@ -253,9 +253,9 @@ class PlanDurations:
         joined, rounded = self._around(actor, tokens, direction)
         copying = self.copied_per_second(holder.threads)
         dispatch = dispatch_seconds(CALL_OPS, *(self.rates.cpu_rate(holder.threads),) * 2)
-        # Replicas' rows are joined where the lane copies from.
-        before, after = (joined or copied) / copying, (rounded + added / 2) / copying + dispatch
-        return ExpertCall(before, max(total, least), after)
+        # Replicas' rows are joined where the lane keeps them.
+        beside = max(total, least) + (joined or copied) / copying
+        return ExpertCall(beside, (rounded + added / 2) / copying + dispatch)
 
     def _kernel(self, direction: str, slots: float, rows: float, threads: int) -> float:
         """Engine seconds. What does not multiply frozen matrices (LoRA, activation, adding to tokens) grows

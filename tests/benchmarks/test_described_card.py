@@ -132,7 +132,7 @@ def test_a_lane_copies_the_next_batch_while_it_computes_one(cards: Any, products
     lane = DeviceLane(0, "cpu:0", 1, recompute=False)
     try:
         lane.add_layer(0, range(experts), case.weights, None, ())
-        call = LaneInput(case.x, case.ids, case.weights_TK, None, None, case.keys, True, [rows] * experts)
+        call = LaneInput([case.x], case.ids, case.weights_TK, None, None, case.keys, case.x, [rows] * experts)
         lane.forward(0, range(experts), call).result()  # its buffers are made
         forward = whole(cards, lane, lambda: lane.forward(0, range(experts), call))
         seconds = spans_of(cards)
@@ -142,7 +142,7 @@ def test_a_lane_copies_the_next_batch_while_it_computes_one(cards: Any, products
         expected = x + first + max(2 / 3 * copies, 2 * last) + last + moved * 4 / 5e6
         assert seconds == pytest.approx(expected, rel=0.05)
         assert forward.saved is not None
-        whole(cards, lane, lambda: lane.backward(0, forward.saved, case.dy, None))
+        whole(cards, lane, lambda: lane.backward(0, forward.saved, [case.dy], None))
         copies += kept / 5e6
         first = copies / 3
         expected = 3 * x + first + max(2 / 3 * copies, 2 * last) + last + moved * 4 / 5e6

@@ -40,7 +40,7 @@ class Given:
         return known.get(kind, (0.05, 0.03))
 
     def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> ExpertCall:
-        return ExpertCall(0.0, 1.3 + 0.1 * actor, 0.0)
+        return ExpertCall(1.3 + 0.1 * actor, 0.0)
 
     def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[()]:
         return ()

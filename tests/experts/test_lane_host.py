@@ -67,10 +67,10 @@ def results(
             x, dy = (torch.randn(tokens, 48, generator=g) for _ in range(2))
             weights = torch.rand(tokens, 3, generator=g)
             keys = torch.arange(tokens) + 2**32 * group
-            y = host.forward(layer, group, x, ids, weights, keys, keep=True)
+            y = host.forward(layer, group, [x[:9], x[9:]], ids, weights, keys, keep=True)
             found[f"y {layer} {group}"], dys[layer, group] = y, dy
     for layer, group in sorted(dys, reverse=True):
-        dx, dw = host.backward(layer, group, dys[layer, group])
+        dx, dw = host.backward(layer, group, dys[layer, group].split(17))
         found |= {f"dx {layer} {group}": dx, f"dw {layer} {group}": dw}
     found |= {name: grad.clone() for name, grad in host.named("grad")}
     return found, host
@@ -215,8 +215,8 @@ def _sized(path: Path, lane: LanePlan | None, backend: str) -> dict[str, Tensor]
     ids = host.local_ids(layer, torch.randint(0, 9, (40, 3), generator=g), 8)
     x, dy = torch.randn(40, 64, generator=g), torch.randn(40, 64, generator=g)
     weights = torch.linspace(0.1, 1, 120).view(40, 3)
-    y = host.forward(layer, 0, x, ids, weights, torch.arange(40), keep=True)
-    dx, dw = host.backward(layer, 0, dy)
+    y = host.forward(layer, 0, [x], ids, weights, torch.arange(40), keep=True)
+    dx, dw = host.backward(layer, 0, [dy])
     host.close()
     return {"y": y, "dx": dx, "dw": dw}
 
@@ -239,8 +239,8 @@ def test_formulas_and_biases(tmp_path: Path) -> None:
         width = next(iter(host.weights.values())).H
         x, dy = torch.randn(30, width, generator=g), torch.randn(30, width, generator=g)
         ids, weights = torch.randint(0, 4, (30, 2), generator=g), torch.rand(30, 2, generator=g)
-        y = host.forward(0, 0, x, host.local_ids(0, ids, 8), weights, torch.arange(30), keep=True)
-        dx, dw = host.backward(0, 0, dy)
+        y = host.forward(0, 0, [x], host.local_ids(0, ids, 8), weights, torch.arange(30), keep=True)
+        dx, dw = host.backward(0, 0, [dy])
         made.append(
             {"y": y, "dx": dx, "dw": dw} | {n: t.clone() for n, t in host.named("grad") if ".0." in n}
         )
@@ -267,12 +267,12 @@ def test_what_is_kept_is_the_host_s_own(checkpoint: tuple[Path, torch.dtype], ac
         # Every token has an expert here, so the lane takes x as a whole.
         ids = torch.tensor(HELD)[torch.randint(0, len(HELD), (30, 3), generator=g)]
         x, dy = (torch.randn(30, 48, generator=g).to(checkpoint[1]) for _ in range(2))
-        given = [x, host.local_ids(layer, ids, 8), torch.rand(30, 3, generator=g), torch.arange(30)]
-        host.forward(layer, 0, *given, keep=True)
+        given = [host.local_ids(layer, ids, 8), torch.rand(30, 3, generator=g), torch.arange(30)]
+        host.forward(layer, 0, [x], *given, keep=True)
         if used_again:
-            for tensor in given:
+            for tensor in (x, *given):
                 tensor.zero_()
-        dx, dw = host.backward(layer, 0, dy.float())
+        dx, dw = host.backward(layer, 0, [dy.float()])
         made.append({"dx": dx, "dw": dw} | {name: grad.clone() for name, grad in host.named("grad")})
         host.close()
     for before, after in (made[:2], made[2:]):

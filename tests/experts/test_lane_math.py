@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -62,12 +63,13 @@ def run_in_lane(
         chosen = lane.choose(weights.layer, counts, len(case.x))
         y, dx = torch.zeros(len(case.x), weights.H), torch.zeros(len(case.x), weights.H)
         dw, grads = torch.zeros(case.ids.shape), None if lora is None else lora.zeros_like()
-        call = LaneInput(case.x, case.ids, case.weights_TK, lora, case.dropout, case.keys, True, counts)
+        parts = case.x.tensor_split((3, 4))
+        call = LaneInput(parts, case.ids, case.weights_TK, lora, case.dropout, case.keys, case.x, counts)
         for started in lane.forward(weights.layer, chosen, call):
             forward = started.result()
             assert forward.saved is not None and bool(forward.saved.ups) != recompute
             y[forward.tokens] += forward.y
-            (ended,) = lane.backward(weights.layer, [forward.saved], case.dy, lora)
+            (ended,) = lane.backward(weights.layer, [forward.saved], case.dy.tensor_split((2,)), lora)
             back = ended.result()
             dx[back.tokens] += back.dx
             dw.view(-1)[back.slots] = back.dw
@@ -239,8 +241,8 @@ def test_places_without_a_row_would_be_seen(mutation: str, monkeypatch: pytest.M
     wanted = run_in_lane(case, recompute=True)
     with_empty, places = DeviceLane._with_empty, DeviceLane._places
 
-    def filled(self: DeviceLane, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        made = with_empty(self, rows, dtype)
+    def filled(self: DeviceLane, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        made = with_empty(self, parts, dtype)
         made[-1] = 1.0 if mutation == "values" else torch.nan
         return made
 

@@ -43,9 +43,9 @@ def test_counters_count_the_slots_of_own_experts(tmp_path: Path, activations: st
     x, weights, keys = torch.randn(5, 48), torch.full((5, 2), 0.5), torch.arange(5)
     made.begin_pass(0, True)
     for group in range(2):
-        made.forward(0, group, x, ids, weights, keys, keep=True)
+        made.forward(0, group, [x], ids, weights, keys, keep=True)
     for group in range(2):
-        made.backward(0, group, torch.randn(5, 48))
+        made.backward(0, group, [torch.randn(5, 48)])
     counters = made.take_counters()
     assert counters.tokens_per_expert == {0: [8, 4]}
     assert counters.forward_slots == counters.backward_slots == 12

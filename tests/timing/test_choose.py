@@ -274,6 +274,21 @@ def test_smaller_waves_are_compared_where_attention_would_hold_less() -> None:
     assert fixed.activations == "group" and fixed.wave == held["group"].wave
 
 
+def test_half_a_wave_is_compared_where_a_larger_one_gives_something_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Room for what is else copied to the host and back; what is set makes none."""
+    monkeypatch.setattr(choose, "TUNED_GAIN", 0.0)  # whatever it takes, it is taken
+    hardware = host(2, 38)
+    plan = choose_plan(V3, v3_config(64, stages=1, replicas=2, activations="auto"), hardware)
+    assert plan.wave == 16 and {choice.wave for choice in plan.compared} >= {16, 32}
+    given = {"activations": "host", "attention_output": "recompute", "resident_layers": 0}
+    fixed = choose_plan(
+        V3, v3_config(64, stages=1, replicas=2, experts={"activations": "retain"}, **given), hardware
+    )
+    assert {choice.wave for choice in fixed.compared} == {32}
+
+
 def test_hosts_get_a_copy_of_the_experts_each() -> None:
     """auto: tokens would have to pass 10 Gbit/s; with too little memory for a copy they do."""
     given = ["mode=plan", "model=deepseek_v3", "plan.hardware=2x4090_2x8488c", "rule.nodes=2"]

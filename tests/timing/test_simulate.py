@@ -49,7 +49,7 @@ class Fixed:
         return (0.0, float({"recompute": self.recompute, "backward": self.backward}.get(kind, 0.0)))  # type: ignore[arg-type]
 
     def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> ExpertCall:
-        return ExpertCall(0.0, float(self.experts), 0.0)  # type: ignore[arg-type]
+        return ExpertCall(float(self.experts), 0.0)  # type: ignore[arg-type]
 
     def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[LaneCall, ...]:
         return self.on_gpu  # type: ignore[return-value]

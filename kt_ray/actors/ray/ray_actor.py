@@ -139,7 +139,7 @@ class RayPort:
         deliver: called with each received message.
         lost: called with the reason when a message cannot be received or sent.
         transport: how to reach peers on this node, and on others.
-        pinned: this actor computes on CUDA, so memory that it shares or maps is page-locked.
+        pinned: this actor copies to CUDA, so memory that it shares or maps is page-locked.
         timeout: seconds that one transfer through gloo may take.
 
     Any thread may allocate, send, release and receive; `connect` and `close` are called while they rest.
@@ -236,9 +236,11 @@ class RayPort:
             self._link = GlooLink(meeting, self._ranks[me], len(peers), host, self._timeout, self._lost)
 
     def _map_ahead(self) -> None:
-        """Page-lock what the first pass will read: answers of experts, messages of neighbouring stages."""
+        """Page-lock what the first pass will read: answers of experts, or tokens for them, and messages of
+        neighbouring stages."""
         for address, peer in self._peers.items():
-            read = address[0] == "experts" or abs(address[1] - self._me[1]) == 1
+            stages = address[0] == self._me[0] == "worker" and abs(address[1] - self._me[1]) == 1
+            read = address[0] != self._me[0] or stages
             if read and peer.memory is not None and self.shares(address):
                 self._reader.read(peer.memory)
 
@@ -401,6 +403,14 @@ class RayPort:
         self._memory = None
 
 
+def _uses_cuda(actor: AttentionWorker | ExpertActor) -> bool:
+    """Whether it copies what it is sent to a GPU."""
+    if isinstance(actor, AttentionWorker):
+        return actor.spec.device.startswith("cuda")
+    lane = actor.experts.spec.lane
+    return lane is not None and any(device.startswith("cuda") for device in lane.devices)
+
+
 class RayActor:
     """One actor in its own process.
 
@@ -426,7 +436,7 @@ class RayActor:
             self.actor.deliver,
             lambda why: self.actor.abort(f"{self.actor.name}: {why}"),
             transport=self.actor.plan.transport,
-            pinned=isinstance(self.actor, AttentionWorker) and self.actor.spec.device.startswith("cuda"),
+            pinned=_uses_cuda(self.actor),
             timeout=self.actor.timeout,
         )
 
