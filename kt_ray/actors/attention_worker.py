@@ -250,6 +250,7 @@ class AttentionWorker(PlainActor):
             num_experts=plan.dims.num_experts,
             overlap=plan.overlap,
             later=later,
+            sums="cpu" if later and self.spec.activations == "ranges" else None,
             **common,
         )
         return experts, StageLink(self.mailbox, self.port, rank=self.rank, **common)

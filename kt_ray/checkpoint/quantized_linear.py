@@ -63,9 +63,9 @@ class QuantizedLinear(nn.Linear):
         y: Tensor = _Multiply.apply(x, self)
         return y
 
-    def input_gradient(self, dy: Tensor) -> Tensor:
-        """dy W [M, K] of the gradient dy [M, N] at the output, in its type."""
-        return dy @ self.dequantize(dy.dtype)
+    def input_gradient(self, dy: Tensor, rows: slice = slice(None)) -> Tensor:
+        """dy W[rows] [M, K] of the gradient dy [M, rows] at the output, in its type."""
+        return dy @ self.dequantize(dy.dtype)[rows]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"

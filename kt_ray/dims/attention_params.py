@@ -25,6 +25,12 @@ def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
         grouped_query(keys, layer, parts)
 
 
+def kv_heads(keys: Keys) -> int:
+    """Heads of keys and values; of latent attention as they are expanded."""
+    heads = keys.size("num_attention_heads")
+    return heads if keys.config.get("kv_lora_rank") else keys.size("num_key_value_heads", default=heads)
+
+
 def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_attn") -> None:
     """Grouped-query attention with the family's biases, norms, gates and sinks; `at` is its module."""
     family, hidden, heads = keys.family, keys.size("hidden_size"), keys.size("num_attention_heads")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kt_ray.dims.attention_params import kv_heads
 from kt_ray.dims.config_keys import Keys, LayerParts
 from kt_ray.dims.layer_params import (
     ACTIVATIONS,
@@ -151,6 +152,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         expert_bias_params=2 * intermediate + hidden if keys.family == "gpt_oss" else 0,
         outside_params=outside_params(keys, streams),
         num_heads=keys.size("num_attention_heads"),
+        kv_heads=kv_heads(keys),
         attention_width=max(p.width for p in parts),
         attention_normed=max(p.normed for p in parts),
         pair_widths=tuple((p.pair, p.window) for p in parts),

@@ -40,6 +40,12 @@ WRITTEN_OUT_NORMS = frozenset(
 # decays from the end (lightning attention). kt_ray.model.layer_checks finds it out by trying.
 MASKS_PADDING = frozenset(("minimax",))
 
+# Families with sinks: numbers per head that take part in the softmax (kt_ray/model/attention.py).
+SINKS = frozenset(("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"))
+SINK_FEATURES = 3  # of queries and keys that hold one
+# Families with a norm over the queries or keys of all heads at once.
+WHOLE_HEADS = frozenset(("flex_olmo", "minimax_m2", "olmoe"))
+
 HELD_BYTES = 1 << 26  # of scores, or of a window's mask, that attention may hold for one call on a CPU
 
 EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
@@ -51,6 +57,13 @@ UNGATED = ("nemotron_h",)  # experts without a gate: relu2 of up alone
 def window_block(window: int) -> int:
     """Queries of a block, and of the one before it keys: attention with a window goes by such blocks."""
     return -(-window // 16) * 16
+
+
+def flash_width(features: int) -> int:
+    """The width at which flash takes so many features, in training as without grad: a multiple of 8, and none
+    between 192 and 256 (kt_ray/model/attention.py)."""
+    aligned = -(-features // 8) * 8
+    return 256 if 192 < aligned < 256 else aligned
 
 
 def layer_parts(keys: Keys, layer: int, moe: bool) -> LayerParts:

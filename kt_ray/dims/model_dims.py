@@ -70,6 +70,7 @@ class ModelDims:
     expert_bias_params: int = 0  # biases of one routed expert
     outside_params: int = 0  # final norm and whatever else sits outside layers, embedding and head
     num_heads: int = 0  # query heads
+    kv_heads: int = 0  # heads of keys and values, where every layer has as many
     attention_width: int = 0  # elements per token of expanded queries, keys and values of one layer
     attention_normed: int = (
         0  # elements per token of one layer's queries and keys that pass norms of their own

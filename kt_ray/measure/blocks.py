@@ -48,7 +48,7 @@ class _Free(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return self.weight.detach()  # LoRA may be added in place
 
-    def input_gradient(self, dy: Tensor) -> Tensor:
+    def input_gradient(self, dy: Tensor, rows: slice = slice(None)) -> Tensor:
         return self.weight.detach()
 
 

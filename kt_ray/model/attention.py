@@ -34,15 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kt_ray.dims.layer_params import HELD_BYTES, LEARNED_BIAS
+from kt_ray.dims.layer_params import HELD_BYTES, LEARNED_BIAS, SINK_FEATURES, SINKS, flash_width
 from kt_ray.model import windows
 
 NAME = "kt_ray"
-# Model types whose attention hands sinks to the interface and changes scores in no other way.
-SINKS = frozenset(("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"))
-PARTS = 3  # of s / scale
-
-_ALIGNED, _TRAINED, _WIDEST = 8, 192, 256  # widths of flash: a multiple, all that train everywhere, the last
+_WIDEST = 256  # that flash takes
 
 
 def register() -> None:
@@ -100,21 +96,15 @@ def attend(
         return _with_sinks(query, key, value, attention_mask, scaling, dropout, s_aux), None
     width = max(query.shape[-1], features)
     if window is not None:
-        query, key, value = (_widened(t, _width(width)) for t in (query, key, value))
+        query, key, value = (_widened(t, flash_width(width)) for t in (query, key, value))
         out = windows.attend_in_blocks(query, key, value, window, scaling)
         return out[..., :features].transpose(1, 2).contiguous(), None
     if query.shape[-1] != features and width <= _WIDEST and _widens(query, key, attention_mask):
-        query, key, value = (_widened(t, _width(width)) for t in (query, key, value))
+        query, key, value = (_widened(t, flash_width(width)) for t in (query, key, value))
     out, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return out[..., :features], None
-
-
-def _width(features: int) -> int:
-    """The width at which flash takes so many features, in training as without grad."""
-    aligned = -(-features // _ALIGNED) * _ALIGNED
-    return _WIDEST if _TRAINED < aligned < _WIDEST else aligned
 
 
 def _widened(tensor: Tensor, width: int) -> Tensor:
@@ -155,10 +145,10 @@ def _with_sinks(
     shared = (causal and _flash(query)) or window is not None
     groups = 1 if shared else heads // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
-    width = _width(d + PARTS)
-    tail = F.pad(_parts(sinks, scale, query.dtype), (0, width - d - PARTS))
+    width = flash_width(d + SINK_FEATURES)
+    tail = F.pad(_parts(sinks, scale, query.dtype), (0, width - d - SINK_FEATURES))
     q = torch.cat((query, tail[None, :, None].expand(b, heads, n, width - d)), -1)
-    sink = F.pad(query.new_ones(PARTS), (d, width - d - PARTS))
+    sink = F.pad(query.new_ones(SINK_FEATURES), (d, width - d - SINK_FEATURES))
     if window is not None:
         k, v = F.pad(key, (0, width - d)), _widened(value, max(width, value.shape[-1]))
         out = windows.attend_in_blocks(q, k, v, window, scale, sink)
@@ -177,9 +167,9 @@ def _with_sinks(
 
 
 def _parts(sinks: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """[h, PARTS] of `dtype`, whose sum times `scale` is the sink."""
+    """[h, SINK_FEATURES] of `dtype`, whose sum times `scale` is the sink."""
     rest, parts = sinks.float() / scale, []
-    for _ in range(PARTS):
+    for _ in range(SINK_FEATURES):
         parts.append(rest.to(dtype))
         rest = rest - parts[-1].float()
     return torch.stack(parts, -1)

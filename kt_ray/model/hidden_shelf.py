@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -79,13 +80,17 @@ class HostShelf:
             self._lock.register(memory.data_ptr(), size)
         self._memory = memory
 
-    def keep(self, hidden: Tensor) -> Kept:
-        """Copy a hidden state out; the device's memory is free again once that is done."""
-        size = hidden.numel() * hidden.element_size()
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for one of them, to write and read in place."""
+        size = math.prod(shape) * dtype.itemsize
         at, self._used = self._used, self._used + aligned(size)
         if self._used > self.nbytes:
             raise RuntimeError(f"{self._used} bytes of hidden states, {self.nbytes} were asked for")
-        host = self._memory[at : at + size].view(hidden.dtype).view(hidden.shape)
+        return self._memory[at : at + size].view(dtype).view(tuple(shape))
+
+    def keep(self, hidden: Tensor) -> Kept:
+        """Copy a hidden state out; the device's memory is free again once that is done."""
+        host = self.room(hidden.shape, hidden.dtype)
         if self._writing is None:
             host.copy_(hidden)
             return _KeptOnHost(self, host, None)

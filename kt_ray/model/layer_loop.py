@@ -24,8 +24,8 @@ hyper-connections.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -249,7 +249,7 @@ class LayerLoop:
                     grads.append(grad)
                 if spec.return_logits:
                     with torch.no_grad():
-                        logits.append(self.head.logits(h).float().cpu())
+                        logits.append(self.head.logits(h.to(self.device)).float().cpu())
         total = 0.0
         for value in state.losses:  # not sum(), which compensates from Python 3.12 on
             total += value
@@ -334,7 +334,7 @@ class LayerLoop:
         with torch.no_grad(), self.clock.device("attention"):
             if scale is not None:
                 state.hidden = [
-                    _add(m, h, y_TH, scale) for m, h, y_TH in zip(state.micro, hidden, parts, strict=True)
+                    add_answers(*each, scale) for each in zip(state.micro, hidden, parts, strict=True)
                 ]
                 return
             if self.train:
@@ -488,12 +488,18 @@ class LayerLoop:
     # ---------------------------------------------------------------- helpers
 
     def _run(self, layer: int, micro: MicroState, hidden: Tensor) -> Tensor:
-        """One call of one layer on one micro-batch, with its rows known to dropout."""
+        """One call of one layer on one micro-batch."""
+        with self._rows_of(micro):
+            return micro.calls[layer].run(self.model.layers[layer], hidden)
+
+    @contextmanager
+    def _rows_of(self, micro: MicroState) -> Iterator[None]:
+        """Inside, dropout knows the rows of what is computed."""
         dropout = self.dropout
         dropout.seed, dropout.step, dropout.enabled = self.spec.seed, self.spec.step, self.spec.dropout
         dropout.samples_N, dropout.positions_N = micro.samples_N, micro.positions_N
         try:
-            return micro.calls[layer].run(self.model.layers[layer], hidden)
+            yield
         finally:
             dropout.enabled, dropout.samples_N, dropout.positions_N = False, None, None
 
@@ -540,7 +546,7 @@ def answer_with(micro: MicroState, y_TH: Tensor) -> Handler:
     return handler
 
 
-def _add(micro: MicroState, h: Tensor, y_TH: Tensor, scale: float) -> Tensor:
+def add_answers(micro: MicroState, h: Tensor, y_TH: Tensor, scale: float) -> Tensor:
     """h + scale·y at the valid positions, summed in float32 and rounded once."""
     y_TH = y_TH if scale == 1.0 else y_TH * scale
     if micro.rows is None:

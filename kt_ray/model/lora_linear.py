@@ -21,22 +21,27 @@ from torch import Tensor, nn
 
 from kt_ray.gpu import product
 
+_ALL = slice(None)
+
 
 class LoraLinear(peft.tuners.lora.Linear):
     """PEFT's module of a frozen base layer, with neither dropout nor a variant (DoRA).
 
     multiplies: False = give zeros, for whoever knows the output or does not need it (known_outputs.py).
+    rows: of the outputs, which the base layer gives, too (head_ranges.py).
     """
 
     multiplies = True
+    rows = _ALL
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged or args or kwargs or not multiplies_in_parts(x):
             answer: Tensor = super().forward(x, *args, **kwargs)
             return answer
         (name,) = self.active_adapters
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        y: Tensor = LoraFunction.apply(x, a, b, self.scaling[name], self.base_layer, self.multiplies)
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight[self.rows]  # type: ignore[index]
+        scale, base = self.scaling[name], self.base_layer
+        y: Tensor = LoraFunction.apply(x, a, b, scale, base, self.multiplies, self.rows)
         return y
 
 
@@ -50,14 +55,21 @@ class LoraFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, base: nn.Module, multiplies: bool = True
+        ctx: Any,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        base: nn.Module,
+        multiplies: bool = True,
+        rows: slice = _ALL,
     ) -> Tensor:
         y: Tensor = base(x)
         h = _split(_contracted(_split(a), x.reshape(-1, x.shape[-1])))
         if multiplies:
             _add_expanded(y.view(-1, y.shape[-1]), h, b.T, scale)
         ctx.save_for_backward(x, h, a, b)
-        ctx.scale, ctx.base = scale, base
+        ctx.scale, ctx.base, ctx.rows = scale, base, rows
         return y
 
     @staticmethod
@@ -67,20 +79,20 @@ class LoraFunction(torch.autograd.Function):
         dh = _split(_contracted(_split(b.T), dy))
         dx = da = db = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(ctx.base, dy)
+            dx = input_gradient(ctx.base, dy, ctx.rows)
             _add_expanded(dx, dh, a, ctx.scale)
             dx = dx.view(x.shape)
         if ctx.needs_input_grad[1]:
             da = ctx.scale * _contracted(dh, x.reshape(-1, x.shape[-1]).T)
         if ctx.needs_input_grad[2]:
             db = ctx.scale * _contracted(h, dy.T).T
-        return dx, da, db, None, None, None
+        return dx, da, db, None, None, None, None
 
 
-def input_gradient(base: Any, dy: Tensor) -> Tensor:
-    """dy W [M, K], new memory."""
+def input_gradient(base: Any, dy: Tensor, rows: slice = _ALL) -> Tensor:
+    """dy W[rows] [M, K], new memory."""
     own = getattr(base, "input_gradient", None)  # of a QuantizedLinear
-    gradient: Tensor = dy @ base.weight if own is None else own(dy)
+    gradient: Tensor = dy @ base.weight[rows] if own is None else own(dy, rows)
     return gradient
 
 

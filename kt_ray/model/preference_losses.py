@@ -114,10 +114,10 @@ def preference_loss(
         token losses without an objective; dH of the step's loss like h, or None; float64 [b] the rows'
         log-probabilities)
     """
-    targets = trained = shifted_targets(torch.from_numpy(batch.labels).to(h.device))
+    targets = trained = shifted_targets(torch.from_numpy(batch.labels).to(head.device))
     everywhere: Tensor | None = None
     if objective is not None and objective.stage == "orpo":
-        everywhere = _chosen_tokens(batch).to(h.device)
+        everywhere = _chosen_tokens(batch).to(head.device)
         targets = torch.where(everywhere != IGNORE, everywhere, trained)
     with_grad = with_grad and objective is not None
     nll_BS, unit = head.token_losses(h, targets, with_grad)
@@ -140,7 +140,7 @@ def preference_loss(
     if not with_grad:
         return value, None, logps.cpu().numpy()
     assert unit is not None
-    weight = (weight_BS / objective.units).float()
+    weight = (weight_BS / objective.units).float().to(h.device)
     shaped = weight.reshape(*weight.shape, *[1] * (unit.dim() - 2))
     return value, (unit.float() * shaped).to(h.dtype), logps.cpu().numpy()
 

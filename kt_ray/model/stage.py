@@ -15,17 +15,20 @@ from torch import Tensor, nn
 
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.names import MAGNITUDE
+from kt_ray.errors import UserError
 from kt_ray.gpu import choose_attention_kernels
 from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.embedding_noise import with_noise
+from kt_ray.model.head_ranges import SHORTER_ROWS, HeadRanges, find_ranges
 from kt_ray.model.hidden_shelf import HostShelf
 from kt_ray.model.known_outputs import KnownOutputs, find_all
 from kt_ray.model.layer_checks import check_carry, check_family, check_packing, padding_moves, probe_layer
 from kt_ray.model.layer_loop import ExpertExchange, LayerLoop, StageExchange
 from kt_ray.model.lora import AdapterSwitch, initial_lora, inject_lora, resolve_targets
 from kt_ray.model.pissa import relative_to_weights
+from kt_ray.model.range_loop import RangeLoop
 from kt_ray.model.routing import RouterWatch
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
@@ -94,11 +97,12 @@ class Stage:
         }
         self.scales = self._probe()
         self.known_outputs = self._find_known_outputs()
+        self.ranges = self._find_ranges() if spec.head_ranges else {}
         self.masks_padding, self.padding_moves = True, ""
         if spec.padded:
             self._look_at_padding()
         self.head = Head(model, spec.loss_chunk) if self.last else None
-        self.shelf = HostShelf(self.device) if spec.activations == "host" else None
+        self.shelf = HostShelf(self.device) if spec.activations in ("host", "ranges") else None
         self._watch: RouterWatch | None = None
         self._packing_checked = False
         self.zero_grad()
@@ -147,6 +151,21 @@ class Stage:
             return found
         return {layer: replace(known, retained=None) for layer, known in found.items()}
 
+    def _find_ranges(self) -> dict[int, HeadRanges]:
+        model, shape = self.model, (2, 4, *self.state_shape)
+        twice = [layer for layer, scale in self.scales.items() if scale is None]
+        if twice:
+            raise UserError(
+                f"{model.causal.config.model_type} cannot train with rule.activations=ranges",
+                where=f"layer {twice[0]}",
+                observed="its output is not affine in that of its experts",
+                remedy=SHORTER_ROWS,
+            )
+        ids = torch.zeros(shape[:2], dtype=torch.int64, device=self.device)
+        calls = model.capture.record({"input_ids": ids}, None)
+        probe = (shape, self.dtype, self.spec.head_ranges, model.causal.config.model_type)
+        return find_ranges(model.layers, calls, model.experts, *probe)
+
     def _look_at_padding(self) -> None:
         """Find out whether padding moves rows, on a GPU first without a mask.
 
@@ -190,20 +209,31 @@ class Stage:
                 GroupState([self._record(MicroState.create(mb, self.device), spec) for mb in group])
                 for group in spec.wave[replica]
             ]
+        own = (self.model, self.scales, self.dropout, self.head)
+        links = (experts, stages, clock, self._watch)
+        if self.ranges and self.loop is LayerLoop:
+            assert self.shelf is not None
+            return RangeLoop(
+                *(*own, spec, groups, *links),
+                slots=slots,
+                known=self.known_outputs,
+                ranges=self.ranges,
+                count=self.spec.head_ranges,
+                retain=self.spec.attention_output == "retain",
+                host=self.shelf,
+            )
         if self.shelf is not None and spec.kind == "train":
             shapes = [(*m.batch.input_ids.shape, *self.state_shape) for group in groups for m in group.micro]
             retained = sum(known.retained is not None for known in self.known_outputs.values())
             outputs = [(*shape[:2], shape[-1]) for shape in shapes]
             self.shelf.clear(shapes * len(self.model.layers) + outputs * retained, self.dtype)
-        own = (self.model, self.scales, self.dropout, self.head)
-        links = (experts, stages, clock, self._watch)
         whole_groups = self.spec.activations == "group"
         return self.loop(*own, spec, groups, *links, self.shelf, slots, whole_groups, self.known_outputs)
 
     def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
         def note(index: int, hidden: Tensor) -> Tensor:
             if index == 0 and self.first:
-                micro.embedded = hidden
+                micro.embedded = hidden.cpu() if self.ranges else hidden
             return hidden
 
         # Token ids on every stage: see BlankEmbedding.

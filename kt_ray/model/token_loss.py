@@ -94,7 +94,7 @@ class Head:
         """Sum of token losses, and the gradient of scale · sum.
 
         Args:
-            h: [b, s, *state_shape] output of the last layer (not changed).
+            h: [b, s, *state_shape] output of the last layer (not changed), on the device or the host.
             labels: int64 [b, s], not shifted, IGNORE where not trained.
             scale: factor of the gradient (1 / tokens of the step); None = no gradient.
 
@@ -102,7 +102,7 @@ class Head:
             (float64 sum over trained tokens, dH like h or None).
         """
         parts, grad = self._losses(h, shifted_targets(labels), scale)
-        total = torch.zeros((), dtype=torch.float64, device=h.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, losses in parts:
             total += losses.sum()
         return float(total), grad
@@ -119,7 +119,7 @@ class Head:
             or None). Heads act on positions one by one.
         """
         parts, grad = self._losses(h, targets, 1.0 if with_grad else None)
-        out_N = torch.zeros(targets.numel(), dtype=torch.float64, device=h.device)
+        out_N = torch.zeros(targets.numel(), dtype=torch.float64, device=self.device)
         for rows, losses in parts:
             out_N[rows] = losses
         return out_N.view(targets.shape), grad
@@ -140,11 +140,12 @@ class Head:
             chunk = min(chunk, h.shape[1])  # to the family's own forward they are a row of the batch
         with torch.set_grad_enabled(scale is not None):
             for rows in trained.split(chunk):
-                leaf = flat_NH[rows].requires_grad_(scale is not None)
+                at = rows.to(h.device)
+                leaf = flat_NH[at].to(self.device).requires_grad_(scale is not None)
                 logits = self.logits(leaf[None])[0] if self.norm is None else self.lm_head(self.norm(leaf))
                 losses = entropy(logits, targets_N[rows])
                 parts.append((rows, losses.detach().double()))
                 if grad_NH is not None and scale is not None:
                     slopes = torch.full_like(losses, scale)
-                    (grad_NH[rows],) = torch.autograd.grad(losses, leaf, slopes)
+                    grad_NH[at] = torch.autograd.grad(losses, leaf, slopes)[0].to(h.device)
         return parts, None if grad_NH is None else grad_NH.view_as(h)

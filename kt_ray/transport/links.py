@@ -75,6 +75,7 @@ class ExpertLink(_Link):
         overlap: False = `submit_*` waits for the answer, so that neither side works beside the other.
         later: what is still on its way to the host is sent by a thread of its own, and the worker goes on.
             False = it waits: for a single token that is sooner.
+        sums: device on which answers are added up; None = the stage's.
 
     Attributes:
         adapter: whether the experts' LoRA takes part in what is submitted, or which (generation changes it).
@@ -91,10 +92,12 @@ class ExpertLink(_Link):
         num_experts: int,
         overlap: bool = True,
         later: bool = True,
+        sums: str | None = None,
         **common: Any,
     ) -> None:
         super().__init__(mailbox, port, **common)
         self.seconds_waiting = 0.0
+        self._sums = self._device if sums is None else torch.device(sums)
         self.adapter: bool | str = True
         self._replica = replica
         self._experts: list[Address] = [("experts", rank) for rank in experts]
@@ -244,7 +247,7 @@ class ExpertLink(_Link):
                     sending.result()
             sums: list[Tensor] = []
             # Copied and added while the device computes what it was given before.
-            with aside(self._device, "answers") as stream:
+            with aside(self._sums, "answers") as stream:
                 for _, rank in self._experts:
                     tag = ("reply", direction, self._number, layer, group, rank)
                     with self._recorder.span(f"experts-{rank} {direction}", "wait", layer, group):
@@ -258,9 +261,9 @@ class ExpertLink(_Link):
                         for total, part in zip(sums, parts, strict=True):
                             total.add_(part)
                 if stream is not None:
-                    self._copies[group] = driver().mark(self._device)
+                    self._copies[group] = driver().mark(self._sums)
             if stream is not None:
-                computing = driver().current(self._device)
+                computing = driver().current(self._sums)
                 computing.wait_event(self._copies[group])
                 driver().used_by(computing, *sums)
             for lease in self._leases.pop((direction, layer, group)):
@@ -269,18 +272,18 @@ class ExpertLink(_Link):
         return sums
 
     def _whole(self, layer: int, group: int, rank: int, part: Tensor, *, own: bool) -> Tensor:
-        """An answer for all tokens, on the device. own: a float32 copy, as others will be added to it."""
+        """An answer for all tokens, where sums are. own: a float32 copy, as others will be added to it."""
         routed = self._routed[layer, group]
         rows = routed.rows.get(rank)
         if rows is None and not own:
-            return driver().upload(part, self._device)
+            return driver().upload(part, self._sums)
         if rows is None:
             # Never the answer itself, which will be changed: it lies in memory that its sender uses again.
             rounded = part.dtype != torch.float32  # then the change of type copies, where the sums are
-            return driver().upload(part, self._device, copy=not rounded).float()
-        full = torch.zeros(routed.tokens, *part.shape[1:], dtype=torch.float32, device=self._device)
-        part = driver().upload(part, self._device).float()
-        return full.index_copy_(0, rows.to(self._device), part)
+            return driver().upload(part, self._sums, copy=not rounded).float()
+        full = torch.zeros(routed.tokens, *part.shape[1:], dtype=torch.float32, device=self._sums)
+        part = driver().upload(part, self._sums).float()
+        return full.index_copy_(0, rows.to(self._sums), part)
 
 
 class StageLink(_Link):

@@ -112,6 +112,22 @@ def test_kept_and_dequantised_are_one_model(
     assert saved == weights * size - sum(m.values.nbytes + m.scales.nbytes for m in kept)
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ranges_of_heads_cut_what_is_decoded(
+    tmp_path: Path, plain: Callable[[Path], Path], kind: str
+) -> None:
+    """Also through blocks of scales: gradients to rounding."""
+    path = plain(tmp_path / "stored")
+    write_quantised(path, quantised_names(path), kind)
+    ranges: dict[str, Any] = {"activations": "ranges", "head_ranges": 4}
+    stages = [stage_of(path, "float32", keep=True, **more) for more in ({}, ranges)]
+    experts = Eager(dequantise(path, tmp_path / "plain", torch.float32), stages[0].model).experts
+    (loss, grads), (found, others) = [gradients(stage, experts) for stage in stages]
+    assert found == pytest.approx(loss, rel=1e-6) and grads.keys() == others.keys()
+    for name, grad in grads.items():
+        assert float((others[name] - grad).norm()) <= 1e-5 * float(grad.norm()), name
+
+
 def test_report_and_state(tmp_path: Path, plain: Callable[[Path], Path]) -> None:
     path = plain(tmp_path / "m")
     names = quantised_names(path)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
+from kt_ray.dims.layer_params import flash_width
 from kt_ray.model import attention
-from kt_ray.model.attention import _parts, _width, attend
+from kt_ray.model.attention import _parts, attend
 
 B, H, N = 2, 6, 29
 
@@ -161,4 +162,4 @@ def test_long_rows_with_narrow_values_hold_no_scores(monkeypatch: pytest.MonkeyP
 
 def test_widths_that_train_as_they_compute() -> None:
     """Flash refuses 200 to 224 under grad on some cards, and everything above 256."""
-    assert [_width(n) for n in (67, 72, 192, 193, 224, 256)] == [72, 72, 192, 256, 256, 256]
+    assert [flash_width(n) for n in (67, 72, 192, 193, 224, 256)] == [72, 72, 192, 256, 256, 256]

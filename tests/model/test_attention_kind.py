@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from kt_ray.dims.layer_params import LEARNED_BIAS, WITHOUT_SDPA
+from kt_ray.dims.layer_params import LEARNED_BIAS, SINKS, WITHOUT_SDPA
 from kt_ray.model import attention
 from kt_ray.model.family import build_causal, read_family
 from tests.helpers.families import dispatched
@@ -38,7 +38,7 @@ def test_kind(tmp_path: Path, family: str, asked: str, used: str) -> None:
 def test_the_plan_knows_them() -> None:
     known = {c.model_type: model for c, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()}
     without = {name for name in dispatched() if name in known and not known[name]._supports_sdpa}
-    assert without == WITHOUT_SDPA - {"deepseek_ref"} - LEARNED_BIAS | attention.SINKS
+    assert without == WITHOUT_SDPA - {"deepseek_ref"} - LEARNED_BIAS | SINKS
 
 
 def test_families_with_our_attention_ask_for_it_by_no_name() -> None:
@@ -53,4 +53,4 @@ def test_families_with_our_attention_ask_for_it_by_no_name() -> None:
             asks = re.search(r"_attn_implementation (==|in) ", source) is not None
             assert not (asks and chosen[name] == attention.NAME), name
     ours = {name for name, kind in chosen.items() if kind == attention.NAME}
-    assert ours > attention.SINKS | {"deepseek_v3", "afmoe"} and chosen["deepseek_v32"] == "sdpa"
+    assert ours > SINKS | {"deepseek_v3", "afmoe"} and chosen["deepseek_v32"] == "sdpa"

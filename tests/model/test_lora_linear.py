@@ -32,7 +32,7 @@ class Nothing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.zeros(*x.shape[:-1], self.n_out, dtype=self.dtype)
 
-    def input_gradient(self, dy: Tensor) -> Tensor:
+    def input_gradient(self, dy: Tensor, rows: slice = slice(None)) -> Tensor:
         return torch.zeros(dy.shape[0], self.n_in, dtype=dy.dtype)
 
 

@@ -1,0 +1,132 @@
+"""Layers by ranges of heads and tokens: the losses and gradients of whole rows, to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kt_ray.config.schema import LoraConfig
+from kt_ray.errors import UserError
+from kt_ray.model import range_loop
+from kt_ray.model.range_loop import RangeLoop, TokenRange
+from kt_ray.model.stage import Stage
+from kt_ray.model.state import MicroState
+from tests.helpers.families import LAYERS, save_whole, write_config
+from tests.helpers.hf_reference import Reference, micro_batch, random_rows
+from tests.helpers.stages import Run, make_stages, pass_spec, run
+
+Checkpoint = Callable[..., Path]
+LORA = LoraConfig(rank=2, alpha=4.0, dropout=0.1)
+ROWS = random_rows(5)
+RANGES: dict[str, Any] = {"activations": "ranges", "head_ranges": 2}
+RETAIN = {"attention_output": "retain"}
+# Of gradients, relative to their norms. By ranges float32 sums go in another order; in bfloat16 what latent
+# attention compresses gets the sum of two rounded gradients.
+EXACT = 1e-5
+ROUNDED = 2.0**-5
+
+
+@pytest.fixture(autouse=True)
+def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are of several ranges of tokens, which do not divide them."""
+    monkeypatch.setattr(range_loop, "RANGE_TOKENS", 5)
+
+
+def result(stages: list[Stage], reference: Reference, kind: str = "train") -> Run:
+    for stage in stages:
+        stage.load_parameters({name: reference.parameters[name] for name in stage.parameters})
+    return run(stages, pass_spec(ROWS, groups=2, micro=2, kind=kind), reference)
+
+
+def check_same(found: Run, expected: Run, tolerance: float) -> None:
+    assert found.loss == pytest.approx(expected.loss, rel=max(1e-6, tolerance / 8))
+    assert found.grads.keys() == expected.grads.keys()
+    for name, grad in expected.grads.items():
+        error = float((found.grads[name] - grad).norm())
+        assert error <= tolerance * float(grad.norm()), name
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", EXACT), ("bfloat16", ROUNDED)])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "gpt_oss", "glm4_moe", "granitemoe"]
+)
+def test_the_gradients_of_whole_rows(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, dtype: str, tolerance: float
+) -> None:
+    """Padded rows of two micro-batches a group, with dropout; heads' outputs kept or computed again."""
+    small = {"gpt_oss": {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 8}}.get(family, {})
+    path = checkpoint(family, **small)
+    reference = Reference(path, LORA)
+    reference.randomize_b(1)
+    whole = result(make_stages(path, (0, 3), LORA, dtype=dtype), reference)
+    for more in ({}, RETAIN):
+        found = result(make_stages(path, (0, 3), LORA, dtype=dtype, **RANGES, **more), reference)
+        assert type(found.loops[0]) is RangeLoop
+        check_same(found, whole, tolerance)
+
+
+def test_keeping_heads_outputs_changes_no_bit(checkpoint: Checkpoint) -> None:
+    path = checkpoint("deepseek_v3")
+    reference = Reference(path, LORA)
+    runs = [result(make_stages(path, (0, 3), LORA, **RANGES, **more), reference) for more in ({}, RETAIN)]
+    assert runs[0].loss == runs[1].loss
+    for name, grad in runs[0].grads.items():
+        assert torch.equal(grad, runs[1].grads[name]), name
+
+
+def test_two_stages_streamed_layers_and_evaluation(checkpoint: Checkpoint) -> None:
+    path = checkpoint("deepseek_v3")
+    reference = Reference(path, LORA)
+    reference.randomize_b(1)
+    for kind in ("train", "eval"):
+        whole = result(make_stages(path, (0, 3), LORA), reference, kind)
+        first = make_stages(path, (0, 1, 3), LORA, **RANGES)
+        streamed = make_stages(path, (0, 3), LORA, **RANGES, streamed=(0, 1, 2), slots=2)
+        for stages in (first, streamed):
+            found = result(stages, reference, kind)
+            check_same(found, whole, EXACT)
+            for sample, logits in whole.logits.items():
+                torch.testing.assert_close(found.logits[sample], logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("olmoe", "OlmoeAttention"),  # norms over all heads
+        ("qwen3_next", "without attention"),
+        ("deepseek_v32", "DeepseekV32Attention"),  # an index chooses keys
+        ("afmoe", "not affine"),
+    ],
+)
+def test_what_cannot_is_refused_by_name(tmp_path: Path, family: str, reason: str) -> None:
+    path = write_config(tmp_path / family, family)
+    save_whole(path)
+    with pytest.raises(UserError) as refused:
+        make_stages(path, (0, LAYERS), LoraConfig(rank=2), **RANGES)
+    message = str(refused.value)
+    assert family in message and reason in message and "data.max_length" in message
+
+
+def test_dora_between_is_refused(checkpoint: Checkpoint) -> None:
+    """Its norms are of whole weights."""
+    with pytest.raises(UserError, match=r"rule\.activations=ranges"):
+        make_stages(checkpoint("deepseek_v3"), (0, 3), replace(LORA, dora=True, experts=False), **RANGES)
+
+
+def test_ranges_of_tokens() -> None:
+    micro = MicroState.create(micro_batch(random_rows(3)), torch.device("cpu"))
+    assert micro.rows is not None
+    parts = list(TokenRange.cut(micro, 4))
+    n = micro.samples_N.numel()
+    found = []
+    for part in parts:
+        positions = torch.arange(n)[part.rows]
+        found.append(positions if part.micro.rows is None else positions[part.micro.rows])
+    assert torch.equal(torch.cat(found), micro.rows)
+    assert [part.valid.stop - part.valid.start for part in parts] == [len(each) for each in found]
+    assert torch.equal(torch.cat([part.micro.positions_N for part in parts]), micro.positions_N)
