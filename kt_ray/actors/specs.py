@@ -175,6 +175,7 @@ def stage_specs(
             keep_quantized=config.model.keep_quantized,
             activations=plan.activations,
             attention_output=plan.attention_output,
+            head_ranges=plan.head_ranges,
             streamed=worker.streamed,
             slots=worker.slots,
             embedding_on_host=embedding_on_host(plan.dims, worker, plan.stages),

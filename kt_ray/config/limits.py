@@ -45,7 +45,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.transport": ("auto", "arena", "ray", "gloo"),
     "rule.experts.backend": ("auto", "AMXBF16", "AMXINT8", "AMXINT4", "llamafile"),
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
-    "rule.activations": ("auto", "group", "micro_batch", "host"),
+    "rule.activations": ("auto", "group", "micro_batch", "host", "ranges"),
     "rule.attention_output": ("auto", "retain", "recompute"),
     "rule.experts.activations": ("auto", "retain", "recompute"),
     "rule.experts.answers": ("float32", "bfloat16"),

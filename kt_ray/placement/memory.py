@@ -20,7 +20,7 @@ Attention worker with n layers:
                       it, its dropout masks, q/k/v): all groups of a layer are recomputed before the first is
                       released, unless rule.activations has one micro-batch of each recomputed at a time; what
                       a LoRA module or an index needs for a moment, of one micro-batch
-                      (`adapter_scratch_bytes`, `index_scratch_bytes`);
+                      (`adapter_scratch_bytes`, `index_scratch_bytes`). By ranges: range_memory.py;
                       T_r * data.max_length of attention masks, kept for the whole pass (`mask_bytes`)
     logits            rows of one chunk * vocabulary * (b + 8), on the last stage
     staging           `worker_staging`
@@ -61,6 +61,7 @@ from kt_ray.placement.lora_sizes import (
     trained_params,
 )
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
+from kt_ray.placement.range_memory import range_host, range_workspace
 from kt_ray.placement.staging import expert_staging, worker_staging
 from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of, widest_row
 
@@ -394,6 +395,9 @@ def worker_items(
     kept = 2 * load.replica * dims.hidden_streams * hidden * element
     kept += 2 * load.micro * (dims.hidden_streams + outputs) * hidden * element
     kept = kept if load.on_host else states
+    if load.ranges:
+        tokens = (load.replica, load.own_group, load.micro)
+        kept, states = 0, math.ceil(range_host(dims, own, *tokens, element, outputs=load.outputs))
     kept += moe * load.replica * dims.experts_per_token * 12
     if dims.hidden_streams > 1:  # not affine in the experts' output, which is then kept as well
         kept += moe * load.replica * hidden * 4
@@ -405,15 +409,25 @@ def worker_items(
     unpacked += max((dora_bytes(dims, config, layer) for layer in own), default=0)
     gpu = worker.device != "cpu"
     kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype, gpu=gpu) for layer in own}
-    recompute = max(
-        load.recomputed * size
-        + load.micro
-        * max(
+    scratch = {
+        layer: max(
             adapter_scratch_bytes(dims, config, layer, dtype, gpu=gpu),
             index_scratch_bytes(dims, load.row, layer, dtype),
         )
+        for layer in own
+    }
+    at_once: dict[int, float] = {
+        layer: load.recomputed * size + load.micro * scratch[layer] + load.replica * hidden * 8
         for layer, size in kept_by_layer.items()
-    )
+    }
+    if load.ranges:
+        widened = not in_parts(config.lora, dtype, gpu=gpu)
+        shape = (load.micro, load.ranges, element)
+        at_once = {
+            layer: range_workspace(dims, layer, *shape, each=size + scratch[layer], widened=widened)
+            for layer, size in kept_by_layer.items()
+        }
+    recompute = max(at_once.values())
     logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
     items: dict[str, float] = {
         "weights": sum(weights.values())
@@ -428,8 +442,7 @@ def worker_items(
         "streamed weights": sum(away) if keeps_weights(worker, config, hosts) else 0,
         "embedding": element * dims.embedding_params * looked_up,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
-        "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
-        + mask_bytes(dims, config, load, dtype, gpu=gpu),
+        "workspace": max(recompute + unpacked, 4 * probed) + mask_bytes(dims, config, load, dtype, gpu=gpu),
         "logits": logits * dims.vocab_size * (element + 8) if last else 0,
         "staging": worker_staging(
             dims,

@@ -31,6 +31,7 @@ from kt_ray.placement.lane_share import UNTUNED, LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layout_of, layouts, with_layout
 from kt_ray.placement.memory import budgets, layer_weight_bytes, staged
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
+from kt_ray.placement.range_memory import range_counts, without_ranges
 from kt_ray.placement.render import counted, gib, layout_text
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.stage_split import Ranges, balanced_stages
@@ -76,14 +77,62 @@ def make_plan(
         return _laid_out(dims, chosen, hardware, load, lane_rates, resident)
 
     stay = asked if isinstance(asked, int) else None
+    if config.rule.activations == "ranges" and not generates(config):
+        _check_ranges(dims, config)
     if choices:
         plan = choose_layout(config, choices, lambda layout: plan_of(layout, stay))
     else:
         plan = plan_of(None, stay)
     full = [budget for budget in plan.budgets if not budget.fits and not budget.is_socket]
     if stay is None and full:
-        return _streamed(plan, full, choices or (None,), plan_of) or plan
+        plan = _streamed(plan, full, choices or (None,), plan_of) or plan
+    if full and not plan.fits and not generates(config):
+        return _by_ranges(plan, dims, config, hardware, load, lane_rates) or plan
     return plan
+
+
+def _check_ranges(dims: ModelDims, config: Config) -> None:
+    """Raises UserError where layers cannot go by ranges."""
+    reason = without_ranges(dims, config)
+    if reason:
+        raise UserError(
+            f"{dims.model_type} cannot train with rule.activations=ranges",
+            where=dims.name,
+            observed=reason,
+            required="attention that computes heads apart, in layers that else act on single tokens",
+            remedy="set rule.activations=auto; where that does not fit, mode=plan names a data.max_length",
+        )
+
+
+def _by_ranges(
+    plan: Plan,
+    dims: ModelDims,
+    config: Config,
+    hardware: Hardware,
+    load: ExpertLoad | None,
+    lane_rates: LaneRates | None,
+) -> Plan | None:
+    """The plan of rows that do not fit a GPU, every layer by ranges; with streamed experts if these fit, too.
+
+    Args:
+        plan: the one that does not fit.
+    """
+    if config.rule.activations != "auto" or without_ranges(dims, config):
+        return None
+    keys: dict[str, object] = {"rule.activations": "ranges"}
+    lanes = [{}, {"rule.experts.stream": "off"}] if config.rule.experts.stream == "auto" else [{}]
+    for lane in lanes:
+        chosen = make_plan(dims, with_keys(config, keys | lane), hardware, load, lane_rates)
+        if chosen.fits:
+            full = [b for b in plan.budgets if not b.fits and not b.is_socket]
+            worst = max(full, key=lambda b: b.total - b.capacity)
+            lacking = f"at most {gib(worst.total - worst.capacity)} are lacking on {worst.device}"
+            row = f"rows of {config.data.max_length:,} tokens"
+            notes = [f"rule.activations=auto: ranges, since {row} do not fit otherwise: {lacking}"]
+            if lane:
+                notes.append(f"rule.experts.stream=auto: off, since {row} leave no room for streamed experts")
+            return replace(chosen, notes=(*notes, *chosen.notes))
+    return None
 
 
 def _streamed(
@@ -188,7 +237,8 @@ def _laid_out(
         held = Held("retain")
         chosen = Fit(1, held, budget_of(1, held), _cache_notes(dims, config))
     else:
-        chosen = fit(config, budget_of, attention_kinds(config, dims, device), output_kinds(config))
+        counts = range_counts(dims)
+        chosen = fit(config, budget_of, attention_kinds(config, dims, device), output_kinds(config), counts)
     notes += [*expert_notes, *chosen.notes, *_room_notes(hardware, chosen.memory)]
     if rule.gpu_memory != "auto" and all(budget.is_socket for budget in chosen.memory):
         notes.append(f"rule.gpu_memory={show(rule.gpu_memory)} changes nothing: no GPU is used")
@@ -219,6 +269,7 @@ def _laid_out(
         groups=groups,
         wave=chosen.wave,
         activations=chosen.held.attention,
+        head_ranges=chosen.held.ranges,
         attention_output=chosen.held.output,
         tuning=UNTUNED if lane_rates is None else lane_rates.tuning,
         overlap=rule.overlap,

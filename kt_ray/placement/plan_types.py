@@ -193,6 +193,7 @@ class Held(NamedTuple):
     experts: str
     attention: str = "group"
     output: str = "recompute"
+    ranges: int = 0  # `Plan.head_ranges`
 
 
 class Choice(NamedTuple):
@@ -210,6 +211,7 @@ class Choice(NamedTuple):
     hosts: int = 1  # `Plan.attention_hosts`
     copies: int = 1  # `Plan.copies`
     tuning: Tuning = UNTUNED  # `Plan.tuning`
+    ranges: int = 0  # `Plan.head_ranges`
 
 
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
@@ -227,8 +229,9 @@ class Plan:
     replicas: int
     groups: int
     wave: int = 1  # micro-batches of a replica that pass the layers together
-    # "group", "micro_batch" or "host": what attention workers hold for backward (rule.activations)
+    # "group", "micro_batch", "host" or "ranges": what attention workers hold for backward (rule.activations)
     activations: str = "group"
+    head_ranges: int = 0  # with "ranges" as many of heads, in the place of all at once
     attention_output: str = "recompute"  # or "retain": whether it waits for backward (rule.attention_output)
     tuning: Tuning = UNTUNED  # of what lanes carry, with rule.experts.stream=auto
     overlap: bool = True  # False = attention and experts wait for each other

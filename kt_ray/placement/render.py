@@ -23,7 +23,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     model = {key: getattr(dims, key) for key in sizes}
     facts = (
         *("stages", "replicas", "attention_hosts", "copies", "groups", "wave", "activations"),
-        *("attention_output", "resident", "overlap", "tokens_per_step", "tuning"),
+        *("head_ranges", "attention_output", "resident", "overlap", "tokens_per_step", "tuning"),
     )
     return {
         "rule": plan.rule,
@@ -227,6 +227,7 @@ def choice_text(choice: Choice) -> str:
     layout = layout_text(choice.stages, choice.replicas, choice.hosts)
     groups = counted(choice.groups, "group")
     held = choice.activations + ("" if choice.attention == "group" else f", {choice.attention}")
+    held += f" of heads: {choice.ranges}" if choice.ranges else ""
     held += "" if choice.output == "retain" else ", attention output recomputed"
     groups += f", {choice.copies} copies of the experts" if choice.copies > 1 else ""
     held += "" if choice.resident is None else f", {counted(choice.resident, 'layer')} resident"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.placement.plan_types import Budget, Held
+from kt_ray.placement.range_memory import RANGE_TOKENS
 from kt_ray.placement.render import gib
 
 ROOM = 0.9  # of a socket's memory that a plan may fill by choice: the system and the page cache need some
@@ -54,6 +55,7 @@ def fit(
     budget_of: BudgetOf,
     attention: Sequence[str] = ("group",),
     outputs: Sequence[str] = ("recompute",),
+    ranges: Sequence[int] = (),
 ) -> Fit:
     """The fewest waves that fit; at equal numbers of waves what holds most, which computes and copies least.
 
@@ -61,13 +63,18 @@ def fit(
     they allow. When nothing fits: the least of all, so that the shortage that is reported is the true one.
 
     Args:
-        attention, outputs: what attention workers may hold, in the order in which it is preferred.
+        attention, outputs, ranges: what attention workers may hold, and of how many ranges of heads, in the
+            order in which it is preferred.
     """
     micro = micro_batches(config)
     asked, activations = config.rule.wave, config.rule.experts.activations
     experts = ("retain", "recompute") if activations == "auto" else (activations,)
     each = itertools.product(experts, outputs, attention)
-    kinds = [Held(of_experts, of_attention, output) for of_experts, output, of_attention in each]
+    kinds = [
+        Held(of_experts, of_attention, output, count)
+        for of_experts, output, of_attention in each
+        for count in (ranges if of_attention == "ranges" else (0,))
+    ]
     largest = min(asked, micro) if isinstance(asked, int) else micro
     whole = {kind: budget_of(largest, kind) for kind in kinds}
     for room in (ROOM, 1.0):
@@ -145,6 +152,11 @@ def _notes(
         retain = need(kind._replace(experts="retain")) if kind.experts == "recompute" else ""
         choice = f"recompute; retain {retain}" if retain else "retain, which fits"
         notes.append(f"rule.experts.activations=auto: {choice}")
+    if kind.ranges:
+        notes.append(
+            f"rule.activations=ranges: attention goes by {kind.ranges} ranges of heads, all else by "
+            f"{RANGE_TOKENS:,} tokens; what is as long as a row waits in host memory (untested on hardware)"
+        )
     if rule.activations == "auto" and kind.attention != "group":
         more = need(kind._replace(attention="group"))
         notes.append(f"rule.activations=auto: {kind.attention}; with group the whole step {more}")

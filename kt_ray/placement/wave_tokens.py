@@ -30,6 +30,7 @@ class Load:
     on_host: bool = False
     outputs: bool = False
     own_group: int = 0  # one group of the largest replica
+    ranges: int = 0  # of heads, where layers go by ranges
 
     def of_copy(self, copies: int, replicas: int) -> Load:
         """The same with the most tokens that one of so many copies of the experts computes: of the replicas
@@ -68,8 +69,9 @@ def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
     # One micro-batch of each group, and the gradients while one is differentiated.
     at_once = rows if held.attention == "group" else min(rows, (groups + 1) * micro)
     group = min(total, group_rows * row * replicas)
-    waiting = (held.attention == "host", held.output == "retain")
-    return Load(total, rows * row, group, micro * row, row, at_once * row, *waiting, group_rows * row)
+    waiting = (held.attention in ("host", "ranges"), held.output == "retain")
+    own = (group_rows * row, held.ranges)
+    return Load(total, rows * row, group, micro * row, row, at_once * row, *waiting, *own)
 
 
 def part_of(tokens: int, part: float) -> int:

@@ -71,6 +71,7 @@ def resumed_choice(config: Config) -> Choice | None:
             activations=str(plan["experts"][0]["activations"]),
             attention=str(plan.get("activations", "group")),  # plans of earlier versions have no such key
             output=str(plan.get("attention_output", "recompute")),
+            ranges=int(plan.get("head_ranges", 0)),
             seconds=0.0,
             copies=int(plan.get("copies", 1)),
             hosts=int(plan.get("attention_hosts", 1)),

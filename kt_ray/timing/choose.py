@@ -156,7 +156,9 @@ def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     """What the plan has where a rule may leave it at auto."""
     shape = (plan.stages, plan.replicas, plan.groups, plan.wave)
     held = (plan.experts[0].activations, seconds, plan.activations, plan.attention_output)
-    return Choice(*shape, *held, plan.resident, plan.attention_hosts, plan.copies, plan.tuning)
+    return Choice(
+        *shape, *held, plan.resident, plan.attention_hosts, plan.copies, plan.tuning, plan.head_ranges
+    )
 
 
 def _layout(choice: Choice) -> Layout:
@@ -260,7 +262,7 @@ def _other_output(best: _Candidate) -> Iterator[Config]:
     """Attention's outputs that wait for backward trade memory, or a link's time, against a product."""
     plan = best.plan
     whole = waves_of(micro_batches(best.config), plan.wave) == 1 and plan.resident is None
-    whole &= plan.activations != "host"
+    whole &= plan.activations not in ("host", "ranges")
     for output in output_kinds(best.config):
         if output != plan.attention_output and not (whole and output == "recompute"):
             yield with_keys(best.config, {"rule.attention_output": output})
@@ -299,7 +301,7 @@ def _other_tunings(best: _Candidate) -> Iterator[Tuning]:
 def _beside_resumed(plan: Plan, before: Choice) -> Plan:
     """The plan of a resumed run, with a note of whether it adds up as before."""
     now = choice_of(plan)
-    if (now[:5], now.copies) == (before[:5], before.copies):
+    if (now[:5], now.copies, now.ranges) == (before[:5], before.copies, before.ranges):
         note = "layout, groups, waves and activations are those of the run that is resumed"
     else:
         earlier = choice_text(before)

@@ -34,6 +34,11 @@ LAYOUTS = {
         "rule.stages=2",
         "rule.replicas=2",
     ],
+    "ranges of heads and tokens, 2 stages, 2 replicas": [
+        "rule.activations=ranges",
+        "rule.stages=2",
+        "rule.replicas=2",
+    ],
     "streamed layers, 2 stages, 2 replicas": ["rule.resident_layers=0", "rule.stages=2", "rule.replicas=2"],
     "waves of 3 micro-batches": ["rule.wave=3"],
     "micro-batch-major": ["rule.wave=1"],

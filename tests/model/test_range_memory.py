@@ -1,0 +1,121 @@
+"""Rows of 131,072 tokens at released sizes: every byte of a layer by ranges against what a plan counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kt_ray.config.files import conf_dir
+from kt_ray.config.schema import LoraConfig
+from kt_ray.dims.config_json import dims_from_config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.describe import hardware_from_file
+from kt_ray.model.head_ranges import Named
+from kt_ray.placement.memory import GIB, adapter_scratch_bytes, layer_activation_bytes
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.range_memory import TOKEN_BYTES, range_workspace
+from tests.helpers.allocations import layer_peaks
+from tests.placement.configs import make_config
+
+ROW = 131_072
+SPARE = 1.3  # what is counted, over the most that is allocated
+
+LATENT = Named(
+    "self_attn",
+    (("q_a_proj", False), ("kv_a_proj_with_mqa", False)),
+    ("q_b_proj", "kv_b_proj"),
+    (),
+    "o_proj",
+    2,
+)
+GROUPED = Named("self_attn", (("q_proj", True), ("k_proj", True), ("v_proj", True)), (), (), "o_proj", 2)
+SINKS = GROUPED._replace(own=("sinks",))
+UNUSED = ("mlp.down_proj", "mlp.shared_experts.down_proj")
+
+
+def released(model: str, layers: int) -> tuple[dict[str, Any], ModelDims]:
+    """config.json of a model with so many layers, of which the first is dense where the family has such."""
+    config = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text())["config"]
+    config |= {"num_hidden_layers": layers, "quantization_config": None}
+    if "first_k_dense_replace" in config:
+        config["first_k_dense_replace"] = 1
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    config = {key: value for key, value in config.items() if value is not None}
+    return config, dims_from_config(config, name=model)
+
+
+def peaks_of(
+    path: Path, patch: pytest.MonkeyPatch, model: str, named: Named, count: int, dropout: float = 0.0
+) -> dict[int, tuple[int, float]]:
+    """Layer -> (bytes allocated at the worst, bytes counted) in the backward pass of one row."""
+    lora = {"rank": 8, "dropout": dropout}
+    config, dims = released(model, 2)
+    peaks = layer_peaks(
+        *(patch, path / "model", config, named.of, UNUSED),
+        layers=2,
+        tokens=ROW,
+        count=count,
+        lora=LoraConfig(rank=8, dropout=dropout),
+    )
+    whole = make_config(lora=lora, data={"max_length": ROW})
+    found = {}
+    for layer in range(2):
+        each = layer_activation_bytes(dims, whole, layer, "bfloat16", gpu=True)
+        each += adapter_scratch_bytes(dims, whole, layer, "bfloat16", gpu=True)
+        counted = range_workspace(dims, layer, ROW, count, 2, each=each, widened=dropout > 0)
+        worst = max(size for (_, of), size in peaks.items() if of == layer)
+        found[layer] = (worst, counted - ROW * TOKEN_BYTES)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "named", "count", "dropout"),
+    [
+        ("deepseek_v3", LATENT, 32, 0.0),
+        ("deepseek_v3", LATENT, 16, 0.1),
+        ("kimi_k2", LATENT, 16, 0.0),
+        ("qwen3_235b_a22b", GROUPED, 4, 0.0),
+        ("qwen3_30b_a3b", GROUPED, 4, 0.1),
+        ("gpt_oss_120b", SINKS, 8, 0.0),
+    ],
+)
+def test_a_plan_counts_what_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, named: Named, count: int, dropout: float
+) -> None:
+    """Never less; and of the layer that needs most, not much more."""
+    found = peaks_of(tmp_path, monkeypatch, model, named, count, dropout)
+    for allocated, counted in found.values():
+        assert allocated <= counted
+    worst = max(found.values())
+    assert worst[1] <= SPARE * worst[0]
+
+
+@pytest.mark.parametrize(("gpus", "rows"), [(2, 2), (1, 1)])
+def test_deepseek_v3_trains_rows_of_131072_in_16_gib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, rows: int
+) -> None:
+    """A layer fits beside all else that the plan counts on a card of which 16 GiB may be used."""
+    hardware = hardware_from_file(conf_dir() / "hardware" / "2x4090_2x8488c.yaml")
+    config = yaml.safe_load((conf_dir() / "model" / "deepseek_v3.yaml").read_text())["config"]
+    plan = make_plan(
+        dims_from_config(config, name="deepseek_v3"),
+        make_config(
+            rule={"gpu_memory": 16, "gpus": gpus},
+            data={"max_length": ROW},
+            trainer={"batch_size": rows},
+        ),
+        hardware,
+    )
+    assert plan.fits and plan.activations == "ranges" and plan.replicas == gpus
+    cards = [budget for budget in plan.budgets if not budget.is_socket]
+    assert len(cards) == gpus
+    found = peaks_of(tmp_path, monkeypatch, "deepseek_v3", LATENT, plan.head_ranges)
+    allocated = max(allocated for allocated, _ in found.values())
+    for card in cards:
+        assert card.capacity < 16 * GIB
+        others = card.total - card.items["workspace"]
+        assert others + allocated <= card.total <= card.capacity
