@@ -184,12 +184,12 @@ class LayerWork:
         m = rows * width
         first, rest = Counts(), Counts()
         for name, n_in, n_out, rank, of_attention in self.modules:
-            work = self._linear(n_in, n_out, rank, m, 0, known=name in known)
+            work = self.linear(n_in, n_out, rank, m, 0, known=name in known)
             if of_attention or not self.moe or "latent" in name:
                 first = first.plus(work)
             else:
                 rest = rest.plus(work)
-        first = first.plus(self._between(m, 0)).plus(self._pairs(rows, width))
+        first = first.plus(self._between(m, 0)).plus(self.pairs(rows, width))
         if self.moe:
             first = first.plus(self._router(m, 0))
             rest = rest.plus(self._activation(m, 0))
@@ -200,9 +200,9 @@ class LayerWork:
     def backward(self, rows: int, width: int) -> Counts:
         """Counts of autograd through the layer, after it was run under grad."""
         m = rows * width
-        total = self._between(m, 1).plus(self._pairs(rows, width)).plus(self._activation(m, 1))
+        total = self._between(m, 1).plus(self.pairs(rows, width)).plus(self._activation(m, 1))
         for name, n_in, n_out, rank, _ in self.modules:
-            work = self._linear(n_in, n_out, rank, m, 1)
+            work = self.linear(n_in, n_out, rank, m, 1)
             if self.layer == 0 and name.rpartition(".")[2] in _FIRST:
                 # Nothing before the first layer trains: its input needs no gradient.
                 work = work._replace(products=0.0, adapted=work.adapted / 2, operations=work.operations / 2)
@@ -211,7 +211,10 @@ class LayerWork:
 
     # -- parts -------------------------------------------------------------------------------
 
-    def _linear(self, n_in: int, n_out: int, rank: int, m: int, back: int, *, known: bool = False) -> Counts:
+    def linear(
+        self, n_in: int, n_out: int, rank: int, m: int, back: int = 0, *, known: bool = False
+    ) -> Counts:
+        """Of a module; back: 1 = of its backward."""
         product = 0.0 if known else 2.0 * m * n_in * n_out
         if not rank:
             return Counts(products=product, operations=BARE_LINEAR_OPS[back])
@@ -247,7 +250,7 @@ class LayerWork:
         operations = GPU_LAYER_OPS if self.fused_norms else LAYER_OPS
         return Counts(normed=m * normed, passes=m * passes, operations=operations[back])
 
-    def _pairs(self, rows: int, width: int) -> Counts:
+    def pairs(self, rows: int, width: int) -> Counts:
         """By the kernel that torch has for these rows (kt_ray/model/attention.py)."""
         pairs = self.dims.attention_flops(self.layer, rows, width)
         scores = rows * float(width) ** 2 * self.dims.num_heads

@@ -37,6 +37,7 @@ from kt_ray.timing.layer_work import (
     layer_works,
     seconds,
 )
+from kt_ray.timing.range_seconds import copied_seconds, repeated
 from kt_ray.timing.simulate import (
     Carriage,
     ExpertCall,
@@ -110,14 +111,21 @@ class PlanDurations:
         moe = layer in self.plan.dims.moe_layers
         before = after = 0.0
         parts = [(kind, m) for m in group]
-        if self.plan.activations != "group":  # backward recomputes all but the first micro-batch
+        ranges = self.plan.head_ranges > 0
+        if ranges:  # each micro-batch is recomputed when its gradients are there
+            parts = [] if kind == "recompute" else parts
+            parts += [("recompute", m) for m in group] if kind == "backward" else []
+        elif self.plan.activations != "group":  # backward recomputes all but the first micro-batch
             parts = parts[:1] if kind == "recompute" else parts
             parts += [("recompute", m) for m in group[1:]] if kind == "backward" else []
         for part, m in parts:
-            retained = self.plan.attention_output == "retain"
+            retained = self.plan.attention_output == "retain" and not ranges
             one, two = self._counted(part, layer, m, self.device, self.host, retained=retained)
             factor = self._correction(part, layer, m)
             before, after = before + one * factor, after + two * factor
+        if ranges:  # experts get tokens from the end of the layer
+            before, after = (before + after, 0.0) if kind == "forward" else (before, after)
+            after += sum(self._by_ranges(kind, layer, m) for m in group)
         if moe and kind in ("forward", "recompute"):
             # Experts get the whole group at its last micro-batch: shared experts of the others ran before.
             if kind == "forward" and len(group) > 1:
@@ -127,6 +135,15 @@ class PlanDurations:
         elif kind == "join" or (kind == "backward" and moe):
             after += self._answers(kind, sum(m.tokens for m in group))
         return (before, after) if moe or kind == "begin" else (before + after, 0.0)
+
+    def _by_ranges(self, kind: str, layer: int, m: Micro) -> float:
+        """A micro-batch's seconds beyond those of a whole layer."""
+        copied = copied_seconds(self.plan, self.rates.link, kind, layer, m.rows * m.width)
+        if kind != "backward":
+            return copied
+        retained = self.plan.attention_output == "retain"
+        again = repeated(self.layers[layer], m.rows, m.width, retained=retained)
+        return copied + seconds(again, self.device, self.host, self.plan.dtype, m.rows * m.width)
 
     def _counted(
         self, kind: str, layer: int, m: Micro, device: DeviceRate, host: DeviceRate, *, retained: bool = False
