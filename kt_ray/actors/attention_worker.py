@@ -293,7 +293,7 @@ class AttentionWorker(PlainActor):
                 observed=str(error).partition("If reserved but")[0].strip(),
                 required=f"the plan counts {planned.total / 2**30:.2f} GiB" if planned else None,
                 remedy="end what else uses this GPU (nvidia-smi lists it), or set trainer.loss_chunk=256, "
-                "rule.activations=host, a lower data.max_length, trainer.micro_batch_size or "
+                "rule.activations=host or ranges, a lower data.max_length, trainer.micro_batch_size or "
                 "rule.resident_layers, or more rule.stages",
             ) from error
 

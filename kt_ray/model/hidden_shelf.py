@@ -44,15 +44,18 @@ class KeptOnDevice:
 class HostShelf:
     """Host memory for the hidden states of one pass at a time; later passes use it again.
 
+    Args:
+        remedy: what a user does where so much memory cannot be page-locked.
+
     Raises:
         RuntimeError: by `clear`, where CUDA refuses to page-lock it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, remedy: str = "set rule.activations=micro_batch") -> None:
         self.device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0
-        self._lock = PageLock(remedy="raise it, or set rule.activations=micro_batch")
+        self._lock = PageLock(remedy=f"raise it, or {remedy}")
         self.driver = driver()
         queues = self.driver.queues(device)
         self._writing: Any = self.driver.stream(device, "shelf out") if queues else None

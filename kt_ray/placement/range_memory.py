@@ -10,7 +10,7 @@ of a micro-batch the GPU holds
               float32 sums of the gradients of q
 
 and of RANGE_TOKENS tokens all that a layer makes of them. Hidden states, their gradients and heads' outputs
-are in host memory. tests/model/test_range_memory.py counts every allocation of such a layer against this.
+are in host memory. tests/placement/test_range_memory.py counts every allocation of such a layer against this.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ LAYOUTS = {
         "trainer.micro_batch_size=2",
     ],
     "two replicas": ["rule=cpu_replicas_2"],
+    "ranges of heads": ["rule=cpu_1worker_1socket", "rule.activations=ranges"],
 }
 
 

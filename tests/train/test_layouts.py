@@ -148,9 +148,13 @@ def test_dropout_changes_the_curve_and_repeats(tmp_path: Path) -> None:
 @pytest.mark.accept("layouts")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("actors", "lora"), [(1, PATTERNS), (2, PATTERNS), (1, ["lora.dora=true", "lora.experts=false"])]
+    ("actors", "keys"),
+    [
+        *((1, PATTERNS), (2, PATTERNS), (1, ["lora.dora=true", "lora.experts=false"])),
+        (1, ["rule.activations=ranges"]),
+    ],
 )
-def test_resumed_run_is_bit_identical(tmp_path: Path, actors: int, lora: list[str], device: str) -> None:
+def test_resumed_run_is_bit_identical(tmp_path: Path, actors: int, keys: list[str], device: str) -> None:
     path = build_checkpoint(tmp_path, "deepseek_v3")
     overrides = [
         *layers_on(device, 3, actors),
@@ -159,7 +163,7 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, actors: int, lora: list[st
         "lora.dropout=0.1",
         "trainer.neftune_noise_alpha=0.2",
         "optim.weight_decay=0.01",
-        *lora,
+        *keys,
     ]
     config = config_for(path, *overrides)
     shards = tmp_path / "shards"

@@ -27,6 +27,7 @@ LAYOUTS = {
     "one worker": ["rule=cpu_1worker_1socket"],
     "waves of one pair, two stages, two sockets": ["rule=cpu_2workers_2sockets", "rule.wave=1"],
     "two replicas": ["rule=cpu_replicas_2"],
+    "ranges of heads": ["rule=cpu_1worker_1socket", "rule.activations=ranges"],
 }
 
 

@@ -160,6 +160,20 @@ def test_a_lane_gives_the_bits_of_one_process(checkpoint: Path) -> None:
     assert all(fact.get("notes", []) == [] for fact in facts)
 
 
+@pytest.mark.usefixtures("local_ray")
+def test_layers_by_ranges_give_the_bits_of_one_process(checkpoint: Path) -> None:
+    """Of two stages and two replicas, whose layers are streamed."""
+    keys = ("rule.activations=ranges", "rule.resident_layers=0", "rule.replicas=2", "rule.stages=2")
+    config = config_for(checkpoint, *COMMON, "rule=cpu_2workers_2sockets", *keys)
+    cluster = ray_cluster(checkpoint, config, "ranges")
+    try:
+        cluster.start()
+        assert cluster.plan.head_ranges == 2
+        assert_bits_of_one_process(checkpoint, config, cluster)
+    finally:
+        cluster.shutdown()
+
+
 def stage_where_products_are_bounded(spec: StageSpec) -> Stage:
     assert os.environ["LRU_CACHE_CAPACITY"] == "64"
     return Stage(spec)

@@ -12,13 +12,15 @@ from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import LoraConfig
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_from_file
 from kt_ray.model.head_ranges import Named
 from kt_ray.placement.memory import GIB, adapter_scratch_bytes, layer_activation_bytes
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.range_memory import TOKEN_BYTES, range_workspace
+from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.range_memory import TOKEN_BYTES, range_counts, range_workspace, without_ranges
 from tests.helpers.allocations import layer_peaks
-from tests.placement.configs import make_config
+from tests.placement.configs import make_config, make_hardware, small_dims
 
 ROW = 131_072
 SPARE = 1.3  # what is counted, over the most that is allocated
@@ -119,3 +121,79 @@ def test_deepseek_v3_trains_rows_of_131072_in_16_gib(
         assert card.capacity < 16 * GIB
         others = card.total - card.items["workspace"]
         assert others + allocated <= card.total <= card.capacity
+
+
+def row_plan(family: str = "deepseek_v3", length: int = 1 << 16, gpu_gib: float = 1.25, **rule: Any) -> Plan:
+    """Of a small model with two rows, on a card for which they may be too long."""
+    return make_plan(
+        small_dims(family),
+        make_config(rule=rule, data={"max_length": length}, trainer={"batch_size": 2}),
+        make_hardware(gpus=1, gpu_gib=gpu_gib, memory=256 * GIB),
+    )
+
+
+def test_ranges_come_last() -> None:
+    """Rows that fit stay whole; the others go by as few ranges as fit."""
+    whole, short = row_plan(gpu_gib=24), row_plan(length=256)
+    assert whole.fits and whole.activations != "ranges" and whole.head_ranges == 0
+    assert short.fits and short.head_ranges == 0
+    assert not row_plan(activations="host").fits
+    long = row_plan()
+    assert long.fits and long.activations == "ranges" and long.head_ranges in (2, 4)
+    assert any(
+        note.startswith("rule.activations=auto: ranges, since rows of 65,536 tokens") for note in long.notes
+    )
+    asked = row_plan(gpu_gib=24, activations="ranges")
+    assert asked.fits and asked.head_ranges == 2
+
+
+def test_what_waits_is_on_the_host() -> None:
+    host, ranges = row_plan(activations="host", gpu_gib=24), row_plan(activations="ranges", gpu_gib=24)
+    card, socket = (
+        next(b.items for b in ranges.budgets if b.is_socket is on_host) for on_host in (False, True)
+    )
+    held = next(b.items for b in host.budgets if not b.is_socket)
+    dims, tokens = ranges.dims, 2 * (1 << 16)
+    routing = len(dims.moe_layers) * tokens * dims.experts_per_token * 12
+    assert card["kept activations"] == routing < held["kept activations"]
+    assert card["workspace"] < held["workspace"]
+    states = (dims.num_layers + 3) * tokens * dims.hidden_size * 2
+    assert socket["kept activations"] > states
+
+
+def test_streamed_experts_give_way(tmp_path: Path) -> None:
+    hardware = make_hardware(gpus=1, gpu_gib=1.25, memory=256 * GIB)
+    config = make_config(
+        rule={"experts": {"stream": "auto"}}, data={"max_length": 1 << 16}, trainer={"batch_size": 2}
+    )
+    plan = make_plan(small_dims(), config, hardware)
+    assert plan.fits and plan.activations == "ranges"
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("deepseek_v32", "an index"),
+        ("deepseek_v4", "several streams"),
+        ("qwen3_next", "another attention"),
+        ("olmoe", "all heads at once"),
+        ("nemotron_h", "another attention"),
+    ],
+)
+def test_families_that_cannot_are_named(family: str, reason: str) -> None:
+    """Left at auto they are planned as before, so that what helps is what mode=plan says."""
+    assert reason in without_ranges(small_dims(family), make_config())
+    with pytest.raises(UserError, match=rf"{family} cannot train with rule\.activations=ranges.*{reason}"):
+        row_plan(family, activations="ranges")
+    plan = row_plan(family, gpu_gib=0.9)
+    assert plan.head_ranges == 0
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v2", "deepseek_v3", "qwen3_moe", "gpt_oss", "glm4_moe", "mixtral"]
+)
+def test_families_that_can(family: str) -> None:
+    dims = small_dims(family)
+    assert without_ranges(dims, make_config()) == ""
+    counts = range_counts(dims)
+    assert counts and all(dims.kv_heads % count == 0 for count in counts) and counts[-1] == dims.kv_heads
