@@ -233,10 +233,13 @@ class Stage:
         return self.loop(*own, spec, groups, *links, self.shelf, slots, whole_groups, self.known_outputs)
 
     def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
+        last = len(self.model.capture.stubs) - 1
+
         def note(index: int, hidden: Tensor) -> Tensor:
             if index == 0 and self.first:
                 micro.embedded = hidden.cpu() if self.ranges else hidden
-            return hidden
+            # What the model does after its layers, a norm in float32, needs more than such rows leave.
+            return hidden[:, :1] if self.ranges and index == last else hidden
 
         # Token ids on every stage: see BlankEmbedding.
         inputs = {"input_ids": torch.from_numpy(micro.batch.input_ids).to(self.device)}

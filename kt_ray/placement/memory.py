@@ -61,7 +61,7 @@ from kt_ray.placement.lora_sizes import (
     trained_params,
 )
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
-from kt_ray.placement.range_memory import range_host, range_workspace
+from kt_ray.placement.range_memory import TOKEN_BYTES, range_host, range_workspace
 from kt_ray.placement.staging import expert_staging, worker_staging
 from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of, widest_row
 
@@ -397,7 +397,8 @@ def worker_items(
     kept = kept if load.on_host else states
     if load.ranges:
         tokens = (load.replica, load.own_group, load.micro)
-        kept, states = 0, math.ceil(range_host(dims, own, *tokens, element, outputs=load.outputs))
+        kept = load.replica * TOKEN_BYTES
+        states = math.ceil(range_host(dims, own, *tokens, element, outputs=load.outputs))
     kept += moe * load.replica * dims.experts_per_token * 12
     if dims.hidden_streams > 1:  # not affine in the experts' output, which is then kept as well
         kept += moe * load.replica * hidden * 4
@@ -424,7 +425,7 @@ def worker_items(
         widened = not in_parts(config.lora, dtype, gpu=gpu)
         shape = (load.micro, load.ranges, element)
         at_once = {
-            layer: range_workspace(dims, layer, *shape, each=size + scratch[layer], widened=widened)
+            layer: range_workspace(dims, config, layer, *shape, each=size + scratch[layer], widened=widened)
             for layer, size in kept_by_layer.items()
         }
     recompute = max(at_once.values())

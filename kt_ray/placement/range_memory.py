@@ -22,7 +22,7 @@ from kt_ray.dims.layer_params import SINK_FEATURES, SINKS, WHOLE_HEADS, WITHOUT_
 from kt_ray.dims.model_dims import ModelDims
 
 RANGE_TOKENS = 4096  # of a range: products with so many rows are near their peak
-TOKEN_BYTES = 512  # of the device for each token of a row: its id, position, rotary embedding
+TOKEN_BYTES = 512  # on the device for each token of a wave: its id, position, rotary embedding
 
 
 def without_ranges(dims: ModelDims, config: Config) -> str:
@@ -53,9 +53,17 @@ def heads_width(dims: ModelDims, layer: int) -> int:
 
 
 def range_workspace(
-    dims: ModelDims, layer: int, tokens: int, count: int, element: int, *, each: float, widened: bool
+    dims: ModelDims,
+    config: Config,
+    layer: int,
+    tokens: int,
+    count: int,
+    element: int,
+    *,
+    each: float,
+    widened: bool,
 ) -> float:
-    """Bytes on the device while a layer of a micro-batch is differentiated.
+    """Bytes on the device while a layer of a micro-batch is differentiated, or its tokens are embedded.
 
     Args:
         tokens: of the micro-batch. count: ranges of heads. element: bytes of the layer's type.
@@ -74,8 +82,8 @@ def range_workspace(
         moment = max(moment, *(12 * n_out / count + 11 * n_in for n_in, n_out in inner), 0.0)
     heads = slopes + between + moment
     some = min(tokens, RANGE_TOKENS) * each
-    begin = tokens * 3 * element * dims.hidden_size  # embedded, with noise, before it goes to the host
-    return max(tokens * (held + heads), tokens * (held + slopes) + some, begin) + tokens * TOKEN_BYTES
+    embedded = tokens * element * dims.hidden_size * (2 if config.trainer.neftune_noise_alpha else 1)
+    return max(tokens * (held + heads), tokens * (held + slopes) + some, embedded)
 
 
 def _heads_bytes(dims: ModelDims, layer: int, count: int, element: int) -> float:

@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 
 from kt_ray.batch import MicroBatch, PassSpec
@@ -270,22 +269,24 @@ def _peaks(
     host = _Host(counted, tokens, model.hidden_size, model.top_k)
 
     def note(index: int, hidden: Tensor) -> Tensor:
-        micro.embedded = hidden if index == 0 else micro.embedded
-        return hidden
+        if index == 0:
+            with counted.elsewhere():
+                micro.embedded = torch.empty_like(hidden)
+        return hidden[:, :1] if index == len(model.layers) - 1 else hidden
 
-    inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64, device=META)}
-    micro.calls = model.capture.record(inputs, None, note)
+    peaks: dict[tuple[str, int], int] = {}
+    with counted.elsewhere(), counted:
+        for tensor in [*model.causal.parameters(), *model.causal.buffers()]:
+            tensor.view(-1)
+    with counted:
+        inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64, device=META)}
+        micro.calls = model.capture.record(inputs, None, note)
+        peaks["begin", 0] = counted.peak
     known = {
         index: KnownOutputs(tuple(m for name, m in layer.named_modules() if name in unused))
         for index, layer in model.layers.items()
     }
     pass_spec = PassSpec(1, 0, "train", 0, (((batch,),),), tokens)
-    peaks: dict[tuple[str, int], int] = {}
-    with counted.elsewhere(), counted:
-        for tensor in [*model.causal.parameters(), *model.causal.buffers()]:
-            tensor.view(-1)
-        for call in micro.calls.values():
-            tree_map_only(Tensor, Tensor.detach, (call.args, call.kwargs))
     with counted:
         scales, clock = dict.fromkeys(model.experts, 1.0), Clock(torch.device("cpu"))
         own = (model, scales, dropout, None, pass_spec, [GroupState([micro])])
