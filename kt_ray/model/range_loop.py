@@ -86,9 +86,8 @@ class RangeLoop(LayerLoop):
         hidden = [(*shape, self.model.hidden_size) for shape in shapes]
         heads = {layer: each.width for layer, each in ranges.items()}
         last = self.head is not None
-        states = (
-            len(ranges) + (1 if last else 2) if self.train else 1
-        )  # a gradient takes a hidden state's place
+        # A gradient takes the place of a hidden state: of the last one, or it comes from the next stage.
+        states = len(ranges) + (1 if last else 2) if self.train else 1
         rooms = hidden * states
         if self.train and retain:
             rooms += [(*shape, width) for shape in shapes for width in heads.values()]
@@ -135,6 +134,7 @@ class RangeLoop(LayerLoop):
 
     def _moved(self, hidden: Tensor) -> Tensor:
         room = self._room(hidden)
+        self._settle()  # of the pass before
         driver().copy_out(room, hidden)
         self._settle()
         return room

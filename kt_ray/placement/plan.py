@@ -119,6 +119,9 @@ def _by_ranges(
     """
     if config.rule.activations != "auto" or without_ranges(dims, config):
         return None
+    stay = ("experts", "LoRA", "optimizer")  # whatever else changes
+    if any(sum(b.items.get(item, 0) for item in stay) > b.capacity > 0 for b in plan.budgets if b.is_socket):
+        return None
     keys: dict[str, object] = {"rule.activations": "ranges"}
     lanes = [{}, {"rule.experts.stream": "off"}] if config.rule.experts.stream == "auto" else [{}]
     for lane in lanes:

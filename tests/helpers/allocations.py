@@ -1,8 +1,9 @@
-"""Bytes that a layer of released size needs on a GPU, counted without one and without computing.
+"""Bytes that a layer of released size needs on a GPU: measured there, or counted without one.
 
-Tensors are on torch's meta device: they have shapes and storages, but no memory. `Allocations` counts the
-storages that are alive. What kt_ray and torch do on a GPU only is done here as well: `on_a_gpu` lets meta
-tensors pass for a GPU's, and stands in for torch's fused kernels, with the memory that they take:
+Without one, tensors are on torch's meta device: they have shapes and storages, but no memory, and nothing
+is computed. `Allocations` counts the storages that are alive. What kt_ray and torch do on a GPU only is done
+here as well: `on_a_gpu` lets meta tensors pass for a GPU's, and stands in for torch's fused kernels, with the
+memory that they take:
 
     flash attention   forward keeps q, k, v, the output and a float32 per head and query. Backward has the
                       three gradients, float32 sums of that of q, and a float32 per head and query; where
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from kt_ray.batch import MicroBatch, PassSpec
+from kt_ray.checkpoint.non_experts import materialize_buffers
 from kt_ray.config.schema import LoraConfig
 from kt_ray.gpu import Driver
 from kt_ray.model import fused_norms
@@ -78,6 +80,10 @@ class Allocations(TorchDispatchMode):
 
     def _freed(self, size: int) -> None:
         self.live -= size
+
+    def restart(self) -> None:
+        """The peak is that of what comes now."""
+        self.peak = self.live
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -168,11 +174,37 @@ class _Copies(Driver):
         assert to.shape == source.shape and to.dtype == source.dtype
 
 
+class _Measured:
+    """`Allocations` of a device with memory; a CPU's are not measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def restart(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    @property
+    def peak(self) -> int:
+        whole = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return whole - self._before
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        yield
+
+
 @dataclass
 class _Host:
     """Host memory: of what waits, and of the experts that answer."""
 
-    counted: Allocations
+    counted: Allocations | _Measured
+    device: torch.device
     tokens: int
     hidden: int
     top_k: int
@@ -181,7 +213,9 @@ class _Host:
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with self.counted.elsewhere():
-            return torch.empty(tuple(shape), dtype=dtype, device=META)
+            if self.device == META:
+                return torch.empty(tuple(shape), dtype=dtype, device=META)
+            return torch.zeros(tuple(shape), dtype=dtype, pin_memory=self.device.type == "cuda")
 
     alloc = room
 
@@ -209,6 +243,7 @@ def layer_peaks(
     tokens: int,
     count: int,
     lora: LoraConfig,
+    device: str = "meta",
 ) -> dict[tuple[str, int], int]:
     """(operation, layer) -> bytes on the device at its worst, weights and adapters left out.
 
@@ -216,30 +251,36 @@ def layer_peaks(
         path: where to write config.json. config: of a model of so many layers, in bfloat16.
         ranges: of a layer. unused: names in a layer of modules whose outputs nobody needs in backward.
         tokens: of the one row. count: ranges of heads.
+        device: a GPU, where random weights are computed with; "meta" = stand in for one.
     """
     from kt_ray import gpu
 
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
-    spec = StageSpec(str(path), (0, layers), layers, device="meta", dtype="bfloat16", lora=lora)
+    spec = StageSpec(str(path), (0, layers), layers, device=device, dtype="bfloat16", lora=lora)
     model = build_on_meta(spec)
     for layer in model.layers.values():
         for experts in [m for m in layer.modules() if hasattr(m, "_kt_stage")]:
             for name in list(experts._parameters):
                 experts.register_parameter(name, None)
-        for module in layer.modules():
-            epsilon = fused_norms._epsilon(module)
-            if epsilon is not None:
-                module.forward = _norm(module, epsilon)
+    at = model.device
+    if at == META:
+        _stand_in_for_norms(model.layers.values())
+    else:
+        _random_weights(model.causal, at)
+        if at.type == "cuda":
+            fused_norms.fuse_norms(model.layers.values())
     model.causal.requires_grad_(False)
     model.causal.eval()
     dropout = DropoutContext()
     names = resolve_targets(lora.target_modules, model.lora_names)
     parameters = inject_lora(
-        {model.names[i]: layer for i, layer in model.layers.items()}, names, lora, 0, dropout, META
+        {model.names[i]: layer for i, layer in model.layers.items()}, names, lora, 0, dropout, at
     )
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
+    if at != META:
+        return _peaks(model, ranges, unused, dropout, tokens, count)
     before = gpu.driver()
     gpu.use_driver(_Copies())
     try:
@@ -249,9 +290,31 @@ def layer_peaks(
         gpu.use_driver(before)
 
 
-def _norm(module: Any, epsilon: float) -> Callable[..., Tensor]:
-    written_out = module.forward
-    return lambda *args, **kwargs: fused_norms._forward(module, written_out, epsilon, *args, **kwargs)
+def _stand_in_for_norms(layers: Iterable[torch.nn.Module]) -> None:
+    """All with one weight are RMS norms, which is not to be tried without numbers."""
+
+    def instead(module: Any, epsilon: float) -> Callable[..., Tensor]:
+        written_out = module.forward
+        return lambda *args, **kwargs: fused_norms._forward(module, written_out, epsilon, *args, **kwargs)
+
+    for layer in layers:
+        for module in layer.modules():
+            epsilon = fused_norms._epsilon(module)
+            if epsilon is not None:
+                module.forward = instead(module, epsilon)
+
+
+@torch.no_grad()
+def _random_weights(causal: Any, device: torch.device) -> None:
+    for module in causal.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            values = torch.empty_like(weight, device=device)
+            values = values.fill_(1) if weight.dim() == 1 else values.normal_(std=0.02)
+            module.register_parameter(name, torch.nn.Parameter(values))
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                module.register_buffer(name, torch.zeros_like(buffer, device=device))
+    materialize_buffers(causal, device)
 
 
 def _peaks(
@@ -264,14 +327,15 @@ def _peaks(
 ) -> dict[tuple[str, int], int]:
     ids = np.zeros((1, tokens), dtype=np.int64)
     batch = MicroBatch(ids, ids, np.array([tokens]), np.array([0]))
-    micro = MicroState.create(batch, META)
-    counted = Allocations()
-    host = _Host(counted, tokens, model.hidden_size, model.top_k)
+    device = model.device
+    micro = MicroState.create(batch, device)
+    counted = Allocations() if device == META else _Measured(device)
+    host = _Host(counted, device, tokens, model.hidden_size, model.top_k)
 
     def note(index: int, hidden: Tensor) -> Tensor:
         if index == 0:
             with counted.elsewhere():
-                micro.embedded = torch.empty_like(hidden)
+                micro.embedded = torch.empty_like(hidden) if device == META else hidden.cpu()
         return hidden[:, :1] if index == len(model.layers) - 1 else hidden
 
     peaks: dict[tuple[str, int], int] = {}
@@ -279,7 +343,8 @@ def _peaks(
         for tensor in [*model.causal.parameters(), *model.causal.buffers()]:
             tensor.view(-1)
     with counted:
-        inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64, device=META)}
+        counted.restart()
+        inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64, device=device)}
         micro.calls = model.capture.record(inputs, None, note)
         peaks["begin", 0] = counted.peak
     known = {
@@ -301,7 +366,7 @@ def _peaks(
         state = loop.groups[0]
 
         def run(kind: str, layer: int) -> None:
-            counted.peak = counted.live
+            counted.restart()
             loop.run(Op(kind, layer, 0))
             peaks[kind, layer] = counted.peak
 

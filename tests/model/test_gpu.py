@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kt_ray.config.schema import LoraConfig
+from kt_ray.model import range_loop
 from kt_ray.model.attention import attend
 from kt_ray.model.hidden_shelf import HostShelf
 from kt_ray.model.streamed_weights import StreamedWeights, bring
@@ -62,6 +63,23 @@ def test_hidden_states_come_back_from_the_host(checkpoint: Callable[..., Path], 
         assert found[kind].loss == found["group"].loss
         for name, grad in found["group"].grads.items():
             assert torch.equal(found[kind].grads[name].cpu(), grad.cpu()), name
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("output", ["recompute", "retain"])
+def test_layers_by_ranges(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, family: str, output: str
+) -> None:
+    """Hidden states and heads' outputs in host memory; the gradients of whole rows to rounding."""
+    monkeypatch.setattr(range_loop, "RANGE_TOKENS", 5)
+    torch.set_float32_matmul_precision("highest")
+    ranges = {"activations": "ranges", "head_ranges": 2, "attention_output": output}
+    lora, cuts = LoraConfig(rank=4, dropout=0.1), (0, 1, 3)
+    reference, stages = ready(checkpoint(family), lora, cuts, device="cuda:0", **ranges)
+    got = run(stages, pass_spec(ROWS, groups=2, micro=2, step=3), reference)
+    got.grads = {name: grad.cpu() for name, grad in got.grads.items()}
+    assert_close(got, reference.run(ROWS, step=3, forced_ids=got.exchange.expert_ids), 1e-4)
+    assert all(stage.shelf is not None and stage.shelf._memory.is_pinned() for stage in stages)
 
 
 def test_copies_wait_for_the_device() -> None:

@@ -22,6 +22,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.range_memory import TOKEN_BYTES, range_counts, range_workspace, without_ranges
 from tests.helpers.allocations import layer_peaks
+from tests.helpers.devices import on_cuda
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 ROW = 131_072
@@ -61,7 +62,13 @@ def released(model: str, layers: int) -> tuple[dict[str, Any], ModelDims]:
 
 
 def peaks_of(
-    path: Path, patch: pytest.MonkeyPatch, model: str, named: Named, count: int, dropout: float = 0.0
+    path: Path,
+    patch: pytest.MonkeyPatch,
+    model: str,
+    named: Named,
+    count: int,
+    dropout: float = 0.0,
+    device: str = "meta",
 ) -> dict[int, tuple[int, float]]:
     """Layer -> (bytes allocated at the worst, bytes counted) in the backward pass of one row."""
     lora = {"rank": 8, "dropout": dropout}
@@ -72,6 +79,7 @@ def peaks_of(
         tokens=ROW,
         count=count,
         lora=LoraConfig(rank=8, dropout=dropout),
+        device=device,
     )
     whole = make_config(lora=lora, data={"max_length": ROW})
     found = {}
@@ -94,6 +102,19 @@ def test_a_plan_counts_what_is_allocated(
         assert allocated <= counted
     worst = max(found.values())
     assert worst[1] <= SPARE * worst[0]
+
+
+@on_cuda
+@pytest.mark.parametrize(
+    ("model", "named", "count"),
+    [("deepseek_v3", LATENT, 32), ("qwen3_30b_a3b", GROUPED, 4), ("gpt_oss_120b", SINKS, 8)],
+)
+def test_a_card_keeps_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, named: Named, count: int
+) -> None:
+    """By torch's own count, with random weights."""
+    found = peaks_of(tmp_path, monkeypatch, model, named, count, device="cuda:0")
+    assert all(0 < allocated <= counted for allocated, counted in found.values())
 
 
 @pytest.mark.parametrize(("gpus", "rows"), [(2, 2), (1, 1)])
