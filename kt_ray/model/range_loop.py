@@ -57,7 +57,7 @@ class TokenRange(NamedTuple):
         for (i, j), (a, b) in zip(itertools.pairwise(ends), itertools.pairwise(valid), strict=True):
             rows = None if micro.rows is None or b - a == j - i else micro.rows[a:b] - i
             samples_N, positions_N = micro.samples_N[i:j], micro.positions_N[i:j]
-            own = replace(micro, rows=rows, samples_N=samples_N, positions_N=positions_N)
+            own = replace(micro, rows=rows, samples_N=samples_N, positions_N=positions_N, embedded=None)
             yield cls(slice(i, j), slice(a, b), own)
 
 
@@ -82,6 +82,8 @@ class RangeLoop(LayerLoop):
     ) -> None:
         super().__init__(*args, **more)
         self.ranges, self.count, self.retain, self.host = ranges, count, retain, host
+        # By the identity of the micro-batch. Once, since the host waits here for where padding is.
+        self._cut = {id(m): [*TokenRange.cut(m, RANGE_TOKENS)] for group in self.groups for m in group.micro}
         shapes = [tuple(m.samples_N.shape) for group in self.groups for m in group.micro]
         hidden = [(*shape, self.model.hidden_size) for shape in shapes]
         heads = {layer: each.width for layer, each in ranges.items()}
@@ -108,8 +110,8 @@ class RangeLoop(LayerLoop):
         if driver().queues(self.device):
             driver().mark(self.device).synchronize()
 
-    def _tokens(self, micro: MicroState) -> Iterator[TokenRange]:
-        return TokenRange.cut(micro, RANGE_TOKENS)
+    def _tokens(self, micro: MicroState) -> list[TokenRange]:
+        return self._cut[id(micro)]
 
     def _heads_of(self, layer: int, n: int) -> Tensor:
         """[R, N, O / R], where attention's outputs of a micro-batch wait that are not kept."""

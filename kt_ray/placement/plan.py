@@ -112,30 +112,28 @@ def _by_ranges(
     load: ExpertLoad | None,
     lane_rates: LaneRates | None,
 ) -> Plan | None:
-    """The plan of rows that do not fit a GPU, every layer by ranges; with streamed experts if these fit, too.
+    """The plan of rows that do not fit a GPU: every layer by ranges, and no streamed experts where those leave
+    no room. None = it does not fit either.
 
     Args:
         plan: the one that does not fit.
     """
-    if config.rule.activations != "auto" or without_ranges(dims, config):
-        return None
     stay = ("experts", "LoRA", "optimizer")  # whatever else changes
     if any(sum(b.items.get(item, 0) for item in stay) > b.capacity > 0 for b in plan.budgets if b.is_socket):
         return None
-    keys: dict[str, object] = {"rule.activations": "ranges"}
-    lanes = [{}, {"rule.experts.stream": "off"}] if config.rule.experts.stream == "auto" else [{}]
-    for lane in lanes:
-        chosen = make_plan(dims, with_keys(config, keys | lane), hardware, load, lane_rates)
-        if chosen.fits:
-            full = [b for b in plan.budgets if not b.fits and not b.is_socket]
-            worst = max(full, key=lambda b: b.total - b.capacity)
-            lacking = f"at most {gib(worst.total - worst.capacity)} are lacking on {worst.device}"
-            row = f"rows of {config.data.max_length:,} tokens"
-            notes = [f"rule.activations=auto: ranges, since {row} do not fit otherwise: {lacking}"]
-            if lane:
-                notes.append(f"rule.experts.stream=auto: off, since {row} leave no room for streamed experts")
-            return replace(chosen, notes=(*notes, *chosen.notes))
-    return None
+    row = f"rows of {config.data.max_length:,} tokens"
+    if config.rule.activations == "auto" and not without_ranges(dims, config):
+        worst = max((b for b in plan.budgets if not b.is_socket), key=lambda b: b.total - b.capacity)
+        lacking = f"{worst.device} would lack {gib(worst.total - worst.capacity)}"
+        note = f"rule.activations=auto: ranges, since {row} do not fit otherwise: {lacking}"
+        changed = with_keys(config, {"rule.activations": "ranges"})
+    elif config.rule.activations == "ranges" and config.rule.experts.stream == "auto":
+        note = f"rule.experts.stream=auto: off, since {row} leave no room for streamed experts"
+        changed = with_keys(config, {"rule.experts.stream": "off"})
+    else:
+        return None
+    chosen = make_plan(dims, changed, hardware, load, lane_rates)
+    return replace(chosen, notes=(note, *chosen.notes)) if chosen.fits else None
 
 
 def _streamed(

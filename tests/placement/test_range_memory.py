@@ -16,11 +16,13 @@ from kt_ray.dims.config_json import dims_from_config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_from_file
+from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.model.head_ranges import Named
 from kt_ray.placement.memory import GIB, adapter_scratch_bytes, layer_activation_bytes
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.range_memory import TOKEN_BYTES, range_counts, range_workspace, without_ranges
+from kt_ray.timing.lane_rates import from_rates
 from tests.helpers.allocations import layer_peaks
 from tests.helpers.devices import on_cuda
 from tests.placement.configs import make_config, make_hardware, small_dims
@@ -124,15 +126,16 @@ def test_deepseek_v3_trains_rows_of_131072_in_16_gib(
     """A layer fits beside all else that the plan counts on a card of which 16 GiB may be used."""
     hardware = hardware_from_file(conf_dir() / "hardware" / "2x4090_2x8488c.yaml")
     config = yaml.safe_load((conf_dir() / "model" / "deepseek_v3.yaml").read_text())["config"]
-    plan = make_plan(
-        dims_from_config(config, name="deepseek_v3"),
-        make_config(
-            rule={"gpu_memory": 16, "gpus": gpus},
-            data={"max_length": ROW},
-            trainer={"batch_size": rows},
-        ),
-        hardware,
+    dims = dims_from_config(config, name="deepseek_v3")
+    whole = make_config(
+        rule={"gpu_memory": 16, "gpus": gpus, "experts": {"stream": "auto"}},
+        data={"max_length": ROW},
+        trainer={"batch_size": rows},
     )
+    plan = make_plan(dims, whole, hardware, None, from_rates(nominal_rates(hardware), whole, hardware, dims))
+    # Streamed experts leave no room for a group's tokens, and give way.
+    assert all(actor.lane is None for actor in plan.experts)
+    assert any(note.startswith("rule.experts.stream=auto: off, since rows of 131,072") for note in plan.notes)
     assert plan.fits and plan.activations == "ranges" and plan.replicas == gpus
     cards = [budget for budget in plan.budgets if not budget.is_socket]
     assert len(cards) == gpus
@@ -180,15 +183,6 @@ def test_what_waits_is_on_the_host() -> None:
     assert card["workspace"] < held["workspace"]
     states = (dims.num_layers + 3) * tokens * dims.hidden_size * 2
     assert socket["kept activations"] > states
-
-
-def test_streamed_experts_give_way(tmp_path: Path) -> None:
-    hardware = make_hardware(gpus=1, gpu_gib=1.25, memory=256 * GIB)
-    config = make_config(
-        rule={"experts": {"stream": "auto"}}, data={"max_length": 1 << 16}, trainer={"batch_size": 2}
-    )
-    plan = make_plan(small_dims(), config, hardware)
-    assert plan.fits and plan.activations == "ranges"
 
 
 @pytest.mark.parametrize(
