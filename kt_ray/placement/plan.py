@@ -112,7 +112,7 @@ def _by_ranges(
     load: ExpertLoad | None,
     lane_rates: LaneRates | None,
 ) -> Plan | None:
-    """The plan of rows that do not fit a GPU: every layer by ranges, and no streamed experts where those leave
+    """The plan of rows that do not fit: every layer by ranges, and no streamed experts where those leave
     no room. None = it does not fit either.
 
     Args:
