@@ -14,6 +14,7 @@ Legend: T tokens, K slots per token, R rows, U tokens with a row here, H hidden 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from kt_ray.experts.lane_weights import (
     copy_adapter,
     expert_tensors,
 )
+from kt_ray.gpu import whole_pages
 from kt_ray.native import DropoutSpec, ExpertLora, ExpertWeights
 from kt_ray.native.dropout_hash import dropout_hash
 from kt_ray.optim.optimizers import use_torch_threads
@@ -129,7 +131,8 @@ class DeviceLane:
 
     Args:
         number: of the lane's devices. device: "cuda:i" or "cpu".
-        threads: torch threads of the stand-in on the CPU.
+        threads: torch threads of the stand-in on the CPU. A GPU's thread sorts rows alone: the engine needs
+            the other cores.
         recompute: keep x only and compute gate and up again in backward.
         held: carried experts of a layer that stay on the device until another layer's are carried.
 
@@ -153,6 +156,7 @@ class DeviceLane:
         self._turn = 0
         self._held = HeldExperts(held)
         # Built on its own thread: torch's thread count is a property of the calling thread.
+        threads = 1 if self.device.is_cuda else threads
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="lane", initializer=use_torch_threads, initargs=(threads,)
         )
@@ -503,6 +507,7 @@ class Lane:
         self.notes: list[str] = []
         self._resident = dict(plan.resident)
         self._locked = PinnedWeights(self.parts[0].device)
+        self._rooms: dict[tuple[int, int], Tensor] = {}
         self._streamable: dict[int, int] = {}
         self._before: tuple[int, tuple[tuple[int, ...], ...]] = (
             -1,
@@ -532,9 +537,20 @@ class Lane:
         if others is not None and self.plan.streams:
             self._lock(t for e in range(others.E) for t in expert_tensors(others, e).values())
 
-    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """That the devices copy from: page-locked for GPUs."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.parts[0].device.is_cuda)
+    def room(self, key: tuple[int, int], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that the devices copy from, used again when the key (layer, group) comes again.
+
+        It grows to the largest it is asked for. torch's own page-locked memory would take powers of two and
+        keep blocks of every size that ever was.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        memory = self._rooms.get(key)
+        if memory is None or memory.numel() < size:
+            if memory is not None:
+                self._locked.remove(memory)
+            memory = self._rooms[key] = whole_pages(size)
+            self._lock([memory])
+        return memory[:size].view(dtype).view(tuple(shape))
 
     def compute_dtype(self, layer: int) -> torch.dtype:
         """In which the lane multiplies."""
@@ -606,6 +622,7 @@ class Lane:
         for part in self.parts:
             part.close()
         self._locked.release()
+        self._rooms.clear()
 
 
 T = TypeVar("T")

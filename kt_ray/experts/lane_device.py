@@ -150,6 +150,14 @@ class PinnedWeights:
             self._held.append(address)
             self.bytes += size
 
+    def remove(self, tensor: Tensor) -> None:
+        """Give one back, before its memory goes and with no copy under way."""
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._held:
+            self._held.remove(address)
+            self.bytes -= tensor.untyped_storage().nbytes()
+            torch.cuda.cudart().cudaHostUnregister(address)
+
     def _forget_error(self) -> None:
         """CUDA remembers a failed call until somebody asks; a launch that asks would fail for it."""
         with contextlib.suppress(RuntimeError):

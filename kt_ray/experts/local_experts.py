@@ -291,7 +291,7 @@ class LocalExperts:
             there = [e for own in chosen for e in own]
             engine_ids_TK = self._without(layer, ids_TK, there)
             if keep:  # page-locked: it is copied to the devices once more
-                lane_x = self.lane.host_memory(shape, self.lane.compute_dtype(layer))
+                lane_x = self.lane.room((layer, group), shape, self.lane.compute_dtype(layer))
             keys = keys_T.clone() if keep else keys_T
             call = LaneInput(x, ids_TK, weights_TK, lora, self._dropout, keys, lane_x, counts)
             pending = self.lane.forward(layer, chosen, call)

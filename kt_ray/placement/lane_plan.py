@@ -10,9 +10,10 @@ of a stored activation, P parameters of one expert, r LoRA rank.
                       expert's, at most LANE_ROWS: 24 (H + I) each, 8 I for gates and ups on their way
                       from or to the host, with dropout 24 bytes per input more
     runtime           a GPU's: the CUDA context of the expert actor's process
-    kept activations  (socket) x of every group, which all devices share, and 36 bytes per row; with a GPU its
-                      gates and ups once more. torch rounds page-locked blocks up to powers of two
-    workspace         (socket) with a GPU dy, and every device's answer, of a group: 4 T_g H each
+    kept activations  (socket) x, which all devices share, and 36 bytes per row; with a GPU its gates and ups
+                      once more, as torch rounds page-locked blocks up to powers of two
+    workspace         (socket) with a GPU every device's answer for a group, 4 T_g H rounded up likewise; and
+                      one more, as torch keeps blocks of smaller groups
 """
 
 from __future__ import annotations
@@ -297,8 +298,7 @@ def lane_lines(
             yield where, "experts", stays * size.expert
             yield where, "runtime", size.runtime
     part = min(1.0, _part(dims, actor))
-    groups = -(-size.total // max(1, size.group))
-    kept = groups * _page_locked(size.group * width * element, cuda) + 36 * part * size.slots * size.total
+    kept = size.total * width * element + 36 * part * size.slots * size.total
     answers = 4 * size.group * width
     if cuda:
         yield home, "workspace", (1 + len(lane.devices)) * _page_locked(answers, cuda)

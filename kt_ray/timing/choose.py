@@ -4,7 +4,7 @@
 the host's rates, and takes one that is clearly faster. An alternative has to gain 5 %: predictions are no
 more accurate than that, and measuring the rates again must not change the order in which a run adds up.
 
-Smaller waves than fit are not tried: waves follow one another, and each reads the experts' weights again.
+Waves half as large are tried where the largest compute again, or copy to the host, what would then stay.
 Every simulated step is one under Ray, with overlap, over the usual transports, and with rows of
 data.max_length tokens, whatever the run uses: what changes no bit of a run must not change its plan. (With
 rule.nodes > 1, cluster=local folds all hosts into one and may choose otherwise.) Pure functions.
@@ -124,14 +124,19 @@ def choose_plan(
     of_layouts = tuple(simulations)
     simulations += simulate_fitting(other for one in of_layouts for other in _other_residents(one, (0.0,)))
     best = _faster(best, [one for one in simulations if one is not best])
-    others = simulate_fitting(_other_waves(best))
-    simulations += others
-    best = _faster(best, others, TUNED_GAIN)  # little by itself: what the room is for comes next
     kinds = (_other_residents, _other_activations, _other_attention, _other_output, _other_groups)
-    for alternatives in kinds:
-        others = simulate_fitting(alternatives(best))
-        simulations += others
-        best = _faster(best, others)
+    # Half a wave gains little by itself: what the room is good for is found out from there as well.
+    halves = simulate_fitting(_other_waves(best))
+    simulations += halves
+    ends = []
+    for start in (best, *(half for half in halves if half.seconds * TUNED_GAIN < best.seconds)):
+        end = start
+        for alternatives in kinds:
+            others = simulate_fitting(alternatives(end))
+            simulations += others
+            end = _faster(end, others)
+        ends.append(end)
+    best = _faster(ends[0], ends[1:], TUNED_GAIN)
     while lane is not None:
         others = [one for tuning in _other_tunings(best) for one in simulate_fitting([best.config], tuning)]
         simulations += others

@@ -19,6 +19,7 @@ from kt_ray.placement.expert_load import touched
 from kt_ray.placement.lane_plan import expert_sizes
 from kt_ray.placement.lane_share import ExpertSizes, batch_size, lane_parts, whole_experts
 from kt_ray.placement.lora_sizes import expert_lora_params
+from kt_ray.placement.memory import reached_part
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan
 from kt_ray.timing.layer_work import dispatch_seconds
 from kt_ray.timing.simulate import LaneCall
@@ -112,7 +113,8 @@ class LaneSeconds:
         last = products / batches
         kernels = kernels * batches + KERNELS_EACH * experts
         dispatch = dispatch_seconds(kernels, self.rates.gpu, self.rates.cpu_one)
-        width, routing = tokens * dims.expert_width, 0.0
+        reached = tokens * reached_part(dims, here, self.plan.attention_hosts)
+        width, routing = reached * dims.expert_width, 0.0
         entering = ENTERING[direction] * width / link
         back = (
             BACK
@@ -121,7 +123,7 @@ class LaneSeconds:
             / self.rates.link.to_host.value
         )
         if direction == "forward":
-            routing = ROUTED_SECONDS * tokens * dims.experts_per_token
+            routing = ROUTED_SECONDS * reached * dims.experts_per_token
         whole = (ahead + entering, copies - ahead, products - last, dispatch, back, last, leaving, routing)
         return tuple(LaneCall(device, *whole) for device in here.lane.devices)
 
@@ -137,7 +139,8 @@ class LaneSeconds:
         if lane is None or not stays + carried:
             return 0.0, 0.0
         element = ELEMENT_BYTES["float32" if dims.expert_format == "f32" else "bfloat16"]
-        kept = tokens * dims.expert_width * element if direction == "forward" else 0.0
+        reached = reached_part(dims, self.plan.experts[actor], self.plan.attention_hosts)
+        kept = reached * tokens * dims.expert_width * element if direction == "forward" else 0.0
         answered = len(lane.devices) * self._answered(actor, layer, tokens, call)
         after = 4.0 * dims.expert_width * (answered + 2 * min(tokens, answered))
         if direction == "backward":  # gradients of the adapters, each read and added to another
