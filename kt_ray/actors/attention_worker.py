@@ -241,6 +241,7 @@ class AttentionWorker(PlainActor):
             "device": self.spec.device,
             "recorder": recorder,
         }
+        by_ranges = later and self.spec.activations == "ranges"  # what is as long as a row is on the host
         experts = ExpertLink(
             self.mailbox,
             self.port,
@@ -250,10 +251,11 @@ class AttentionWorker(PlainActor):
             num_experts=plan.dims.num_experts,
             overlap=plan.overlap,
             later=later,
-            sums="cpu" if later and self.spec.activations == "ranges" else None,
+            sums="cpu" if by_ranges else None,
             **common,
         )
-        return experts, StageLink(self.mailbox, self.port, rank=self.rank, **common)
+        stages = common | ({"device": "cpu"} if by_ranges else {})
+        return experts, StageLink(self.mailbox, self.port, rank=self.rank, **stages)
 
     @contextmanager
     def _profiled(self, spec: PassSpec) -> Iterator[None]:

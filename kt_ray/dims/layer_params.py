@@ -45,6 +45,10 @@ SINKS = frozenset(("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"))
 SINK_FEATURES = 3  # of queries and keys that hold one
 # Families with a norm over the queries or keys of all heads at once.
 WHOLE_HEADS = frozenset(("flex_olmo", "minimax_m2", "olmoe"))
+# Families of which some layers have another attention than softmax over keys, or none.
+MIXED = frozenset(("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax"))
+# Families whose layers are not affine in the output of their experts (a norm follows, or an attention).
+NOT_AFFINE = frozenset(("afmoe", "axk1", "beam", "kolibri1"))
 
 HELD_BYTES = 1 << 26  # of scores, or of a window's mask, that attention may hold for one call on a CPU
 

@@ -211,14 +211,17 @@ class LayerLoop:
         self.stages.send_grad(group, [g.detach() for g in grads])
 
     def _checked(self, group: int, tensors: list[Tensor]) -> list[Tensor]:
-        received = [t.to(self.device, self.model.dtype, non_blocking=True) for t in tensors]
-        shapes = [tuple(t.shape) for t in received]
+        shapes = [tuple(t.shape) for t in tensors]
         expected = [
             (*m.batch.input_ids.shape, *self.model.capture.state_shape) for m in self.groups[group].micro
         ]
         if shapes != expected:
             raise ValueError(f"group {group} takes tensors of shapes {expected}, got {shapes}")
-        return received
+        return [self._received(t) for t in tensors]
+
+    def _received(self, tensor: Tensor) -> Tensor:
+        """Of another stage, where this loop has its own."""
+        return tensor.to(self.device, self.model.dtype, non_blocking=True)
 
     def loss(self, layer: int, group: int) -> None:
         """Last stage: add the sum of the group's token losses (float64) to `loss_sum`.

@@ -141,8 +141,8 @@ class RangeLoop(LayerLoop):
         self._settle()
         return room
 
-    def _checked(self, group: int, tensors: list[Tensor]) -> list[Tensor]:
-        return [self._moved(t) for t in super()._checked(group, tensors)]
+    def _received(self, tensor: Tensor) -> Tensor:
+        return self._moved(tensor.to(self.model.dtype))
 
     def send_hidden(self, layer: int, group: int) -> None:
         self._settle()
@@ -300,6 +300,7 @@ class RangeLoop(LayerLoop):
                 slopes = self._attend_backward(layer, micro, entered, call, heads)
                 del entered
                 self._enter_backward(layer, micro, h, grads[number], slopes)
+                del slopes, heads  # before the next micro-batch has its own
         state.drop(layer)
         self.slots.release(layer)
 

@@ -52,8 +52,16 @@ class StageSpec:
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
 
     def of_layer(self, layer: int) -> StageSpec:
-        """One layer of the same model on the same device, nothing of it streamed."""
-        whole = {"streamed": (), "slots": 0, "weights_file": None, "embedding_on_host": False}
+        """One layer of the same model on the same device, whole and nothing of it streamed."""
+        whole = {
+            "streamed": (),
+            "slots": 0,
+            "weights_file": None,
+            "embedding_on_host": False,
+            "head_ranges": 0,
+        }
+        if self.activations == "ranges":
+            whole["activations"] = "group"
         return replace(self, layers=(layer, layer + 1), **whole)  # type: ignore[arg-type]
 
     @property

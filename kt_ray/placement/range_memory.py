@@ -17,9 +17,18 @@ from __future__ import annotations
 
 import math
 
-from kt_ray.config.schema import Config
-from kt_ray.dims.layer_params import SINK_FEATURES, SINKS, WHOLE_HEADS, WITHOUT_SDPA, flash_width
+from kt_ray.config.schema import Config, LoraConfig
+from kt_ray.dims.layer_params import (
+    MIXED,
+    NOT_AFFINE,
+    SINK_FEATURES,
+    SINKS,
+    WHOLE_HEADS,
+    WITHOUT_SDPA,
+    flash_width,
+)
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.placement.lora_sizes import module_ranks
 
 RANGE_TOKENS = 4096  # of a range: products with so many rows are near their peak
 TOKEN_BYTES = 512  # on the device for each token of a wave: its id, position, rotary embedding
@@ -35,11 +44,24 @@ def without_ranges(dims: ModelDims, config: Config) -> str:
         return "an index chooses the keys of a query"
     if config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA:
         return "attention holds its scores"
-    if not all(names) or dims.num_heads == 0:
+    if not all(names) or dims.num_heads == 0 or dims.model_type in MIXED:
         return "some of its layers have another attention than softmax over keys"
     if dims.model_type in WHOLE_HEADS:
         return "a norm looks at all heads at once"
+    if dims.model_type in NOT_AFFINE:
+        return "its output is not affine in that of its experts"
+    if config.lora.dora and any(_inner_lora(dims, config.lora, n) for n in range(dims.num_layers)):
+        return "DoRA of latent attention's inner projections needs all heads at once"
     return "" if dims.kv_heads > 1 else "all heads share one key"
+
+
+def _inner_lora(dims: ModelDims, lora: LoraConfig, layer: int) -> bool:
+    """Whether LoRA adapts what lies between attention's first projections and the last one."""
+    ranks = module_ranks(dims, lora, layer)
+    return any(
+        rank and "attn." in name and not name.endswith(".o_proj") and n_in != dims.hidden_size
+        for (name, n_in, _), rank in zip(dims.lora_in_out[layer], ranks, strict=True)
+    )
 
 
 def range_counts(dims: ModelDims) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ memory that they take:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -250,7 +251,7 @@ def layer_peaks(
     Args:
         path: where to write config.json. config: of a model of so many layers, in bfloat16.
         ranges: of a layer. unused: names in a layer of modules whose outputs nobody needs in backward.
-        tokens: of the one row. count: ranges of heads.
+        tokens: of each of two micro-batches of one row. count: ranges of heads.
         device: a GPU, where random weights are computed with; "meta" = stand in for one.
     """
     from kt_ray import gpu
@@ -330,7 +331,7 @@ def _peaks(
     device = model.device
     micro = MicroState.create(batch, device)
     counted = Allocations() if device == META else _Measured(device)
-    host = _Host(counted, device, tokens, model.hidden_size, model.top_k)
+    host = _Host(counted, device, 2 * tokens, model.hidden_size, model.top_k)
 
     def note(index: int, hidden: Tensor) -> Tensor:
         if index == 0:
@@ -354,7 +355,9 @@ def _peaks(
     pass_spec = PassSpec(1, 0, "train", 0, (((batch,),),), tokens)
     with counted:
         scales, clock = dict.fromkeys(model.experts, 1.0), Clock(torch.device("cpu"))
-        own = (model, scales, dropout, None, pass_spec, [GroupState([micro])])
+        # Two micro-batches: nothing of the first may be there when the second is differentiated.
+        group = GroupState([micro, dataclasses.replace(micro)])
+        own = (model, scales, dropout, None, pass_spec, [group])
         loop = RangeLoop(
             *(*own, host, None, clock),
             known=known,

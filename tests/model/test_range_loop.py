@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,17 @@ import pytest
 import torch
 
 from kt_ray.config.schema import LoraConfig
+from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
 from kt_ray.model import range_loop
 from kt_ray.model.range_loop import RangeLoop, TokenRange
 from kt_ray.model.stage import Stage
 from kt_ray.model.state import MicroState
-from tests.helpers.families import LAYERS, save_whole, write_config
+from kt_ray.placement.range_memory import range_counts, without_ranges
+from tests.helpers.families import LAYERS, dispatched, save_whole, write_config
 from tests.helpers.hf_reference import Reference, micro_batch, random_rows
 from tests.helpers.stages import Run, make_stages, pass_spec, run
+from tests.placement.configs import make_config
 
 Checkpoint = Callable[..., Path]
 LORA = LoraConfig(rank=2, alpha=4.0, dropout=0.1)
@@ -130,3 +134,18 @@ def test_ranges_of_tokens() -> None:
     assert torch.equal(torch.cat(found), micro.rows)
     assert [part.valid.stop - part.valid.start for part in parts] == [len(each) for each in found]
     assert torch.equal(torch.cat([part.micro.positions_N for part in parts]), micro.positions_N)
+
+
+@pytest.mark.parametrize("family", dispatched())
+def test_what_a_plan_lets_go_by_ranges_is_built_so(family: str, tmp_path: Path) -> None:
+    """A run is not refused after its weights are loaded, unless no other layout can run the family either."""
+    try:
+        write_config(tmp_path, family)
+        dims = dims_from_config(json.loads((tmp_path / "config.json").read_text()), name=family)
+        save_whole(tmp_path)
+        make_stages(tmp_path, (0, dims.num_layers), LORA)
+    except Exception as error:  # of transformers' own, too
+        pytest.skip(f"does not run: {error}")
+    if without_ranges(dims, make_config()):
+        pytest.skip("the plan refuses it")
+    make_stages(tmp_path, (0, dims.num_layers), LORA, activations="ranges", head_ranges=range_counts(dims)[0])

@@ -72,7 +72,7 @@ def peaks_of(
     dropout: float = 0.0,
     device: str = "meta",
 ) -> dict[int, tuple[int, float]]:
-    """Layer -> (bytes allocated at the worst, bytes counted) in the backward pass of one row."""
+    """Layer -> (bytes allocated at the worst, bytes counted) in a pass of two micro-batches of a row each."""
     lora = {"rank": 8, "dropout": dropout}
     config, dims = released(model, 2)
     peaks = layer_peaks(
@@ -90,7 +90,7 @@ def peaks_of(
         each += adapter_scratch_bytes(dims, whole, layer, "bfloat16", gpu=True)
         counted = range_workspace(dims, whole, layer, ROW, count, 2, each=each, widened=dropout > 0)
         worst = max(size for (_, of), size in peaks.items() if of == layer)
-        found[layer] = (worst, counted + ROW * TOKEN_BYTES)
+        found[layer] = (worst, counted + 2 * ROW * TOKEN_BYTES)
     return found
 
 
@@ -202,6 +202,17 @@ def test_families_that_cannot_are_named(family: str, reason: str) -> None:
         row_plan(family, activations="ranges")
     plan = row_plan(family, gpu_gib=0.9)
     assert plan.head_ranges == 0
+
+
+@pytest.mark.parametrize(
+    ("target_modules", "reason"),
+    [("auto", "DoRA"), (["o_proj", "kv_a_proj_with_mqa"], ""), (["kv_b_proj"], "DoRA")],
+)
+def test_dora_of_what_is_cut_is_refused(target_modules: Any, reason: str) -> None:
+    config = make_config(lora={"dora": True, "experts": False, "target_modules": target_modules})
+    found = without_ranges(small_dims("deepseek_v3"), config)
+    assert found.startswith(reason) if reason else found == ""
+    assert without_ranges(small_dims("qwen3_moe"), config) == ""
 
 
 @pytest.mark.parametrize(
