@@ -94,6 +94,16 @@ def test_numbers_must_be_finite(value: float) -> None:
     assert "optim.lr" in _line(_config(optim={"lr": value}))
 
 
+@pytest.mark.parametrize(
+    "key", [k for k, f in fields().items() if type_name(f.hint) in ("int | str", "float | str")]
+)
+def test_a_number_or_a_word_is_no_other_text(key: str) -> None:
+    """It would be found out where it is used, or not at all."""
+    with pytest.raises(UserError) as caught:
+        check(_config(**_nest(key, "abc")))
+    assert key in caught.value.line() and "abc" in caught.value.line()
+
+
 @pytest.mark.parametrize("key", WORDS)
 def test_unknown_words(key: str) -> None:
     meant = WORDS[key][0]
