@@ -21,6 +21,8 @@ from tests.helpers.trl_losses import CASES, GOLDEN, PAIRS, Batch, batch, trl_los
 class LogitsHead:
     """A head whose hidden state is the logits."""
 
+    device = torch.device("cpu")
+
     def token_losses(self, h: Tensor, targets: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
         leaf = h.detach().clone().requires_grad_(with_grad)
         with torch.set_grad_enabled(with_grad):
