@@ -329,23 +329,26 @@ class PacedEngine:
 
     def __init__(self, engine: Any, planned: Planned, actor: int) -> None:
         self._engine, self._planned, self._actor = engine, planned, actor
+        self._calls: list[tuple[int, str]] = []  # layer and direction of the last calls, all the same
 
     def forward(self, weights: Any, x: Tensor, *args: Any, **more: Any) -> Any:
-        with self._lasting("forward", len(x)):
+        with self._lasting("forward", weights.layer, len(x)):
             return self._engine.forward(weights, x, *args, **more)
 
     def backward(self, weights: Any, saved: Any, dy: Tensor, *args: Any, **more: Any) -> Any:
-        with self._lasting("backward", len(dy)):
+        with self._lasting("backward", weights.layer, len(dy)):
             return self._engine.backward(weights, saved, dy, *args, **more)
 
     @contextmanager
-    def _lasting(self, direction: str, tokens: int) -> Iterator[None]:
-        start = time.monotonic()
-        layer = self._planned.plan.dims.moe_layers[-1]
+    def _lasting(self, direction: str, layer: int, tokens: int) -> Iterator[None]:
+        start, call = time.monotonic(), (layer, direction)
+        # What a layer's first call carried is there for the others, which carry more.
+        before = self._calls = [one for one in self._calls if one == call]
+        durations = self._planned.durations
+        seconds = durations.expert(self._actor, layer, direction, tokens, call=len(before)).beside
+        before.append(call)
         yield
-        self._until(
-            start, direction, self._planned.durations.expert(self._actor, layer, direction, tokens).beside
-        )
+        self._until(start, direction, seconds)
 
     def join(self, parts: Sequence[Tensor], out: Tensor) -> Tensor:
         start = time.monotonic()
