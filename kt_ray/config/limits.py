@@ -48,6 +48,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.activations": ("auto", "group", "micro_batch", "host", "ranges"),
     "rule.attention_output": ("auto", "retain", "recompute"),
     "rule.experts.activations": ("auto", "retain", "recompute"),
+    "rule.experts.stream_to": ("auto", "actors", "workers"),
     "rule.experts.answers": ("float32", "bfloat16"),
     "rule.experts.placement": ("auto", "contiguous", "balanced", "kept"),
     "rule.experts.stream": ("off", "auto"),

@@ -42,6 +42,7 @@ class ExpertsRule:
     load: str | None = None
     gpu_resident: int = 0
     stream: float | str = "off"
+    stream_to: str = "auto"
     lane_device: str | list[str] = "auto"
 
     @property

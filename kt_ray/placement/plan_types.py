@@ -13,59 +13,9 @@ from kt_ray.placement.transports import DEFAULT, Transport
 
 
 @dataclass(frozen=True)
-class WorkerPlan:
-    """One attention worker.
-
-    rank: replica * stages + stage. layers: half-open range [start, stop). device: "cuda:i" (the
-    plan's ordinal) or "cpu". threads: torch threads. cpus: CPUs it may use (empty = any). staging: bytes
-    of shared memory for its messages, worst case. streamed: own layers whose weights wait in host memory and
-    pass through so many slots on the device (kt_ray.placement.weight_slots). host: where it is; device and
-    cpus are numbers of it.
-    """
-
-    rank: int
-    replica: int
-    stage: int
-    layers: tuple[int, int]
-    device: str
-    threads: int
-    cpus: tuple[int, ...] = ()
-    staging: int = 0
-    streamed: tuple[int, ...] = ()
-    slots: int = 0
-    host: int = 0
-
-    @property
-    def place(self) -> str:
-        """Name of its device's budget, where that is a GPU."""
-        return gpu_name(self.host, self.device)
-
-
-class HoldsExperts:
-    """Which experts one expert actor holds: of a plan's actor, and of what the actor is built from.
-
-    experts: global ids held in every MoE layer that `by_layer` does not name. by_layer: (layer, ids) where
-    they differ from layer to layer.
-    """
-
-    experts: tuple[int, ...]
-    by_layer: tuple[tuple[int, tuple[int, ...]], ...]
-
-    def experts_of(self, layer: int) -> tuple[int, ...]:
-        """Global ids of the experts of one MoE layer held here, ascending; position i is local id i.
-
-        The actor's loader and whoever sends it tokens ask the same function.
-        """
-        return next((ids for named, ids in self.by_layer if named == layer), self.experts)
-
-    def counts(self, layers: Iterable[int]) -> tuple[int, ...]:
-        """Number of experts held in each of these MoE layers."""
-        return tuple(len(self.experts_of(layer)) for layer in layers)
-
-
-@dataclass(frozen=True)
 class LanePlan:
-    """What an expert actor computes on GPUs (docs/streaming.md)."""
+    """What an expert actor, or an attention worker for its own tokens, computes of the experts on GPUs
+    (docs/streaming.md)."""
 
     devices: tuple[str, ...]  # "cuda:i" (the plan's ordinals) or "cpu", a stand-in
     # (layer, global ids) of the actor's experts that stay in the devices' memory, dealt out in turn
@@ -103,6 +53,59 @@ class LanePlan:
         """
         shares = self.later if again and self.later else self.shares
         return next((share for least, share in reversed(shares) if tokens >= least), 0.0)
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One attention worker.
+
+    rank: replica * stages + stage. layers: half-open range [start, stop). device: "cuda:i" (the
+    plan's ordinal) or "cpu". threads: torch threads. cpus: CPUs it may use (empty = any). staging: bytes
+    of shared memory for its messages, worst case. streamed: own layers whose weights wait in host memory and
+    pass through so many slots on the device (kt_ray.placement.weight_slots). host: where it is; device and
+    cpus are numbers of it. lane: experts of its host's actors that it computes for its own tokens
+    (rule.experts.stream_to=workers); None = none.
+    """
+
+    rank: int
+    replica: int
+    stage: int
+    layers: tuple[int, int]
+    device: str
+    threads: int
+    cpus: tuple[int, ...] = ()
+    staging: int = 0
+    streamed: tuple[int, ...] = ()
+    slots: int = 0
+    host: int = 0
+    lane: LanePlan | None = None
+
+    @property
+    def place(self) -> str:
+        """Name of its device's budget, where that is a GPU."""
+        return gpu_name(self.host, self.device)
+
+
+class HoldsExperts:
+    """Which experts one expert actor holds: of a plan's actor, and of what the actor is built from.
+
+    experts: global ids held in every MoE layer that `by_layer` does not name. by_layer: (layer, ids) where
+    they differ from layer to layer.
+    """
+
+    experts: tuple[int, ...]
+    by_layer: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def experts_of(self, layer: int) -> tuple[int, ...]:
+        """Global ids of the experts of one MoE layer held here, ascending; position i is local id i.
+
+        The actor's loader and whoever sends it tokens ask the same function.
+        """
+        return next((ids for named, ids in self.by_layer if named == layer), self.experts)
+
+    def counts(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Number of experts held in each of these MoE layers."""
+        return tuple(len(self.experts_of(layer)) for layer in layers)
 
 
 @dataclass(frozen=True)
