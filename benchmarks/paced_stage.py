@@ -22,9 +22,10 @@ from torch import Tensor
 
 from kt_ray.batch import PassSpec
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.model.layer_loop import ExpertExchange, StageExchange
+from kt_ray.model.layer_loop import StageExchange
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import MicroState, RecomputedRoutes
+from kt_ray.model.token_exchange import ExpertExchange
 from kt_ray.placement.order import Op
 
 RTX_4090 = {

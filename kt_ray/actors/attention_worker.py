@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from kt_ray.batch import PassSpec
 from kt_ray.config.schema import OptimConfig
 from kt_ray.errors import UserError
 from kt_ray.experts.process_memory import bound_compiled_products
+from kt_ray.experts.worker_lane import LaneTokens, WorkerLane
 from kt_ray.generate.requests import SessionSpec, Token
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
+from kt_ray.native import DropoutSpec
 from kt_ray.optim.masters import Masters, flat_of, set_flat
 from kt_ray.optim.optimizers import squared_norm, use_torch_threads
 from kt_ray.placement.order import worker_program
@@ -74,6 +77,7 @@ class AttentionWorker(PlainActor):
         self._capped = False  # whether torch's memory on the device is limited
         self.outbox = Outbox(rank)
         self._stage: Stage | None = None
+        self._lane: WorkerLane | None = None
         self._masters: Masters | None = None
         bound_compiled_products(tight=plan.is_tight)  # before the first product in this process
         use_torch_threads(self.part.threads)
@@ -109,6 +113,9 @@ class AttentionWorker(PlainActor):
         self._keep_to_cap()
         with self._gpu_memory():
             self._stage = self._build_stage(self.spec)
+        if self.part.lane is not None:
+            lane = replace(self.part.lane, devices=(str(self.spec.device),))
+            self._lane = WorkerLane(lane, self.part.threads, self.plan.dims.num_experts)
         self._load_seconds = time.monotonic() - start
 
     def _keep_to_cap(self) -> None:
@@ -169,6 +176,9 @@ class AttentionWorker(PlainActor):
 
     def close(self) -> None:
         self.port.close()
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
         if self._capped:  # cluster=local: the process goes on
             torch.cuda.set_per_process_memory_fraction(1.0, self.spec.device)
         self._stage = None
@@ -194,9 +204,15 @@ class AttentionWorker(PlainActor):
         recorder = SpanRecorder(full=spec.timeline)
         experts, stages = self._links(spec.number, recorder, later=True)
         stage = self.stage
+        lane: LaneTokens | None = None
         try:
             with recorder.span("begin", "compute"):
                 loop = stage.begin(spec, self.part.replica, experts, stages)
+                if self._lane is not None:
+                    lane = LaneTokens(
+                        self._lane, experts, stage.device, self._expert_dropout(spec), spec.adapters
+                    )
+                    loop.tokens = lane
             for op in worker_program(self.plan, self.part.replica, self.part.stage, spec.kind):
                 self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
                 with recorder.span(op.kind, "compute", op.layer, op.group):
@@ -207,6 +223,8 @@ class AttentionWorker(PlainActor):
             stages.finish()
         finally:
             experts.close()
+            if lane is not None:
+                lane.close()
         self.doing = "idle"
         seconds = loop.seconds()
         return WorkerPassReport(
@@ -227,6 +245,13 @@ class AttentionWorker(PlainActor):
             routing=loop.routing(),
             logps=loop.logps() if stage.last and (spec.return_logps or spec.objective is not None) else [],
         )
+
+    def _expert_dropout(self, spec: PassSpec) -> DropoutSpec | None:
+        """Dropout of the routed experts' LoRA in this pass."""
+        lora = self.spec.lora
+        if not spec.dropout or not lora.experts or lora.dropout <= 0:
+            return None
+        return DropoutSpec(p=lora.dropout, seed=self.spec.seed, step=spec.step)
 
     def _links(self, number: int, recorder: SpanRecorder, *, later: bool) -> tuple[ExpertLink, StageLink]:
         """The conversations with the expert actors and with the neighbouring stages.

@@ -39,6 +39,8 @@ class ExpertActor(PlainActor):
         use_torch_threads(spec.threads)
         self.experts = LocalExperts(spec)
         self._replicas = plan.replicas_of(spec.copy)  # whose tokens it computes
+        # backward calls of the present pass whose gradients from attention workers are not yet added
+        self._awaited: list[tuple[int, int]] = []
         self._summed = False  # gradients are those of all copies, in the layers that this one updates
 
     # -- life --------------------------------------------------------------------------------
@@ -86,6 +88,7 @@ class ExpertActor(PlainActor):
         engine = self.experts.engine
         busy = engine.busy_seconds
         recorder = SpanRecorder(full=spec.timeline)
+        self._awaited = []
         for layer, direction, group in expert_order(self.plan, spec.kind):
             self.doing = f"pass {spec.number}, layer {layer}, {direction}, group {group}"
             recorder.note_queue(len(self.mailbox))
@@ -102,6 +105,9 @@ class ExpertActor(PlainActor):
                 inputs = {
                     name: [request.tensors[name] for request in requests] for name in requests[0].tensors
                 }
+            for elsewhere in (request.facts.get("elsewhere") for request in requests):
+                if elsewhere is not None:
+                    self.experts.count_elsewhere(layer, group, elsewhere)
             with recorder.span(direction, "compute", layer, group):
                 answers = self._compute(direction, layer, group, inputs, keep=spec.kind == "train")
             start_row = 0
@@ -113,6 +119,11 @@ class ExpertActor(PlainActor):
                     reply = Message(("reply", direction, spec.number, layer, group, self.rank), rows)
                     worker = worker_of_layer(self.plan, layer, replica)
                     leases[replica, group] = self.port.send([worker], reply)
+            if direction == "backward":
+                # A worker that sent this layer's dy has sent the gradients of the layers above before.
+                self._add_gradients(spec.number, recorder, [c for c in self._awaited if c[1] == group])
+                self._awaited.append((layer, group))
+        self._add_gradients(spec.number, recorder, list(self._awaited))
         self.doing = "idle"
         return ExpertPassReport(
             rank=self.rank,
@@ -121,6 +132,22 @@ class ExpertActor(PlainActor):
             pid=os.getpid(),
             activity=recorder.activity(self.name, self.host_name, engine.threads, engine.busy_seconds - busy),
         )
+
+    def _add_gradients(self, number: int, recorder: SpanRecorder, calls: Iterable[tuple[int, int]]) -> None:
+        """What attention workers computed of these backward calls, in the order of the replicas."""
+        for layer, group in calls:
+            self._awaited.remove((layer, group))
+            for replica in self._replicas:
+                worker = self.plan.workers[worker_of_layer(self.plan, layer, replica)[1]]
+                if worker.lane is None or worker.host != self.experts.spec.host:
+                    continue
+                with recorder.span("wait gradients", "wait", layer, group):
+                    message = self.mailbox.take(("lane gradients", number, layer, group, replica))
+                with recorder.span("add gradients", "compute", layer, group):
+                    values = dict(message.tensors)
+                    ids = values.pop("ids", None)
+                    if ids is not None:
+                        self.experts.add_gradients(layer, group, ids, values)
 
     def _compute(
         self, direction: str, layer: int, group: int, inputs: dict[str, list[Tensor]], *, keep: bool

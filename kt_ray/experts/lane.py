@@ -1,487 +1,27 @@
 """The lane: some of a layer's experts computed on GPUs (or stand-ins) while the engine computes the rest.
 
-Two kinds of experts are computed here. *Resident* ones live in the device's memory, in the checkpoint's
-format, and nowhere else. *Streamed* ones live in host memory like all others and are copied for one call,
-into one of two buffers by turns. Which ones, the caller asks `choose`. Experts are computed in batches
-(`lane_share.batches`): the kernels of several small ones are dispatched once, and the next batch is copied
-while one is computed.
-Adapters, gradients and what backward needs stay on the host: they belong to the actor, whatever computes.
-
 Every device has its part of the experts, a thread and two buffers of its own (`DeviceLane`); the caller adds
 the parts to what the engine computed, in the order of the devices. See docs/streaming.md.
-Legend: T tokens, K slots per token, R rows, U tokens with a row here, H hidden size, I intermediate size.
+Legend: T tokens, K slots per token, H hidden size.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from kt_ray.experts.lane_device import LaneDevice, PinnedWeights
-from kt_ray.experts.lane_math import Masks, backward, project_in, project_out
-from kt_ray.experts.lane_routing import Routed, RowPart, add_part, route
-from kt_ray.experts.lane_weights import (
-    HeldExperts,
-    LayerKind,
-    PackedExperts,
-    adapter_bytes,
-    copy_adapter,
-    expert_tensors,
-)
+from kt_ray.experts.device_lane import DeviceLane, LaneBackward, LaneForward, LaneInput, LaneSaved
+from kt_ray.experts.lane_device import PinnedWeights
+from kt_ray.experts.lane_weights import Adapter, expert_tensors
 from kt_ray.gpu import whole_pages
-from kt_ray.native import DropoutSpec, ExpertLora, ExpertWeights
-from kt_ray.native.dropout_hash import dropout_hash
-from kt_ray.optim.optimizers import use_torch_threads
-from kt_ray.placement.lane_share import batch_size, batches, dealt, streamed_experts
+from kt_ray.native import ExpertWeights
+from kt_ray.placement.lane_share import dealt, streamed_experts
 from kt_ray.placement.plan_types import LanePlan
-
-
-@dataclass
-class LaneSaved:
-    """What backward needs of one forward, in host memory.
-
-    x: [T, H], which all devices share; None where no backward follows. gates, ups: for each part of the rows
-    [rows, I] as stored; empty with "recompute".
-    """
-
-    device: int  # which of the lane's
-    routed: Routed
-    x: Tensor | None
-    keys: Tensor
-    dropout: DropoutSpec | None
-    gates: list[Tensor | None] = field(default_factory=list)
-    ups: list[Tensor] = field(default_factory=list)
-
-    @property
-    def bytes(self) -> int:
-        """Without x."""
-        kept = [t for t in (self.keys, *self.gates, *self.ups) if t is not None]
-        return sum(t.nbytes for t in kept) + self.routed.nbytes
-
-
-@dataclass(frozen=True)
-class LaneForward:
-    """y [U, H] float32 of the tokens `tokens` [U], without the other experts' part."""
-
-    y: Tensor
-    tokens: Tensor
-    saved: LaneSaved | None
-
-
-@dataclass(frozen=True)
-class LaneBackward:
-    """dx [U, H] of `tokens`; dw [R] of `slots` (t * K + k); lora: of every batch local ids [B] and gradients
-    [B, ...] by name. float32."""
-
-    dx: Tensor
-    tokens: Tensor
-    dw: Tensor
-    slots: Tensor
-    lora: tuple[tuple[Tensor, Mapping[str, Tensor]], ...]
-
-
-class LaneInput(NamedTuple):
-    """A forward call: arguments as `LocalExperts.forward` has them. The tensors must not change before its
-    results are there.
-
-    x: parts [T_i, H]. counts: rows of every local id. kept: where x lies when backward comes; None = none
-    follows. keys: unchanged until then, too.
-    """
-
-    x: Sequence[Tensor]
-    ids: Tensor
-    weights: Tensor
-    lora: ExpertLora | None
-    dropout: DropoutSpec | None
-    keys: Tensor
-    kept: Tensor | None
-    counts: Sequence[int]
-
-
-class _Buffer:
-    """Device memory for one batch at a time, and the mark after which it may be overwritten."""
-
-    def __init__(self) -> None:
-        self.bytes: Tensor | None = None
-        self.free: Any = None
-
-
-@dataclass
-class _Layer:
-    """kind: of the layer's experts. ids: global id of every local one. streamable: those in host memory.
-    resident: those on the device."""
-
-    kind: LayerKind
-    ids: tuple[int, ...]
-    streamable: PackedExperts
-    resident: PackedExperts
-
-
-class DeviceLane:
-    """What one device computes of an expert actor's calls.
-
-    Args:
-        number: of the lane's devices. device: "cuda:i" or "cpu".
-        threads: torch threads of the stand-in on the CPU. A GPU's thread sorts rows alone: the engine needs
-            the other cores.
-        recompute: keep x only and compute gate and up again in backward.
-        held: carried experts of a layer that stay on the device until another layer's are carried.
-
-    Attributes:
-        seconds: spent in calls so far. carried: bytes of experts copied to the device so far.
-        resident_bytes: of the experts that stay on the device.
-
-    Raises:
-        UserError: this process sees no such GPU.
-    """
-
-    def __init__(self, number: int, device: str, threads: int, *, recompute: bool, held: int = 0) -> None:
-        self.number = number
-        self.device = LaneDevice(device)
-        self.seconds = 0.0
-        self.carried = 0
-        self.resident_bytes = 0
-        self._recompute = recompute
-        self._layers: dict[int, _Layer] = {}
-        self._buffers = (_Buffer(), _Buffer())
-        self._turn = 0
-        self._held = HeldExperts(held)
-        # Built on its own thread: torch's thread count is a property of the calling thread.
-        threads = 1 if self.device.is_cuda else threads
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="lane", initializer=use_torch_threads, initargs=(threads,)
-        )
-
-    def add_layer(
-        self,
-        layer: int,
-        ids: Sequence[int],
-        others: ExpertWeights | None,
-        resident: ExpertWeights | None,
-        own: Sequence[int],
-    ) -> None:
-        """Take a layer's weights.
-
-        Args:
-            ids: global id of every local one: first those of `others`, then those of `resident`.
-            others: host weights that any call may carry here. resident: of all devices; own: which of them
-                are copied to this one.
-        """
-        first = 0 if others is None else others.E
-        weights = resident if others is None else others
-        assert weights is not None, "a layer without experts"
-        streamable = PackedExperts({}) if others is None else PackedExperts.of(others, range(first))
-        held = PackedExperts({})
-        if resident is not None:
-            held = PackedExperts.of(resident, own, first).moved_to(self.device.device)
-            self.resident_bytes += held.nbytes * len(held.parcels)
-        self._layers[layer] = _Layer(LayerKind.of(weights), tuple(ids), streamable, held)
-
-    def kind(self, layer: int) -> LayerKind:
-        """Of a layer's experts."""
-        return self._layers[layer].kind
-
-    def resident_here(self, layer: int) -> Iterable[int]:
-        """Local ids of the experts of a layer that stay on this device."""
-        return self._layers[layer].resident.parcels.keys()
-
-    def forward(self, layer: int, experts: Sequence[int], call: LaneInput) -> Future[LaneForward]:
-        """Start the forward of `experts`, each with a row."""
-        return self._pool.submit(self._timed, self._forward, layer, experts, call)
-
-    def backward(
-        self, layer: int, saved: LaneSaved, dy: Sequence[Tensor], lora: ExpertLora | None
-    ) -> Future[LaneBackward]:
-        """Start the backward of a kept forward; dy: parts [T_i, H], float32."""
-        return self._pool.submit(self._timed, self._backward, layer, saved, dy, lora)
-
-    def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
-        start = time.monotonic()
-        try:
-            with torch.no_grad():
-                made = work(*args)
-        except BaseException:
-            self.device.finish()  # the next call may overwrite what is still computed from
-            raise
-        self.seconds += time.monotonic() - start
-        return made
-
-    def _forward(self, layer: int, own: Sequence[int], call: LaneInput) -> LaneForward:
-        here, lora, device = self._layers[layer], call.lora, self.device
-        with device.computing():
-            x = self._with_empty(call.x, here.kind.compute)  # on its way while rows are sorted
-        held = here.resident.parcels
-        # Residents lie elsewhere than the others, so a batch has either.
-        order = [
-            batches([e for e in own if (e in held) == stays], call.counts, here.kind.params)
-            for stays in (True, False)
-        ]
-        routed = route(call.ids, call.weights, [*order[0], *order[1]], len(here.ids))
-        saved = LaneSaved(self.number, routed, call.kept, call.keys, call.dropout)
-        with device.computing():
-            at, weight, spread = self._places(routed)
-            keys = self._keys(saved)
-            y = torch.zeros(x[:-1].shape, dtype=torch.float32, device=device.device)
-        leaving = _Leaving(device)
-        for i, tensors in self._carry(here, routed.batches, lora):
-            with device.computing():
-                experts = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
-                for part in routed.parts[i]:
-                    places = _by_expert(at, part)
-                    masks = self._masks(here, saved, layer, i, keys, places)
-                    gate, up = project_in(experts, x[places], masks)
-                    out = project_out(experts, gate, up, masks)
-                    out *= _by_expert(weight, part).unsqueeze(-1)
-                    add_part(y, places, out, part)
-                    if call.kept is not None and not self._recompute:
-                        leaving.add(
-                            saved,
-                            gate if gate is None else _rows(gate, part, spread),
-                            _rows(up, part, spread),
-                        )
-        leaving.end()
-        with device.computing():
-            result = device.download(self._reached(y, routed))
-        device.finish()
-        return LaneForward(result, routed.tokens, None if call.kept is None else saved)
-
-    def _backward(
-        self, layer: int, saved: LaneSaved, dy: Sequence[Tensor], lora: ExpertLora | None
-    ) -> LaneBackward:
-        here, routed, device = self._layers[layer], saved.routed, self.device
-        assert saved.x is not None, "the forward was kept"
-        with device.computing():
-            x, (at, weight, spread) = self._with_empty([saved.x], here.kind.compute), self._places(routed)
-            keys, upstream = self._keys(saved), self._with_empty(dy, torch.float32)
-            dx = torch.zeros(upstream[:-1].shape, dtype=torch.float32, device=device.device)
-            dw = torch.empty(len(routed.slots), dtype=torch.float32, device=device.device)
-        grads: list[tuple[Tensor, Mapping[str, Tensor]]] = []
-        coming = _Coming(device, saved)
-        for i, tensors in self._carry(here, routed.batches, lora):
-            with device.computing():
-                experts = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
-                own: dict[str, Tensor] = {}
-                for part in routed.parts[i]:
-                    places = _by_expert(at, part)
-                    masks = self._masks(here, saved, layer, i, keys, places)
-                    part_x = x[places]
-                    if self._recompute:
-                        gate, up = project_in(experts, part_x, masks)
-                    else:
-                        kept_gate, kept_up = coming.take()
-                        gate = None if kept_gate is None else _at_places(kept_gate, part, spread)
-                        up = _at_places(kept_up, part, spread)
-                    part_weight = _by_expert(weight, part)
-                    made = backward(experts, part_x, gate, up, upstream[places], part_weight, masks)
-                    add_part(dx, places, made.dx, part)
-                    dw[part.rows] = _rows(made.dw, part, spread)
-                    own = {name: t + own[name] if own else t for name, t in made.lora.items()}
-                if own:
-                    ids = torch.tensor(routed.batches[i])
-                    grads.append((ids, {name: device.download(t) for name, t in own.items()}))
-        with device.computing():
-            del upstream  # before there is another of its size
-            results = device.download(self._reached(dx, routed)), device.download(dw)
-        device.finish()
-        return LaneBackward(results[0], routed.tokens, results[1], routed.slots, tuple(grads))
-
-    def _reached(self, rows: Tensor, routed: Routed) -> Tensor:
-        """Those of tokens that have a row here."""
-        return rows if len(routed.tokens) == len(rows) else rows[self.device.upload(routed.tokens)]
-
-    def _with_empty(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """A call's rows on the device and a row of zeros after them, for places without a row."""
-        ends = list(accumulate(map(len, parts), initial=0))
-        made = torch.empty((ends[-1] + 1, *parts[0].shape[1:]), dtype=dtype, device=self.device.device)
-        for part, start, end in zip(parts, ends, ends[1:], strict=False):
-            self.device.copy_in(made[start:end], part)
-        made[-1] = 0
-        return made
-
-    def _places(self, routed: Routed) -> tuple[Tensor, Tensor, Tensor]:
-        """`at`, `weight` and `spread` on the device."""
-        upload = self.device.upload
-        return upload(routed.at), upload(routed.weight), upload(routed.spread)
-
-    def _keys(self, saved: LaneSaved) -> Tensor | None:
-        """The keys of dropout on the device; None without dropout."""
-        wanted = saved.dropout is not None and saved.dropout.p > 0
-        return self._with_empty([saved.keys], saved.keys.dtype) if wanted else None
-
-    def _carry(
-        self, here: _Layer, order: Sequence[Sequence[int]], lora: ExpertLora | None
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """(number, tensors on the device) of one batch after the other, the next one's copy under way."""
-        waiting: tuple[int, dict[str, Tensor], _Buffer, Any] | None = None
-        for i in range(len(order) + 1):
-            following = None
-            if i < len(order):
-                tensors, buffer = self._fetch(here, order[i], lora)
-                following = i, tensors, buffer, self.device.copied()
-            if waiting is not None:
-                number, tensors, buffer, ready = waiting
-                self.device.compute_after(ready)
-                yield number, tensors
-                buffer.free = self.device.computed()
-            waiting = following
-
-    def _fetch(
-        self, here: _Layer, experts: Sequence[int], lora: ExpertLora | None
-    ) -> tuple[dict[str, Tensor], _Buffer]:
-        """Start to copy a batch into a buffer: weights, one expert after the other, and adapters.
-
-        The weights of an expert that is a batch of its own, and on the device already, stay where they are.
-        """
-        resident = experts[0] in here.resident.parcels
-        if resident:
-            held = here.resident
-        else:
-            with self.device.copying():
-                held, carried = self._held.get(here.streamable, experts, self.device.device)
-            self.carried += carried
-        most = min(batch_size(1, here.kind.params), len(here.ids))
-        there = len(experts) == 1 and held.parcels[experts[0]].on_device
-        slots = 0 if there else len(experts)
-        room = held.nbytes * (0 if resident and most == 1 else most) + adapter_bytes(lora, most)
-        buffer = self._buffers[self._turn]
-        self._turn = 1 - self._turn
-        if buffer.bytes is None or buffer.bytes.numel() < room:
-            self.device.finish()  # what it held may still be computed from
-            with self.device.copying():
-                buffer.bytes = torch.empty(room, dtype=torch.uint8, device=self.device.device)
-        with self.device.copying():
-            self.device.copy_after(buffer.free)
-            adapters = copy_adapter(lora, buffer.bytes[slots * held.nbytes :], experts)
-            weights = held.copy_into(buffer.bytes, experts) if slots else held.in_place(experts[0])
-        self.carried += sum(t.nbytes for t in adapters.values())
-        return weights | adapters, buffer
-
-    def _masks(
-        self, here: _Layer, saved: LaneSaved, layer: int, i: int, keys: Tensor | None, places: Tensor
-    ) -> Masks | None:
-        """Dropout masks at these places of the i-th batch; None without dropout."""
-        if keys is None:
-            return None
-        assert saved.dropout is not None
-        spec, own = saved.dropout, keys[places]
-        experts = [here.ids[e] for e in saved.routed.batches[i]]
-        made: dict[int, Tensor] = {}
-
-        def mask(projection: int, features: int) -> Tensor:
-            if projection not in made:
-                hashes = dropout_hash(spec, layer, experts, projection, own, features)
-                made[projection] = (hashes >= int(spec.p * 2**32)).float() / (1 - spec.p)
-            return made[projection]
-
-        return mask
-
-    def facts(self) -> dict[str, Any]:
-        """For env.json."""
-        return {
-            "device": str(self.device.device),
-            "resident_bytes": self.resident_bytes,
-            "carried_bytes": self.carried,
-            "busy_seconds": self.seconds,
-        }
-
-    def close(self) -> None:
-        """End the thread and give the memory back. Idempotent."""
-        self._pool.shutdown(wait=True)
-        self.device.finish()
-        self._layers.clear()
-        self._held.close()
-        self._buffers = (_Buffer(), _Buffer())
-
-
-class _Leaving:
-    """Gates and ups on their way to the host, behind the computation. Those of two parts are on the device at
-    once: the computing queue, which has their memory next, waits for older ones."""
-
-    def __init__(self, device: LaneDevice) -> None:
-        self._device = device
-        self._parts: deque[tuple[tuple[Tensor | None, Tensor], Any]] = deque()
-
-    def add(self, saved: LaneSaved, gate: Tensor | None, up: Tensor) -> None:
-        """Start to copy a part's, just computed."""
-        device = self._device
-        device.return_after(device.computed())
-        with device.returning():
-            saved.gates.append(None if gate is None else device.download(gate))
-            saved.ups.append(device.download(up))
-        self._parts.append(((gate, up), device.returned()))
-        if len(self._parts) > 1:
-            self._wait()
-
-    def end(self) -> None:
-        """The computing queue goes on once all are there."""
-        while self._parts:
-            self._wait()
-
-    def _wait(self) -> None:
-        self._device.compute_after(self._parts[0][1])
-        self._parts.popleft()  # only now: the memory is free for what is computed next
-
-
-class _Coming:
-    """Kept gates and ups on their way back, those of the next part while one is computed."""
-
-    def __init__(self, device: LaneDevice, saved: LaneSaved) -> None:
-        self._device = device
-        self._left = iter(zip(saved.gates, saved.ups, strict=True))
-        self._next = self._start()
-
-    def take(self) -> tuple[Tensor | None, Tensor]:
-        """The next part's, for the computing queue."""
-        assert self._next is not None, "there are as many parts as in forward"
-        parts, ready = self._next
-        self._next = self._start()
-        self._device.compute_after(ready)
-        return parts
-
-    def _start(self) -> tuple[tuple[Tensor | None, Tensor], Any] | None:
-        device, kept = self._device, next(self._left, None)
-        if kept is None:
-            return None
-        with device.computing():  # whose memory it is, before and afterwards
-            made = [
-                None if t is None else torch.empty(t.shape, dtype=t.dtype, device=device.device) for t in kept
-            ]
-        device.copy_after(device.computed())
-        with device.copying():
-            for to, source in zip(made, kept, strict=True):
-                if to is not None and source is not None:
-                    device.copy_in(to, source)
-        gate, up = made
-        assert up is not None
-        return (gate, up), device.copied()
-
-
-def _by_expert(values: Tensor, part: RowPart) -> Tensor:
-    """[B, n] of a part out of [P]."""
-    return values[part.places].view(len(part.counts), -1)
-
-
-def _rows(values: Tensor, part: RowPart, spread: Tensor) -> Tensor:
-    """[R', ...] of a part's rows, out of [B, n, ...] at its places."""
-    flat = values.flatten(0, 1)
-    return flat if part.full else flat[spread[part.rows]]
-
-
-def _at_places(rows: Tensor, part: RowPart, spread: Tensor) -> Tensor:
-    """[B, n, I] at a part's places, zeros where there is no row, out of [R', I]."""
-    shape = len(part.counts), max(part.counts), rows.shape[1]
-    if part.full:
-        return rows.view(shape)
-    return rows.new_zeros(shape[0] * shape[1], shape[2]).index_copy_(0, spread[part.rows], rows).view(shape)
 
 
 class Lane:
@@ -489,7 +29,7 @@ class Lane:
 
     Args:
         plan: the devices, the experts that stay there, and how many others are carried there per call.
-        threads, recompute: as for `DeviceLane`.
+        threads, recompute, stays: as for `DeviceLane`.
 
     Attributes:
         parts: one per device. notes: what a user should know (weights that could not be page-locked).
@@ -498,10 +38,11 @@ class Lane:
         UserError: this process sees no such GPU.
     """
 
-    def __init__(self, plan: LanePlan, threads: int, *, recompute: bool) -> None:
+    def __init__(self, plan: LanePlan, threads: int, *, recompute: bool, stays: bool = False) -> None:
         self.plan = plan
+        recompute = recompute or plan.recompute
         self.parts = tuple(
-            DeviceLane(number, device, threads, recompute=recompute or plan.recompute, held=plan.held)
+            DeviceLane(number, device, threads, recompute=recompute, held=plan.held, stays=stays)
             for number, device in enumerate(plan.devices)
         )
         self.notes: list[str] = []
@@ -509,10 +50,8 @@ class Lane:
         self._locked = PinnedWeights(self.parts[0].device)
         self._rooms: dict[tuple[int, int], Tensor] = {}
         self._streamable: dict[int, int] = {}
-        self._before: tuple[int, tuple[tuple[int, ...], ...]] = (
-            -1,
-            (),
-        )  # layer and streamed experts of a call
+        # layer and streamed experts of a call
+        self._before: tuple[int, tuple[tuple[int, ...], ...]] = (-1, ())
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -521,21 +60,27 @@ class Lane:
         return self._resident.get(layer, ())
 
     def add_layer(
-        self, layer: int, ids: Sequence[int], others: ExpertWeights | None, resident: ExpertWeights | None
+        self,
+        layer: int,
+        ids: Sequence[int],
+        others: Sequence[ExpertWeights],
+        resident: ExpertWeights | None = None,
     ) -> None:
         """Take a layer's weights.
 
         Args:
             ids: global id of every local one: first those of `others`, then those of `resident`.
-            others: host weights that the engine computes from, too. resident: copied to the devices; the
-                caller drops them.
+            others: host weights that the engine computes from, too, of each owner. resident: copied to the
+                devices; the caller drops them.
         """
         count = 0 if resident is None else resident.E
         for number, part in enumerate(self.parts):
             part.add_layer(layer, ids, others, resident, range(number, count, len(self.parts)))
-        self._streamable[layer] = 0 if others is None else others.E
-        if others is not None and self.plan.streams:
-            self._lock(t for e in range(others.E) for t in expert_tensors(others, e).values())
+        self._streamable[layer] = sum(weights.E for weights in others)
+        if self.plan.streams:
+            self.lock(
+                t for weights in others for e in range(weights.E) for t in expert_tensors(weights, e).values()
+            )
 
     def room(self, key: tuple[int, int], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory that the devices copy from, used again when the key (layer, group) comes again.
@@ -549,22 +94,23 @@ class Lane:
             if memory is not None:
                 self._locked.remove(memory)
             memory = self._rooms[key] = whole_pages(size)
-            self._lock([memory])
+            self.lock([memory])
         return memory[:size].view(dtype).view(tuple(shape))
 
     def compute_dtype(self, layer: int) -> torch.dtype:
         """In which the lane multiplies."""
         return self.parts[0].kind(layer).compute
 
-    def lock(self, lora: ExpertLora) -> None:
-        """Page-lock a layer's adapter, which every call copies from."""
-        self._lock(lora.tensors())
-
-    def _lock(self, tensors: Any) -> None:
+    def lock(self, tensors: Iterable[Tensor]) -> None:
+        """Page-lock what calls copy from."""
         before = self._locked.refusal
         self._locked.add(tensors)
         if self._locked.refusal is not None and before is None:
             self.notes.append(f"lane: host memory stays pageable ({self._locked.refusal}); copies are slower")
+
+    def unlock(self, memory: Tensor) -> None:
+        """Of this memory, which goes, nothing is copied any more."""
+        self._locked.remove(memory)
 
     # -- computing ---------------------------------------------------------------------------
 
@@ -600,10 +146,15 @@ class Lane:
         )
 
     def backward(
-        self, layer: int, saved: Sequence[LaneSaved], dy: Sequence[Tensor], lora: ExpertLora | None
+        self,
+        layer: int,
+        saved: Sequence[LaneSaved],
+        dy: Sequence[Tensor],
+        lora: Adapter | None,
+        **more: Any,
     ) -> list[Future[LaneBackward]]:
-        """Start the backward of kept forwards, each where its forward ran; dy: parts [T_i, H], float32."""
-        return all_started(self.parts[s.device].backward(layer, s, dy, lora) for s in saved)
+        """Start the backward of kept forwards, each where its forward ran; arguments as for `DeviceLane`."""
+        return all_started(self.parts[s.device].backward(layer, s, dy, lora, **more) for s in saved)
 
     @property
     def carried(self) -> int:

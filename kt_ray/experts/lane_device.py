@@ -116,6 +116,15 @@ class LaneDevice:
         self._driver.copy_out(host, tensor)
         return host
 
+    def reads(self, tensor: Tensor) -> None:
+        """The computing queue reads what another stream allocated: only then its memory is free again."""
+        if self._queues:
+            self._driver.used_by(self._computing, tensor)
+
+    def copy_out(self, to: Tensor, source: Tensor) -> None:
+        """Copy what is on the device to host memory, on the current queue."""
+        self._driver.copy_out(to, source)
+
     def copy_in(self, to: Tensor, source: Tensor) -> None:
         """Copy a host tensor to the device, on the current queue."""
         self._driver.copy_in(to, source)

@@ -9,9 +9,10 @@ Nothing is dequantised on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -127,9 +128,8 @@ class PackedExperts:
         return next((parcel.nbytes for parcel in self.parcels.values()), 0)
 
     @classmethod
-    def of(cls, weights: ExpertWeights, experts: Iterable[int], first: int = 0) -> PackedExperts:
-        """Some experts of `weights`, the e-th under the local id first + e."""
-        tensors = {first + e: expert_tensors(weights, e) for e in experts}
+    def of(cls, tensors: Mapping[int, Mapping[str, Tensor]]) -> PackedExperts:
+        """Experts by id, of their tensors by name."""
         parcels = {e: pack(own) for e, own in tensors.items()}
         if any(p.views != other.views for p, other in pairwise(parcels.values())):
             parcels = {e: pack(own, apart=True) for e, own in tensors.items()}
@@ -207,18 +207,54 @@ class HeldExperts:
         self._memory, self._host, self._here = None, None, {}
 
 
-def adapter_bytes(lora: ExpertLora | None, experts: int) -> int:
+class Adapter(Protocol):
+    """LoRA of a layer's experts: `ExpertLora`, or several one after another."""
+
+    @property
+    def scale(self) -> float: ...
+
+    def named(self) -> Mapping[str, Any]:
+        """Matrices by name, each with one of every local expert under its id."""
+
+
+class JoinedLora:
+    """Several owners' experts of a layer, one owner's after the other's."""
+
+    def __init__(self, parts: Sequence[ExpertLora]) -> None:
+        self.scale = parts[0].scale
+        self._named = {name: _Joined([part.named()[name] for part in parts]) for name in parts[0].named()}
+
+    def named(self) -> Mapping[str, _Joined]:
+        return self._named
+
+
+class _Joined:
+    """Tensors [E_i, ...] as one [E, ...] that only gives single rows."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, expert: int) -> Tensor:
+        for part in self._parts:
+            if expert < len(part):
+                return part[expert]
+            expert -= len(part)
+        raise IndexError("there are fewer experts")
+
+
+def adapter_bytes(lora: Adapter | None, experts: int) -> int:
     """What `copy_adapter` takes for so many experts."""
     named = {} if lora is None else lora.named()
     return sum(_aligned(experts * t[0].nbytes) for t in named.values())
 
 
-def copy_adapter(lora: ExpertLora | None, buffer: Tensor, experts: Sequence[int]) -> dict[str, Tensor]:
+def copy_adapter(lora: Adapter | None, buffer: Tensor, experts: Sequence[int]) -> dict[str, Tensor]:
     """Start to copy adapters of some local experts; returns them [B, ...], "lora_" before each name."""
     made, at = {}, 0
     for name, t in ({} if lora is None else lora.named()).items():
-        size = len(experts) * t[0].nbytes
-        copy = buffer[at : at + size].view(t.dtype).view(len(experts), *t.shape[1:])
+        first = t[experts[0]]
+        size = len(experts) * first.nbytes
+        copy = buffer[at : at + size].view(first.dtype).view(len(experts), *first.shape)
         for place, e in zip(copy, experts, strict=True):
             driver().copy_in(place, t[e])
         made[f"lora_{name}"] = copy

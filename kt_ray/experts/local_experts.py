@@ -24,8 +24,9 @@ from torch import Tensor
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_experts
 from kt_ray.checkpoint.index import check_unchanged
 from kt_ray.checkpoint.load_experts import Target
+from kt_ray.experts.device_lane import LaneBackward, LaneForward, LaneInput, LaneSaved
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
-from kt_ray.experts.lane import Lane, LaneBackward, LaneForward, LaneInput, LaneSaved
+from kt_ray.experts.lane import Lane
 from kt_ray.experts.process_memory import prefer_node
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
@@ -104,6 +105,8 @@ class LocalExperts:
         self._grads: dict[int, ExpertLora] = {}
         self._adapters: dict[str, dict[int, ExpertLora]] = {}  # kept ones, by name
         self._kept: dict[tuple[int, int], _Kept] = {}  # by layer and group
+        # slots that attention workers computed, by layer and group, until their gradients are there
+        self._elsewhere: dict[tuple[int, int], int] = {}
         self._dropout: DropoutSpec | None = None
         self._adapter: bool | str = True  # which one the present pass uses
         self._optimizer: LoraOptimizer | None = None
@@ -155,7 +158,8 @@ class LocalExperts:
                     self.weights[layer] = stored[0]
                 self.order[layer] = (*others, *resident)
                 if self.lane is not None:
-                    self.lane.add_layer(layer, self.order[layer], *stored)
+                    in_memory = [] if stored[0] is None else [stored[0]]
+                    self.lane.add_layer(layer, self.order[layer], in_memory, stored[1])
                 matrices = next(weights for weights in stored if weights is not None).projections()
                 shapes[layer] = {name: (int(m.shape[1]), int(m.shape[2])) for name, m in matrices.items()}
                 self.names[layer] = [layout.names(layer, e, spec.root) for e in self.order[layer]]
@@ -192,7 +196,7 @@ class LocalExperts:
             grads = {k: p.grad for k, p in matrices.items() if p.grad is not None}
             self._grads[layer] = _adapter(grads, spec.lora.scale)
             if self.lane is not None:
-                self.lane.lock(self.lora[layer])
+                self.lane.lock(self.lora[layer].tensors())
 
     def _updated(self) -> tuple[int, ...]:
         """Layers whose LoRA this actor's optimizer updates: all where there is one copy of the experts."""
@@ -221,6 +225,7 @@ class LocalExperts:
     def begin_pass(self, step: int, dropout: bool, adapters: bool | str = True) -> None:
         """Forget kept activations. dropout: whether LoRA's is on. adapters: as `adapter` of `forward`."""
         self._kept.clear()
+        self._elsewhere.clear()
         self.forget_calls()
         self._adapter = adapters
         p = self.spec.lora.dropout
@@ -238,7 +243,7 @@ class LocalExperts:
         adapter = {layer: lora.map(torch.Tensor.clone) if copy else lora for layer, lora in self.lora.items()}
         if copy and self.lane is not None:
             for lora in adapter.values():
-                self.lane.lock(lora)
+                self.lane.lock(lora.tensors())
         self._adapters[name] = adapter
 
     def local_ids(self, layer: int, ids_TK: Tensor, num_experts: int) -> Tensor:
@@ -367,7 +372,10 @@ class LocalExperts:
         counters.forward_slots += sum(counts)
         kept_bytes = sum(kept.bytes for kept in self._kept.values())
         counters.kept_bytes_peak = max(counters.kept_bytes_peak, kept_bytes)
-        tokens = counters.tokens_per_expert.setdefault(layer, [0] * len(counts))
+        self._count_tokens(layer, counts)
+
+    def _count_tokens(self, layer: int, counts: Sequence[int]) -> None:
+        tokens = self.counters.tokens_per_expert.setdefault(layer, [0] * len(counts))
         position = {e: i for i, e in enumerate(self.spec.experts_of(layer))}
         for expert, count in zip(self.order[layer], counts, strict=True):
             tokens[position[expert]] += count
@@ -425,6 +433,27 @@ class LocalExperts:
         dx_TH = self._answer(dx_TH, alloc)
         self.counters.backward_seconds += time.monotonic() - start
         return dx_TH, dw_TK
+
+    def count_elsewhere(self, layer: int, group: int, rows: Sequence[int]) -> None:
+        """A forward in which an attention worker computed so many rows of every expert (global ids)."""
+        own = [rows[e] for e in self.order[layer]]
+        self.counters.forward_slots += sum(own)
+        self.counters.lane_slots += sum(own)
+        self._count_tokens(layer, own)
+        self._elsewhere[layer, group] = self._elsewhere.get((layer, group), 0) + sum(own)
+
+    def add_gradients(self, layer: int, group: int, ids: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Add LoRA gradients of a backward that an attention worker computed.
+
+        Args:
+            ids: int64 [n] local ids, each once. values: float32 [n, ...] by matrix; empty without LoRA.
+        """
+        slots = self._elsewhere.pop((layer, group), 0)
+        self.counters.backward_slots += slots
+        self.counters.lane_slots += slots
+        grads = self._grads.get(layer)
+        for name, tensor in ({} if grads is None or not values else grads.named()).items():
+            self.engine.add_rows([(ids, values[name])], tensor)
 
     def _without(self, layer: int, ids_TK: Tensor, chosen: Sequence[int]) -> Tensor:
         """Local ids for the engine: experts that the lane computes become "no expert"."""

@@ -24,9 +24,9 @@ hyper-connections.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from torch import Tensor
 
 from kt_ray.batch import PassSpec
 from kt_ray.errors import BadStep
-from kt_ray.gpu import aside, driver
 from kt_ray.model.build import StageModel
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
@@ -44,55 +43,10 @@ from kt_ray.model.layer_calls import Handler
 from kt_ray.model.preference_losses import preference_loss
 from kt_ray.model.routing import RouterWatch
 from kt_ray.model.state import Graph, GroupState, MicroState, RecomputedRoutes, Routes
+from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
 from kt_ray.model.token_loss import Head
 from kt_ray.placement.order import Op
 from kt_ray.placement.weight_slots import WeightSlots
-
-
-class ExpertExchange(Protocol):
-    """Tokens to the routed experts, results back (kt_ray.transport.links.ExpertLink).
-
-    Tensors to submit are on the CPU, in memory from `alloc`. `submit_*` returns at once; the loop submits and
-    joins in the order of its program.
-    """
-
-    def after(self, ready: Any) -> None:
-        """What is submitted next is still on its way to the host, until the event `ready`."""
-
-    def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """CPU memory to fill and submit once, page-locked where the stage computes on CUDA.
-
-        Experts in shared memory read it without another copy. Submitted, it belongs to the exchange.
-        """
-
-    def submit_forward(
-        self,
-        layer: int,
-        group: int,
-        x_TH: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        keys_T: Tensor,
-        keep: bool,
-    ) -> None:
-        """Send a group's tokens.
-
-        Args:
-            x_TH: float32 or bfloat16, input of the experts.
-            ids_TK: int32, global expert ids.
-            weights_TK: float32, routing weights.
-            keys_T: int64, sample id · 2³² + position: the counters of dropout.
-            keep: whether a backward will follow.
-        """
-
-    def join_forward(self, layer: int, group: int) -> Tensor:
-        """Wait for y_TH float32, summed over all experts; on the CPU or on the stage's device."""
-
-    def submit_backward(self, layer: int, group: int, dy_TH: Tensor) -> None:
-        """Send dy float32."""
-
-    def join_backward(self, layer: int, group: int) -> tuple[Tensor, Tensor]:
-        """Wait for (dx_TH, dw_TK) float32; on the CPU or on the stage's device."""
 
 
 class StageExchange(Protocol):
@@ -154,6 +108,7 @@ class LayerLoop:
         self.spec = spec
         self.groups = groups
         self.experts = experts
+        self.tokens = TokenExchange(experts, self.device)
         self.stages = stages
         self.clock = clock
         self.watch = watch
@@ -303,6 +258,7 @@ class LayerLoop:
             raise RuntimeError(
                 f"layer {layer} called its experts {len(collected)} times for {len(state.micro)} inputs"
             )
+        self.tokens.settle()
         state.hidden = out
 
     def _recorded(self, layer: int, state: GroupState) -> AbstractContextManager[None]:
@@ -321,18 +277,17 @@ class LayerLoop:
         if self.train:
             state.routes[layer] = [Routes(*each) for each in zip(ids, weights, strict=True)]
         keys = [m.keys_T for m in state.micro] or [torch.empty(0, dtype=torch.int64)]
-        x_TH, ids_TK, weights_TK, keys_T = self._to_host(x, ids, [w.float() for w in weights], keys)
         # In the middle of the layer: without overlap the answer is awaited here.
         with self.clock.host("experts_wait"):
-            self.experts.submit_forward(layer, group, x_TH, ids_TK, weights_TK, keys_T, self.train)
+            floats = [w.float() for w in weights]
+            self.tokens.submit_forward(layer, group, x, ids, floats, keys, self.train)
 
     def join(self, layer: int, group: int) -> None:
         """Wait for a group's experts and finish the layer."""
         state = self.groups[group]
         hidden = require(state.hidden, "join", layer, group)
         with self.clock.host("experts_wait"):
-            y_TH = self.experts.join_forward(layer, group)
-        parts = y_TH.to(self.device, non_blocking=True).split(state.sizes)
+            parts = self.tokens.join_forward(layer, group).split(state.sizes)
         scale = self.scales[layer]
         with torch.no_grad(), self.clock.device("attention"):
             if scale is not None:
@@ -421,9 +376,9 @@ class LayerLoop:
 
     def _submit_backward(self, layer: int, group: int, dy: list[Tensor], scale: float) -> None:
         parts = [d if scale == 1.0 else d * scale for d in dy]
-        (host_TH,) = self._to_host(parts or [torch.empty(0, self.model.hidden_size, dtype=torch.float32)])
+        parts = parts or [torch.empty(0, self.model.hidden_size, dtype=torch.float32)]
         with self.clock.host("experts_wait"):
-            self.experts.submit_backward(layer, group, host_TH)
+            self.tokens.submit_backward(layer, group, parts)
 
     def backward(self, layer: int, group: int) -> None:
         """Join the experts' gradients and back-propagate through the recomputed layer."""
@@ -431,8 +386,7 @@ class LayerLoop:
         grads = require(state.grads, "backward", layer, group)
         if layer in self.model.experts:
             with self.clock.host("experts_wait"):
-                joined = self.experts.join_backward(layer, group)
-            dx, dw = (d.to(self.device, non_blocking=True).split(state.sizes) for d in joined)
+                dx, dw = (d.split(state.sizes) for d in self.tokens.join_backward(layer, group))
         else:
             dx = dw = (None,) * len(grads)
         graphs = state.graphs[layer]
@@ -505,27 +459,6 @@ class LayerLoop:
             yield
         finally:
             dropout.enabled, dropout.samples_N, dropout.positions_N = False, None, None
-
-    def _to_host(self, *tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        """Each list's tensors one after another along the rows, in memory of the exchange, the only copy.
-
-        They are to be submitted next. Copied beside the computation, which goes on meanwhile.
-        """
-        host = []
-        computing = driver().current(self.device) if driver().queues(self.device) else None
-        with aside(self.device, "tokens") as stream:
-            if stream is not None:
-                stream.wait_stream(computing)
-            for parts in tensors:
-                sizes = [part.shape[0] for part in parts]
-                whole = self.experts.alloc((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
-                for to, part in zip(whole.split(sizes), parts, strict=True):
-                    driver().copy_out(to, part.detach())
-                    driver().used_by(stream, part)
-                host.append(whole)
-            if stream is not None:
-                self.experts.after(driver().mark(self.device))
-        return tuple(host)
 
 
 def valid_rows(

@@ -25,13 +25,14 @@ from kt_ray.model.head_ranges import SHORTER_ROWS, HeadRanges, find_ranges
 from kt_ray.model.hidden_shelf import HostShelf
 from kt_ray.model.known_outputs import KnownOutputs, find_all
 from kt_ray.model.layer_checks import check_carry, check_family, check_packing, padding_moves, probe_layer
-from kt_ray.model.layer_loop import ExpertExchange, LayerLoop, StageExchange
+from kt_ray.model.layer_loop import LayerLoop, StageExchange
 from kt_ray.model.lora import AdapterSwitch, initial_lora, inject_lora, resolve_targets
 from kt_ray.model.pissa import relative_to_weights
 from kt_ray.model.range_loop import RangeLoop
 from kt_ray.model.routing import RouterWatch
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
+from kt_ray.model.token_exchange import ExpertExchange
 from kt_ray.model.token_loss import Head
 
 __all__ = ["Stage", "StageSpec"]

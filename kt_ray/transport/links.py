@@ -11,7 +11,7 @@ Shapes: T valid tokens of a group, H hidden, K experts per token, E experts of a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,6 +114,7 @@ class ExpertLink(_Link):
         self._sending: dict[tuple[str, int, int], Future[None]] = {}
         self._copies: dict[int, Any] = {}  # group -> end of copies out of its last answers
         self._answers: dict[tuple[str, int, int], list[Tensor]] = {}  # without overlap
+        self._gradients: dict[int, list[list[Lease]]] = {}  # by group, of layers in the order of backward
 
     def begin(self, number: int) -> None:
         """Begin the next step, with the same settings. Everything submitted before has been answered."""
@@ -143,11 +144,13 @@ class ExpertLink(_Link):
         weights_TK: Tensor,
         keys_T: Tensor,
         keep: bool,
+        elsewhere: Sequence[int] = (),
     ) -> None:
-        """Send the tokens of one group: global expert ids, routing weights, dropout keys."""
+        """Send the tokens of one group: global expert ids, routing weights, dropout keys; elsewhere: rows of
+        every expert that are not among these."""
         self._routed[layer, group] = _Routed(x_TH.shape[0])
         tensors = {"x": x_TH, "ids": ids_TK, "weights": weights_TK, "keys": keys_T}
-        self._submit("forward", layer, group, tensors)
+        self._submit("forward", layer, group, tensors, elsewhere)
 
     def join_forward(self, layer: int, group: int) -> Tensor:
         """y_TH float32, summed over expert actors."""
@@ -162,7 +165,27 @@ class ExpertLink(_Link):
         """(dx_TH, gradient of the routing weights dw_TK) float32, summed over expert actors."""
         dx_TH, dw_TK = self._join("backward", layer, group)
         del self._routed[layer, group]
+        # An actor adds a layer's gradients after its answer for the group's next one, so now at most the last
+        # layer's are not yet read.
+        sent = self._gradients.get(group, [])
+        while len(sent) > 1:
+            for lease in sent.pop(0):
+                self._port.release(lease)
         return dx_TH, dw_TK
+
+    def submit_gradients(self, layer: int, group: int, of_actors: Mapping[int, dict[str, Tensor]]) -> None:
+        """Send gradients of expert LoRA that this worker computed for its own tokens, after the group's
+        backward was joined.
+
+        Args:
+            of_actors: rank -> "ids", int64 [n] local ids, and float32 [n, ...] by matrix, in memory of
+                `alloc`; empty where this worker computed none of its experts.
+        """
+        tag = ("lane gradients", self._number, layer, group, self._replica)
+        leases = [
+            self._port.send([("experts", rank)], Message(tag, tensors)) for rank, tensors in of_actors.items()
+        ]
+        self._gradients.setdefault(group, []).append(leases)
 
     def finish(self) -> None:
         """End of the pass: wait until the device has read every answer; then they may change."""
@@ -192,8 +215,17 @@ class ExpertLink(_Link):
             table[list(self._experts_of(layer, rank))] = True
         return table
 
-    def _submit(self, direction: str, layer: int, group: int, tensors: dict[str, Tensor]) -> None:
-        facts = {} if self.adapter is True else {"adapter": self.adapter}
+    def _submit(
+        self,
+        direction: str,
+        layer: int,
+        group: int,
+        tensors: dict[str, Tensor],
+        elsewhere: Sequence[int] = (),
+    ) -> None:
+        facts: dict[str, Any] = {} if self.adapter is True else {"adapter": self.adapter}
+        if elsewhere:
+            facts["elsewhere"] = list(elsewhere)
         # The message tells the actors that their last answer of this group was read.
         events = [e for e in (self._copies.pop(group, None), self._ready) if e is not None]
         self._ready = None

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kt_ray.experts.lane import DeviceLane, LaneInput
+from kt_ray.experts.device_lane import DeviceLane, LaneInput
 from kt_ray.experts.lane_device import LaneDevice
 from kt_ray.gpu import aside, driver, use_driver
 from tests.helpers.native import Shape, make_case
@@ -131,7 +131,7 @@ def test_a_lane_copies_the_next_batch_while_it_computes_one(cards: Any, products
     )
     lane = DeviceLane(0, "cpu:0", 1, recompute=False)
     try:
-        lane.add_layer(0, range(experts), case.weights, None, ())
+        lane.add_layer(0, range(experts), [case.weights], None, ())
         call = LaneInput([case.x], case.ids, case.weights_TK, None, None, case.keys, case.x, [rows] * experts)
         lane.forward(0, range(experts), call).result()  # its buffers are made
         forward = whole(cards, lane, lambda: lane.forward(0, range(experts), call))

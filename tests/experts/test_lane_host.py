@@ -283,7 +283,7 @@ def test_an_error_in_the_lane_is_the_caller_s(checkpoint: tuple[Path, torch.dtyp
     def broken(*_: object) -> None:
         raise RuntimeError("no device")
 
-    monkeypatch.setattr("kt_ray.experts.lane.project_in", broken)
+    monkeypatch.setattr("kt_ray.experts.device_lane.project_in", broken)
     with pytest.raises(RuntimeError, match="no device"):
         results(checkpoint[0], LANES["both"], 0.0, "retain")
 

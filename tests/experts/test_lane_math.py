@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kt_ray.experts.lane import DeviceLane, Lane, LaneInput
+from kt_ray.experts.device_lane import DeviceLane, LaneInput
+from kt_ray.experts.lane import Lane
 from kt_ray.experts.lane_formats import matrix_values
 from kt_ray.experts.lane_math import slopes
 from kt_ray.experts.lane_routing import Routed, add_rows, route
@@ -58,7 +59,7 @@ def run_in_lane(
     lane = Lane(LanePlan(devices, (), ((0, 1.0),)), 1, recompute=recompute)
     weights, lora = case.weights, case.lora[0] if case.lora else None
     try:
-        lane.add_layer(weights.layer, weights.expert_ids, weights, None)
+        lane.add_layer(weights.layer, weights.expert_ids, [weights])
         counts = torch.bincount(case.ids.reshape(-1), minlength=weights.E + 1)[: weights.E].tolist()
         chosen = lane.choose(weights.layer, counts, len(case.x))
         y, dx = torch.zeros(len(case.x), weights.H), torch.zeros(len(case.x), weights.H)
@@ -241,8 +242,8 @@ def test_places_without_a_row_would_be_seen(mutation: str, monkeypatch: pytest.M
     wanted = run_in_lane(case, recompute=True)
     with_empty, places = DeviceLane._with_empty, DeviceLane._places
 
-    def filled(self: DeviceLane, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        made = with_empty(self, parts, dtype)
+    def filled(self: DeviceLane, parts: Sequence[Tensor], dtype: torch.dtype, *there: bool) -> Tensor:
+        made = with_empty(self, parts, dtype, *there)
         made[-1] = 1.0 if mutation == "values" else torch.nan
         return made
 

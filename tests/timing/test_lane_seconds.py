@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kt_ray.config.schema import Config
 from kt_ray.experts import lane_math
-from kt_ray.experts.lane import DeviceLane
+from kt_ray.experts.device_lane import DeviceLane
 from kt_ray.experts.lane_device import LaneDevice
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.placement import lane_share

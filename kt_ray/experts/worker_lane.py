@@ -1,0 +1,351 @@
+"""Experts that an attention worker computes for its own tokens (rule.experts.stream_to=workers).
+
+The worker copies the weights and adapters of some experts out of the memory of its host's expert actors,
+which it maps, to the device on which it computes anyway. Tokens of these experts stay there; the others go to
+the actors as ever, and only rows that still have an expert among them. x for backward waits in host memory.
+Each layer's adapter gradients go to the actors that hold the experts (docs/streaming.md).
+
+Legend: T valid tokens of a group, T_i of its micro-batch i, H hidden size, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kt_ray.experts.device_lane import LaneBackward, LaneForward, LaneInput, LaneSaved, Room
+from kt_ray.experts.lane import Lane
+from kt_ray.experts.lane_weights import Adapter, JoinedLora
+from kt_ray.gpu import aside, driver
+from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
+from kt_ray.native import DropoutSpec, ExpertLora, ExpertWeights
+from kt_ray.placement.plan_types import LanePlan
+
+
+class HostExperts(Protocol):
+    """An expert actor's experts, as another process of its host sees them.
+
+    layers: global id of every local expert, and the weights, by layer. adapters: LoRA by layer, of every
+    name; True = what is trained. memory: what all of it lies in.
+    """
+
+    layers: Mapping[int, tuple[Sequence[int], ExpertWeights]]
+    adapters: Mapping[bool | str, Mapping[int, ExpertLora]]
+    memory: Tensor
+
+
+class LaneLink(ExpertExchange, Protocol):
+    """The exchange with the expert actors (kt_ray.transport.links.ExpertLink)."""
+
+    def submit_forward(
+        self,
+        layer: int,
+        group: int,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        keys_T: Tensor,
+        keep: bool,
+        elsewhere: Sequence[int] = (),
+    ) -> None: ...
+
+    def submit_gradients(
+        self, layer: int, group: int, of_actors: Mapping[int, dict[str, Tensor]]
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """ids: global id of every local expert, one actor's after the other's. local: [E + 1], local id by global
+    one; as many as there are experts means none."""
+
+    ids: Tensor
+    local: Tensor
+
+
+class WorkerLane:
+    """The lane of one attention worker.
+
+    Args:
+        plan: on the one device that this process knows it by. threads: torch threads of a stand-in.
+        num_experts: of a layer.
+
+    Attributes:
+        lane: what computes.
+    """
+
+    def __init__(self, plan: LanePlan, threads: int, num_experts: int) -> None:
+        self.lane = Lane(plan, threads, recompute=False, stays=True)
+        self.num_experts = num_experts
+        self.held: dict[int, HostExperts] = {}
+        self._layers: dict[int, _Layer] = {}
+
+    def take(self, held: Mapping[int, HostExperts], layers: Sequence[int]) -> None:
+        """Take the experts of these layers from actors of this host, by rank; again if some were replaced."""
+        for rank, experts in self.held.items():
+            if rank not in held or held[rank].memory is not experts.memory:
+                self.lane.unlock(experts.memory)
+        self.held = dict(held)
+        for layer in layers:
+            found = [experts.layers[layer] for experts in held.values() if layer in experts.layers]
+            ids = [e for own, _ in found for e in own]
+            self.lane.add_layer(layer, ids, [weights for _, weights in found])
+            local = torch.full((self.num_experts + 1,), len(ids), dtype=torch.int64)
+            local[ids] = torch.arange(len(ids))
+            self._layers[layer] = _Layer(torch.tensor(ids), local)
+
+    def layer(self, layer: int) -> _Layer:
+        return self._layers[layer]
+
+    def adapter(self, layer: int, name: bool | str) -> Adapter | None:
+        """LoRA of a layer's local experts; None without."""
+        if name is False:
+            return None
+        parts = [experts.adapters.get(name, {}).get(layer) for experts in self.held.values()]
+        some = [part for part in parts if part is not None]
+        return JoinedLora(some) if some else None
+
+    def owners(self, layer: int) -> dict[int, range]:
+        """Rank -> local ids of its experts."""
+        made, first = {}, 0
+        for rank, experts in self.held.items():
+            count = len(experts.layers[layer][0]) if layer in experts.layers else 0
+            made[rank] = range(first, first + count)
+            first += count
+        return made
+
+    def close(self) -> None:
+        """End the thread and give the memory back. Idempotent."""
+        self.lane.close()
+        self.held = {}
+
+
+@dataclass
+class _Call:
+    """A group's tokens of one layer.
+
+    ids: [T, K] on the host, complete at `there`; x is at `ready`. rows: of every micro-batch those that the
+    actors get, on the device; None = all. forward, backward: what is computed here.
+    """
+
+    x: Sequence[Tensor]
+    ids: Tensor
+    weights: Tensor
+    keys: Tensor
+    keep: bool
+    ready: Any
+    there: Any
+    sizes: Sequence[int]
+    rows: list[Tensor] | None = None
+    forward: Future[LaneForward] | None = None
+    saved: LaneSaved | None = None
+    backward: Future[LaneBackward] | None = None
+    gradients: dict[int, dict[str, Tensor]] | None = None
+
+
+class LaneTokens(TokenExchange):
+    """A pass's tokens, shared between the worker's lane and the expert actors.
+
+    Args:
+        lane: the worker's. experts: the exchange with the actors. device: the stage's.
+        dropout: of the pass. adapter: which one it uses.
+    """
+
+    def __init__(
+        self,
+        lane: WorkerLane,
+        experts: LaneLink,
+        device: torch.device,
+        dropout: DropoutSpec | None,
+        adapter: bool | str,
+    ) -> None:
+        super().__init__(experts, device)
+        self._link, self._lane = experts, lane
+        self._dropout, self._adapter = dropout, adapter
+        self._calls: dict[tuple[int, int], _Call] = {}
+        self._unsettled: list[tuple[int, int]] = []
+        lane.lane.forget_calls()
+
+    def submit_forward(
+        self,
+        layer: int,
+        group: int,
+        x: Sequence[Tensor],
+        ids: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        keep: bool,
+    ) -> None:
+        """Begin to bring the routing to the host. `settle` sends what the actors get."""
+        ready = driver().current(self.device).record_event() if driver().queues(self.device) else None
+        (ids_TK, weights_TK), there = self._routing(ids, weights)
+        sizes = [len(part) for part in ids]
+        call = _Call(x, ids_TK, weights_TK, torch.cat(list(keys)), keep, ready, there, sizes)
+        self._calls[layer, group] = call
+        self._unsettled.append((layer, group))
+
+    def _routing(self, *tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """Tensors whole on the host, complete at a mark."""
+        host, pinned = [], self.device.type == "cuda"
+        computing = driver().current(self.device) if driver().queues(self.device) else None
+        with aside(self.device, "tokens") as stream:
+            if stream is not None:
+                stream.wait_stream(computing)
+            for parts in tensors:
+                sizes = [len(part) for part in parts]
+                whole = torch.empty(
+                    (sum(sizes), *parts[0].shape[1:]), dtype=parts[0].dtype, pin_memory=pinned
+                )
+                for to, part in zip(whole.split(sizes), parts, strict=True):
+                    driver().copy_out(to, part.detach())
+                    driver().used_by(stream, part)
+                host.append(whole)
+            return host, None if stream is None else driver().mark(self.device)
+
+    def settle(self) -> None:
+        """Choose the experts that are computed here, start them, and send the rest of the tokens."""
+        for layer, group in self._unsettled:
+            self._start(layer, group, self._calls[layer, group])
+        self._unsettled.clear()
+
+    def _start(self, layer: int, group: int, call: _Call) -> None:
+        here, lane = self._lane.layer(layer), self._lane.lane
+        if call.there is not None:
+            call.there.synchronize()
+        local_TK, experts = here.local[call.ids.long()], len(here.ids)
+        counts = torch.bincount(local_TK.flatten(), minlength=experts + 1)[:experts].tolist()
+        ((*chosen,),) = lane.choose(layer, counts, len(local_TK))
+        ids_TK, x, keys_T, weights_TK = call.ids, call.x, call.keys, call.weights
+        elsewhere: list[int] = []
+        if chosen:
+            kept = None
+            if call.keep:
+                shape = (len(local_TK), call.x[0].shape[-1])
+                kept = lane.room((layer, group), shape, lane.compute_dtype(layer))
+            adapter = self._lane.adapter(layer, self._adapter)
+            dropout = self._dropout if adapter is not None else None
+            given = LaneInput(
+                call.x, local_TK, call.weights, adapter, dropout, call.keys, kept, counts, call.ready
+            )
+            (call.forward,) = lane.forward(layer, [chosen], given)
+            ids_TK, elsewhere = self._left(here, chosen, counts, call.ids)
+            stays = (ids_TK < self._lane.num_experts).any(dim=1)
+            if not bool(stays.all()):
+                x = self._keep_rows(call, stays)
+                ids_TK, weights_TK, keys_T = ids_TK[stays], weights_TK[stays], keys_T[stays]
+        call.x = ()
+        x_TH, *routing = self.to_host(x, [ids_TK], [weights_TK], [keys_T], ready=call.ready)
+        ids_TK, weights_TK, keys_T = routing
+        self._link.submit_forward(layer, group, x_TH, ids_TK, weights_TK, keys_T, call.keep, elsewhere)
+
+    def _left(
+        self, here: _Layer, chosen: Sequence[int], counts: Sequence[int], ids_TK: Tensor
+    ) -> tuple[Tensor, list[int]]:
+        """Global ids with no expert in the place of those chosen, and the rows of every expert chosen."""
+        none = self._lane.num_experts
+        table = torch.arange(none + 1, dtype=ids_TK.dtype)
+        own = here.ids[list(chosen)]
+        table[own] = none
+        elsewhere = torch.zeros(none, dtype=torch.int64)
+        elsewhere[own] = torch.tensor(counts)[list(chosen)]
+        return table[ids_TK.long()], elsewhere.tolist()
+
+    def _keep_rows(self, call: _Call, stays: Tensor) -> list[Tensor]:
+        """x of the rows that the actors get, by the stream that copies it out."""
+        with aside(self.device, "tokens") as stream:
+            if stream is not None:
+                stream.wait_event(call.ready)
+            call.rows = [
+                part.nonzero().flatten().to(self.device, non_blocking=True)
+                for part in stays.split(list(call.sizes))
+            ]
+            made = [part.index_select(0, rows) for part, rows in zip(call.x, call.rows, strict=True)]
+            for part in call.x:
+                driver().used_by(stream, part)
+        return made
+
+    def join_forward(self, layer: int, group: int) -> Tensor:
+        y_TH, call = super().join_forward(layer, group), self._calls[layer, group]
+        if call.forward is not None:
+            made = call.forward.result()
+            call.forward, call.saved = None, made.saved
+            y_TH = self._added(made.y, y_TH, call)
+        if not call.keep:
+            del self._calls[layer, group]
+        return y_TH
+
+    def _added(self, own: Tensor, part: Tensor, call: _Call) -> Tensor:
+        """own [T, ...] plus the actors' part of it, in place."""
+        if driver().queues(self.device):
+            driver().used_by(driver().current(self.device), own)
+        if call.rows is None:
+            return own.add_(part)
+        first = 0
+        sizes = [len(rows) for rows in call.rows]
+        for rows, size, values in zip(call.rows, call.sizes, part.split(sizes), strict=True):
+            own[first : first + size].index_add_(0, rows, values)
+            first += size
+        return own
+
+    def submit_backward(self, layer: int, group: int, dy: Sequence[Tensor]) -> None:
+        call = self._calls[layer, group]
+        call.gradients = {rank: {} for rank in self._lane.held}
+        if call.saved is not None:
+            ready = driver().current(self.device).record_event() if driver().queues(self.device) else None
+            adapter = self._lane.adapter(layer, self._adapter)
+            room = self._room(layer, call, adapter)
+            (call.backward,) = self._lane.lane.backward(
+                layer, [call.saved], dy, adapter, ready=ready, room=room
+            )
+        if call.rows is not None:
+            dy = [part.index_select(0, rows) for part, rows in zip(dy, call.rows, strict=True)]
+        super().submit_backward(layer, group, dy)
+
+    def _room(self, layer: int, call: _Call, adapter: Adapter | None) -> Room:
+        """Memory for a call's adapter gradients, in which they go to the actors."""
+        assert call.saved is not None and call.gradients is not None
+        places: dict[int, tuple[int, int]] = {}  # local id -> its owner's rank, its place there
+        order = [e for batch in call.saved.routed.batches for e in batch]
+        for rank, owned in self._lane.owners(layer).items():
+            own = [e for e in order if e in owned]
+            places |= {e: (rank, place) for place, e in enumerate(own)}
+            ids = self.experts.alloc((len(own),), torch.int64)
+            ids.copy_(torch.tensor(own, dtype=torch.int64) - owned.start)
+            tensors = call.gradients[rank] = {"ids": ids}
+            for name, values in ({} if adapter is None or not own else adapter.named()).items():
+                tensors[name] = self.experts.alloc((len(own), *values[own[0]].shape), torch.float32)
+        gradients = call.gradients
+
+        def room(batch: Sequence[int], name: str, shape: Sequence[int]) -> Tensor:
+            rank, place = places[batch[0]]  # a batch has one owner's experts, and their places follow
+            return gradients[rank][name][place : place + len(batch)]
+
+        return room
+
+    def join_backward(self, layer: int, group: int) -> tuple[Tensor, Tensor]:
+        call = self._calls.pop((layer, group))
+        dx_TH, dw_TK = super().join_backward(layer, group)
+        if call.backward is not None:
+            made = call.backward.result()
+            dx_TH = self._added(made.dx, dx_TH, call)
+            own_TK = torch.zeros(call.ids.shape, dtype=torch.float32, device=self.device)
+            if driver().queues(self.device):
+                driver().used_by(driver().current(self.device), made.dw)
+            own_TK.view(-1)[made.slots.to(self.device, non_blocking=True)] = made.dw
+            dw_TK = self._added(own_TK, dw_TK, call)
+        assert call.gradients is not None, "submit_backward came first"
+        self._link.submit_gradients(layer, group, call.gradients)
+        return dx_TH, dw_TK
+
+    def close(self) -> None:
+        """Wait for what still reads this pass's tensors, whether or not the pass came to its end."""
+        pending: list[Future[Any]] = []
+        for call in self._calls.values():
+            pending += [future for future in (call.forward, call.backward) if future is not None]
+        wait(pending)
+        self._calls.clear()
