@@ -209,10 +209,8 @@ class AttentionWorker(PlainActor):
             with recorder.span("begin", "compute"):
                 loop = stage.begin(spec, self.part.replica, experts, stages)
                 if self._lane is not None:
-                    lane = LaneTokens(
-                        self._lane, experts, stage.device, self._expert_dropout(spec), spec.adapters
-                    )
-                    loop.tokens = lane
+                    how = (self._expert_dropout(spec), spec.adapters, len(loop.groups))
+                    loop.tokens = lane = LaneTokens(self._lane, experts, stage.device, *how)
             for op in worker_program(self.plan, self.part.replica, self.part.stage, spec.kind):
                 self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
                 with recorder.span(op.kind, "compute", op.layer, op.group):

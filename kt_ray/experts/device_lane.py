@@ -39,8 +39,10 @@ from kt_ray.experts.lane_weights import (
 from kt_ray.native import DropoutSpec, ExpertWeights
 from kt_ray.native.dropout_hash import dropout_hash
 from kt_ray.optim.optimizers import use_torch_threads
-from kt_ray.placement.lane_share import batch_size, batches
+from kt_ray.placement.lane_share import ahead_experts, batch_size, batches
 
+Following = tuple[int, Sequence[int]]
+"""(layer, local ids) of experts that are needed next."""
 Room = Callable[[Sequence[int], str, Sequence[int]], Tensor]
 """(local ids of a batch, name of a matrix, shape [B, ...]) -> float32 host memory for its gradients."""
 
@@ -101,7 +103,7 @@ class LaneInput(NamedTuple):
 
     x: parts [T_i, H], on the host, or where tokens stay on the device. ready: the mark there after which they
     are complete. counts: rows of every local id. kept: where x lies when backward comes; None = none follows.
-    keys: unchanged until then, too.
+    keys: unchanged until then, too. following: what is carried after all that the call needs.
     """
 
     x: Sequence[Tensor]
@@ -113,6 +115,7 @@ class LaneInput(NamedTuple):
     kept: Tensor | None
     counts: Sequence[int]
     ready: Any = None
+    following: Following | None = None
 
 
 class _Buffer:
@@ -125,20 +128,25 @@ class _Buffer:
 
 @dataclass
 class _Layer:
-    """kind: of the layer's experts. ids: global id of every local one. streamable: those in host memory.
-    resident: those on the device. owners: local ids of each that gradients go to; no batch has two's."""
+    """number: in the model. kind: of its experts. ids: global id of every local one. streamable: those in
+    host memory. resident: those on the device. owners: local ids of each that gradients go to; no batch has
+    two's. ahead: those that may be there before a forward's first call."""
 
+    number: int
     kind: LayerKind
     ids: tuple[int, ...]
     streamable: PackedExperts
     resident: PackedExperts
     owners: tuple[range, ...]
+    ahead: tuple[int, ...]
 
     def order(self, chosen: Iterable[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
-        """Batches of these experts. Residents lie elsewhere than the others, so a batch has either."""
-        some, held = list(chosen), self.resident.parcels
-        kinds = [[e for e in some if e in held]]
-        kinds += [[e for e in some if e in own and e not in held] for own in self.owners]
+        """Batches of these experts: residents, which lie elsewhere than the others, then what may be there,
+        then the rest."""
+        some, early = list(chosen), set(self.ahead)
+        kinds = [[e for e in some if e in self.resident.parcels]]
+        for first in (True, False):
+            kinds += [[e for e in some if e in own and (e in early) == first] for own in self.owners]
         return [batch for own in kinds for batch in batches(own, counts, self.kind.params)]
 
 
@@ -150,7 +158,8 @@ class DeviceLane:
         threads: torch threads of the stand-in on the CPU. A GPU's thread sorts rows alone: the engine needs
             the other cores.
         recompute: keep x only and compute gate and up again in backward.
-        held: carried experts of a layer that stay on the device until another layer's are carried.
+        held: carried experts of a layer that stay on the device until another layer's are carried. ahead:
+            those that are carried before it is their layer's turn.
         stays: whether tokens are on the device before and after a call.
 
     Attributes:
@@ -162,7 +171,15 @@ class DeviceLane:
     """
 
     def __init__(
-        self, number: int, device: str, threads: int, *, recompute: bool, held: int = 0, stays: bool = False
+        self,
+        number: int,
+        device: str,
+        threads: int,
+        *,
+        recompute: bool,
+        held: int = 0,
+        ahead: int = 0,
+        stays: bool = False,
     ) -> None:
         self.number = number
         self.device = LaneDevice(device)
@@ -174,7 +191,8 @@ class DeviceLane:
         self._layers: dict[int, _Layer] = {}
         self._buffers = (_Buffer(), _Buffer())
         self._turn = 0
-        self._held = HeldExperts(held)
+        self._ahead = ahead
+        self._held = HeldExperts(held, ahead)
         # Built on its own thread: torch's thread count is a property of the calling thread.
         threads = 1 if self.device.is_cuda else threads
         self._pool = ThreadPoolExecutor(
@@ -208,12 +226,17 @@ class DeviceLane:
             self.resident_bytes += held.nbytes * len(held.parcels)
         some = resident if not others else others[0]
         assert some is not None, "a layer without experts"
-        kind = LayerKind.of(some)
-        self._layers[layer] = _Layer(kind, tuple(ids), PackedExperts.of(streamable), held, tuple(owners))
+        host, ahead = PackedExperts.of(streamable), ahead_experts(owners, self._ahead)
+        self._held.fit(host)
+        self._layers[layer] = _Layer(layer, LayerKind.of(some), tuple(ids), host, held, tuple(owners), ahead)
 
     def kind(self, layer: int) -> LayerKind:
         """Of a layer's experts."""
         return self._layers[layer].kind
+
+    def ahead_of(self, layer: int) -> tuple[int, ...]:
+        """Local ids of the experts of a layer that are carried ahead of a forward."""
+        return self._layers[layer].ahead
 
     def resident_here(self, layer: int) -> Iterable[int]:
         """Local ids of the experts of a layer that stay on this device."""
@@ -232,14 +255,16 @@ class DeviceLane:
         *,
         ready: Any = None,
         room: Room | None = None,
+        following: Following | None = None,
     ) -> Future[LaneBackward]:
         """Start the backward of a kept forward.
 
         Args:
-            dy: parts [T_i, H], float32, where x was. ready: as of `LaneInput`. room: for the adapters'
-                gradients; None = memory of torch's.
+            dy: parts [T_i, H], float32, where x was. ready, following: as of `LaneInput`. room: for the
+                adapters' gradients; None = memory of torch's.
         """
-        return self._pool.submit(self._timed, self._backward, layer, saved, dy, lora, ready, room)
+        more = (ready, room, following)
+        return self._pool.submit(self._timed, self._backward, layer, saved, dy, lora, *more)
 
     def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
         start = time.monotonic()
@@ -269,7 +294,7 @@ class DeviceLane:
             keys = self._keys(saved)
             y = torch.zeros(x[:-1].shape, dtype=torch.float32, device=device.device)
         leaving = _Leaving(device)
-        for i, tensors in self._carry(here, routed.batches, lora):
+        for i, tensors in self._carry(here, routed.batches, lora, call.following):
             with device.computing():
                 experts = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
                 for part in routed.parts[i]:
@@ -300,6 +325,7 @@ class DeviceLane:
         lora: Adapter | None,
         ready: Any,
         room: Room | None,
+        following: Following | None,
     ) -> LaneBackward:
         here, routed, device = self._layers[layer], saved.routed, self.device
         assert saved.x is not None, "the forward was kept"
@@ -311,7 +337,7 @@ class DeviceLane:
             dw = torch.empty(len(routed.slots), dtype=torch.float32, device=device.device)
         grads: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         coming = _Coming(device, saved)
-        for i, tensors in self._carry(here, routed.batches, lora):
+        for i, tensors in self._carry(here, routed.batches, lora, following):
             with device.computing():
                 experts = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
                 own: dict[str, Tensor] = {}
@@ -379,21 +405,31 @@ class DeviceLane:
         return self._with_empty([saved.keys], saved.keys.dtype) if wanted else None
 
     def _carry(
-        self, here: _Layer, order: Sequence[Sequence[int]], lora: Adapter | None
+        self,
+        here: _Layer,
+        order: Sequence[Sequence[int]],
+        lora: Adapter | None,
+        following: Following | None,
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """(number, tensors on the device) of one batch after the other, the next one's copy under way."""
+        """(number, tensors on the device) of one batch after the other, the next one's copy under way; behind
+        the last one's, the copies of those that follow."""
         waiting: tuple[int, dict[str, Tensor], _Buffer, Any] | None = None
         for i in range(len(order) + 1):
-            following = None
+            coming = None
             if i < len(order):
                 tensors, buffer = self._fetch(here, order[i], lora)
-                following = i, tensors, buffer, self.device.copied()
+                coming = i, tensors, buffer, self.device.copied()
+            elif following is not None:
+                layer, experts = following
+                with self.device.copying():
+                    host = self._layers[layer].streamable
+                    self.carried += self._held.bring_ahead(layer, host, experts, self.device.device)
             if waiting is not None:
                 number, tensors, buffer, ready = waiting
                 self.device.compute_after(ready)
                 yield number, tensors
                 buffer.free = self.device.computed()
-            waiting = following
+            waiting = coming
 
     def _fetch(
         self, here: _Layer, experts: Sequence[int], lora: Adapter | None
@@ -407,7 +443,7 @@ class DeviceLane:
             held = here.resident
         else:
             with self.device.copying():
-                held, carried = self._held.get(here.streamable, experts, self.device.device)
+                held, carried = self._held.get(here.number, here.streamable, experts, self.device.device)
             self.carried += carried
         most = min(batch_size(1, here.kind.params), len(here.ids))
         there = len(experts) == 1 and held.parcels[experts[0]].on_device

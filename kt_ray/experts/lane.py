@@ -40,9 +40,9 @@ class Lane:
 
     def __init__(self, plan: LanePlan, threads: int, *, recompute: bool, stays: bool = False) -> None:
         self.plan = plan
-        recompute = recompute or plan.recompute
+        recompute, held, ahead = recompute or plan.recompute, plan.held, plan.ahead
         self.parts = tuple(
-            DeviceLane(number, device, threads, recompute=recompute, held=plan.held, stays=stays)
+            DeviceLane(number, device, threads, recompute=recompute, held=held, ahead=ahead, stays=stays)
             for number, device in enumerate(plan.devices)
         )
         self.notes: list[str] = []
@@ -125,6 +125,7 @@ class Lane:
         """
         there = self._before[1] if self.plan.held and self._before[0] == layer else ()
         share, known = self.plan.share(tokens, again=bool(there)), {e for own in there for e in own}
+        known |= {e for part in self.parts for e in part.ahead_of(layer)}
         streamed = streamed_experts(counts[: self._streamable[layer]], share, known)
         of_devices = dealt(streamed, counts, len(self.parts), there)
         self._before = (layer, of_devices)

@@ -165,46 +165,73 @@ class PackedExperts:
 
 
 class HeldExperts:
-    """Carried experts of one layer that stay on a device: the layer's next call need not carry them again.
+    """Carried experts that stay on a device: a layer's next call need not carry them again, and those of the
+    next layer may come while this one is computed.
 
-    A call that finds another layer's experts here overwrites them. What was computed from them is done by
-    then: the lane's thread waits for the device at the end of every call.
+    A call of a layer gives the places of all others back. What was computed from them is done by then: the
+    lane's thread waits for the device at the end of every call.
 
     Args:
-        places: how many stay.
+        places: that a layer takes at most. ahead: places beside them, for another layer's.
     """
 
-    def __init__(self, places: int) -> None:
-        self._places = places
+    def __init__(self, places: int, ahead: int = 0) -> None:
+        self._places, self._ahead = places, ahead
+        self._nbytes = 0  # of a place
         self._memory: Tensor | None = None
-        self._host: PackedExperts | None = None  # of the layer whose experts are here
-        self._here: dict[int, Parcel] = {}
+        self._free = list(range(places + ahead))
+        self._here: dict[int, dict[int, tuple[Parcel, int]]] = {}  # layer -> what is here, in which place
+
+    def fit(self, host: PackedExperts) -> None:
+        """A layer's weights are new: places take its experts, too, and none of them is here."""
+        self._nbytes, self._memory = max(self._nbytes, host.nbytes), None
+        self._forget()
 
     def get(
-        self, host: PackedExperts, experts: Sequence[int], device: torch.device
+        self, layer: int, host: PackedExperts, experts: Sequence[int], device: torch.device
     ) -> tuple[PackedExperts, int]:
         """A layer's experts: on the device where they are there, or begin to be copied to a free place there,
         else in host memory. And the bytes that are carried."""
-        if self._host is not host:
-            self._host, self._here = host, {}
-        carried = 0
-        for e in experts:
-            parcel, place = host.parcels[e], len(self._here)
-            carried += 0 if e in self._here else parcel.carried
-            if e not in self._here and place < self._places:
-                self._here[e] = parcel.copied(self._place(place, parcel.nbytes, device), driver().copy_in)
-        return PackedExperts({e: self._here.get(e, host.parcels[e]) for e in experts}), carried
+        for other in [other for other in self._here if other != layer]:
+            self._free += [place for _, place in self._here.pop(other).values()]
+        carried = self._bring(layer, host, experts, self._places, device)
+        here = self._here[layer]
+        carried += sum(host.parcels[e].carried for e in experts if e not in here)
+        return PackedExperts({e: here[e][0] if e in here else host.parcels[e] for e in experts}), carried
 
-    def _place(self, number: int, nbytes: int, device: torch.device) -> Tensor:
-        if self._memory is None or self._memory.numel() < self._places * nbytes:
-            assert not self._here, "a layer's experts are alike"
-            self._memory = None  # freed before there is more
-            self._memory = torch.empty(self._places * nbytes, dtype=torch.uint8, device=device)
-        return self._memory[number * nbytes : (number + 1) * nbytes]
+    def bring_ahead(
+        self, layer: int, host: PackedExperts, experts: Sequence[int], device: torch.device
+    ) -> int:
+        """Begin to copy these experts of a layer that is to be computed next, as many as there is room for;
+        returns the bytes that are carried."""
+        return self._bring(layer, host, experts, self._ahead, device)
+
+    def _bring(
+        self, layer: int, host: PackedExperts, experts: Sequence[int], most: int, device: torch.device
+    ) -> int:
+        here, carried = self._here.setdefault(layer, {}), 0
+        for e in experts:
+            if e in here or len(here) >= most or not self._free:
+                continue
+            place, parcel = self._free.pop(0), host.parcels[e]
+            here[e] = parcel.copied(self._place(place, device), driver().copy_in), place
+            carried += parcel.carried
+        return carried
+
+    def _place(self, number: int, device: torch.device) -> Tensor:
+        if self._memory is None:
+            size = (self._places + self._ahead) * self._nbytes
+            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._memory[number * self._nbytes : (number + 1) * self._nbytes]
+
+    def _forget(self) -> None:
+        self._here.clear()
+        self._free = list(range(self._places + self._ahead))
 
     def close(self) -> None:
         """Give the memory back."""
-        self._memory, self._host, self._here = None, None, {}
+        self._memory = None
+        self._forget()
 
 
 class Adapter(Protocol):

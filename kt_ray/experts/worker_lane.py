@@ -18,7 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kt_ray.experts.device_lane import LaneBackward, LaneForward, LaneInput, LaneSaved, Room
+from kt_ray.experts.device_lane import (
+    Following,
+    LaneBackward,
+    LaneForward,
+    LaneInput,
+    LaneSaved,
+    Room,
+)
 from kt_ray.experts.lane import Lane
 from kt_ray.experts.lane_weights import Adapter, JoinedLora
 from kt_ray.gpu import aside, driver
@@ -102,6 +109,11 @@ class WorkerLane:
     def layer(self, layer: int) -> _Layer:
         return self._layers[layer]
 
+    def layer_after(self, layer: int, step: int) -> int | None:
+        """The next layer with experts above (1) or below (-1); None = there is none."""
+        others = [other for other in self._layers if (other - layer) * step > 0]
+        return min(others, key=lambda other: abs(other - layer), default=None)
+
     def adapter(self, layer: int, name: bool | str) -> Adapter | None:
         """LoRA of a layer's local experts; None without."""
         if name is False:
@@ -153,7 +165,7 @@ class LaneTokens(TokenExchange):
 
     Args:
         lane: the worker's. experts: the exchange with the actors. device: the stage's.
-        dropout: of the pass. adapter: which one it uses.
+        dropout: of the pass. adapter: which one it uses. groups: how many pass each layer, in order.
     """
 
     def __init__(
@@ -163,10 +175,11 @@ class LaneTokens(TokenExchange):
         device: torch.device,
         dropout: DropoutSpec | None,
         adapter: bool | str,
+        groups: int,
     ) -> None:
         super().__init__(experts, device)
         self._link, self._lane = experts, lane
-        self._dropout, self._adapter = dropout, adapter
+        self._dropout, self._adapter, self._last = dropout, adapter, groups - 1
         self._calls: dict[tuple[int, int], _Call] = {}
         self._unsettled: list[tuple[int, int]] = []
         lane.lane.forget_calls()
@@ -230,7 +243,8 @@ class LaneTokens(TokenExchange):
             adapter = self._lane.adapter(layer, self._adapter)
             dropout = self._dropout if adapter is not None else None
             given = LaneInput(
-                call.x, local_TK, call.weights, adapter, dropout, call.keys, kept, counts, call.ready
+                *(call.x, local_TK, call.weights, adapter, dropout, call.keys, kept, counts, call.ready),
+                following=self._after_forward(layer, group),
             )
             (call.forward,) = lane.forward(layer, [chosen], given)
             ids_TK, elsewhere = self._left(here, chosen, counts, call.ids)
@@ -242,6 +256,21 @@ class LaneTokens(TokenExchange):
         x_TH, *routing = self.to_host(x, [ids_TK], [weights_TK], [keys_T], ready=call.ready)
         ids_TK, weights_TK, keys_T = routing
         self._link.submit_forward(layer, group, x_TH, ids_TK, weights_TK, keys_T, call.keep, elsewhere)
+
+    def _after_forward(self, layer: int, group: int) -> Following | None:
+        """Behind a layer's last call come experts of the next one, those that every call has streamed."""
+        above = self._lane.layer_after(layer, 1)
+        if group < self._last or above is None:
+            return None
+        return above, self._lane.lane.parts[0].ahead_of(above)
+
+    def _after_backward(self, layer: int, group: int) -> Following | None:
+        """Behind a layer's last call come experts that the layer below needs first."""
+        below = self._lane.layer_after(layer, -1)
+        call = None if below is None else self._calls.get((below, 0))
+        if group < self._last or below is None or call is None or call.saved is None:
+            return None
+        return below, [e for batch in call.saved.routed.batches for e in batch]
 
     def _left(
         self, here: _Layer, chosen: Sequence[int], counts: Sequence[int], ids_TK: Tensor
@@ -299,8 +328,9 @@ class LaneTokens(TokenExchange):
             ready = driver().current(self.device).record_event() if driver().queues(self.device) else None
             adapter = self._lane.adapter(layer, self._adapter)
             room = self._room(layer, call, adapter)
+            following = self._after_backward(layer, group)
             (call.backward,) = self._lane.lane.backward(
-                layer, [call.saved], dy, adapter, ready=ready, room=room
+                layer, [call.saved], dy, adapter, ready=ready, room=room, following=following
             )
         if call.rows is not None:
             dy = [part.index_select(0, rows) for part, rows in zip(dy, call.rows, strict=True)]

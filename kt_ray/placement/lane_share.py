@@ -9,6 +9,7 @@ Legend: T tokens of a call, E experts of a layer, n of them in an actor's host m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -79,6 +80,15 @@ def batches(experts: Sequence[int], counts: Sequence[int], params: int) -> tuple
         made.append(tuple(order[first : first + size]))
         first += size
     return tuple(made)
+
+
+def ahead_experts(owners: Sequence[range], count: int) -> tuple[int, ...]:
+    """Which `count` experts are carried before a layer's routing is known: the first ids of every owner, as
+    evenly as they go."""
+    in_turn = (
+        own[place] for place in range(max(map(len, owners), default=0)) for own in owners if place < len(own)
+    )
+    return tuple(sorted(itertools.islice(in_turn, count)))
 
 
 def whole_experts(share: float, experts: int) -> int:

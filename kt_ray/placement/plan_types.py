@@ -26,6 +26,9 @@ class LanePlan:
     # carried experts of a layer whose weights stay on each device until another layer's are carried, so that
     # one copy of them serves all groups
     held: int = 0
+    # of an attention worker's lane: experts of a layer that are copied while the layer before is computed, to
+    # places of their own; in forward the same ones every time, which every call has streamed
+    ahead: int = 0
     # as `shares`, for a layer's calls after the first: what is there is carried no more, and what they carry
     # comes on top; () = as for the first
     later: tuple[tuple[int, float], ...] = ()
