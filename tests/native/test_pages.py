@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from kt_ray.native import allocate
-from kt_ray.native.pages import HUGE_PAGE
+from kt_ray.native import MemoryFile, allocate, allocating, pages
+from kt_ray.native.pages import HUGE_PAGE, map_whole
 
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -73,3 +74,70 @@ def test_no_memory_is_a_memory_error() -> None:
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert allocate((HUGE_PAGE,), torch.uint8).fill_(7).sum() == 7 * HUGE_PAGE
+
+
+@pytest.mark.parametrize("size", [5, HUGE_PAGE + 7])
+def test_a_file_that_another_mapping_shows(size: int) -> None:
+    """Tensors of a file: aligned like any other, zeros, the same bytes wherever the file is mapped."""
+    file = MemoryFile("kt_ray-test")
+    with allocating(file):
+        before, tensor = allocate((3,), torch.float32), allocate((size,), torch.bfloat16)
+        assert allocate((0, 4), torch.float32).shape == (0, 4)
+    assert allocate((3,), torch.float32).untyped_storage().nbytes() == 12
+    assert file.offset(allocate((3,), torch.float32)) is None
+    unit = HUGE_PAGE if tensor.nbytes >= HUGE_PAGE else mmap.PAGESIZE
+    offset = file.offset(tensor[4:])
+    assert file.offset(before) == 0 and offset is not None
+    assert (offset - 8) % unit == 0 and tensor.data_ptr() % unit == 0 and not tensor.any()
+    assert os.stat(file.path).st_ino == file.inode
+    assert os.stat(file.path).st_size == file.size >= offset + tensor[4:].nbytes
+    fd = os.open(file.path, os.O_RDWR)
+    whole = map_whole(fd, file.size)
+    os.close(fd)
+    tensor.copy_(torch.arange(size))
+    assert torch.equal(whole[offset : offset + 2].view(torch.bfloat16), tensor[4:5])
+    whole[offset : offset + 2].view(torch.bfloat16).fill_(-3)
+    assert tensor[4] == -3
+
+
+def test_the_memory_of_a_file_goes_back_with_the_last_view() -> None:
+    """Although another mapping of the file lives on; and the file with the last tensor."""
+    file = MemoryFile("kt_ray-test")
+    view = file.allocate((16 * HUGE_PAGE,), torch.uint8).fill_(1)[7:9]
+    kept = file.allocate((100,), torch.uint8).fill_(2)
+    fd = os.open(file.path, os.O_RDWR)
+    whole, path = map_whole(fd, file.size), file.path
+    assert os.fstat(fd).st_blocks * 512 >= 16 * HUGE_PAGE
+    del view
+    assert os.fstat(fd).st_blocks * 512 < HUGE_PAGE and not whole[: 16 * HUGE_PAGE].any()
+    assert whole[16 * HUGE_PAGE :][:100].eq(2).all()
+    os.close(fd)
+    del file
+    assert os.path.exists(path) and kept.eq(2).all()
+    del kept
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("setting", ["as it is", "always within_size advise [never] deny force"])
+def test_a_file_has_huge_pages(setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where shared memory may not have them by itself, too, from Linux 6.1 on."""
+    if setting != "as it is":
+        (tmp_path / "shmem_enabled").write_text(setting)
+        monkeypatch.setattr(pages, "SHARED_HUGE_PAGES", tmp_path / "shmem_enabled")
+    file = MemoryFile("kt_ray-test")
+    tensor = file.allocate((8 * HUGE_PAGE + 9,), torch.uint8).fill_(1)
+    seen = mapping_of(tensor.data_ptr())
+    if file.huge:  # whether there are any left is the kernel's affair
+        assert "hg" in seen["VmFlags"].split() and seen["ShmemPmdMapped"].endswith(" kB")
+
+
+def test_a_file_on_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pages, "SHARED_HUGE_PAGES", tmp_path / "none")
+    file = MemoryFile("kt_ray-test")
+    assert file.allocate((HUGE_PAGE,), torch.uint8).fill_(7).sum() == 7 * HUGE_PAGE
+    assert not file.huge
+
+
+def test_no_memory_in_a_file_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="cannot allocate"):
+        MemoryFile("kt_ray-test").allocate((2**61,), torch.uint8)
