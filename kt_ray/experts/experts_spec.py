@@ -28,6 +28,7 @@ class LocalExpertsSpec(ExpertActorPlan):
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
     root: str = "model"  # module name of the language model, with which the parameters' names begin
     fingerprint: str = ""  # of the model's weights, `experts_path` included; "" = any
+    shared: bool = False  # weights and LoRA lie where attention workers of the host can map them
 
 
 @dataclass

@@ -28,8 +28,9 @@ from kt_ray.experts.device_lane import LaneBackward, LaneForward, LaneInput, Lan
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
 from kt_ray.experts.lane import Lane
 from kt_ray.experts.process_memory import prefer_node
+from kt_ray.experts.shared_experts import ExportedExperts, export_experts, put_into
 from kt_ray.model.lora import init_lora_a, initial_lora
-from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
+from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, MemoryFile, Saved, allocating
 from kt_ray.optim.optimizers import LoraOptimizer, squared_norm, state_kinds
 from kt_ray.pulse import beat
 
@@ -89,6 +90,8 @@ class LocalExperts:
         self.lane: Lane | None = None
         if spec.lane is not None:
             self.lane = Lane(spec.lane, spec.threads, recompute=spec.activations == "recompute")
+        # What others can map: weights, LoRA and kept copies of it.
+        self._file = MemoryFile(f"kt_ray-experts-{spec.rank}") if spec.shared else None
         # What the engine computes from; a layer whose experts all stay on the lane's device has none.
         self.weights: dict[int, ExpertWeights] = {}
         self.lora: dict[int, ExpertLora] = {}
@@ -103,7 +106,7 @@ class LocalExperts:
         self._exact = Scratch()  # y or dx before it is rounded
         self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
         self._grads: dict[int, ExpertLora] = {}
-        self._adapters: dict[str, dict[int, ExpertLora]] = {}  # kept ones, by name
+        self._adapters: dict[bool | str, dict[int, ExpertLora]] = {}  # kept ones, by name
         self._kept: dict[tuple[int, int], _Kept] = {}  # by layer and group
         # slots that attention workers computed, by layer and group, until their gradients are there
         self._elsewhere: dict[tuple[int, int], int] = {}
@@ -146,7 +149,7 @@ class LocalExperts:
         )
         done = 0
         shapes: dict[int, dict[str, tuple[int, int]]] = {}  # layer -> projection -> outputs, inputs
-        with prefer_node(spec.node):
+        with prefer_node(spec.node), allocating(self._file):
             for layer, ids in experts.items():
                 resident = () if self.lane is None else self.lane.resident_of(layer)
                 others = tuple(e for e in ids if e not in resident)
@@ -154,6 +157,8 @@ class LocalExperts:
                     read(layer, some, formula=spec.formulas.get(layer)) if some else None
                     for some in (others, resident)
                 ]
+                if self._file is not None:
+                    stored = [None if own is None else put_into(self._file, own) for own in stored]
                 if stored[0] is not None:
                     self.weights[layer] = stored[0]
                 self.order[layer] = (*others, *resident)
@@ -177,13 +182,12 @@ class LocalExperts:
             matrices = self._parameters[layer] = {}
             for projection in experts[0]:
                 out_features, in_features = shapes[layer][projection]
-                # float32 by name: in one process a worker that builds its model changes the default type.
-                a = torch.empty(len(experts), rank, in_features, dtype=torch.float32)
+                a = self._for_lora(torch.empty, (len(experts), rank, in_features))
                 for i, names in enumerate(experts):
                     name = f"{names[projection]}.lora_A.weight"
                     a[i] = init_lora_a(spec.seed, name, (rank, in_features), spec.lora.init)
                 matrices[f"{projection}_a"] = torch.nn.Parameter(a)
-                b = torch.zeros(len(experts), out_features, rank, dtype=torch.float32)
+                b = self._for_lora(torch.zeros, (len(experts), out_features, rank))
                 matrices[f"{projection}_b"] = torch.nn.Parameter(b)
                 beat()
         named = [item for layer in self._updated() for item in self._parameters[layer].items()]
@@ -197,6 +201,13 @@ class LocalExperts:
             self._grads[layer] = _adapter(grads, spec.lora.scale)
             if self.lane is not None:
                 self.lane.lock(self.lora[layer].tensors())
+
+    def _for_lora(self, make: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
+        """A matrix's memory: what `make` gives, or zeros where others can map them."""
+        if self._file is None:
+            # float32 by name: in one process a worker that builds its model changes the default type.
+            return make(shape, dtype=torch.float32)
+        return self._file.allocate(shape, torch.float32).zero_()  # touched here, not by who maps it
 
     def _updated(self) -> tuple[int, ...]:
         """Layers whose LoRA this actor's optimizer updates: all where there is one copy of the experts."""
@@ -240,11 +251,27 @@ class LocalExperts:
 
     def keep(self, name: str, *, copy: bool) -> None:
         """Keep the LoRA as it is now under a name; `copy` if it will be changed."""
-        adapter = {layer: lora.map(torch.Tensor.clone) if copy else lora for layer, lora in self.lora.items()}
+        adapter = {layer: lora.map(self._copy) if copy else lora for layer, lora in self.lora.items()}
         if copy and self.lane is not None:
             for lora in adapter.values():
                 self.lane.lock(lora.tensors())
         self._adapters[name] = adapter
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self._file is None:
+            return tensor.clone()
+        return self._file.allocate(tensor.shape, tensor.dtype).copy_(tensor)
+
+    @property
+    def huge_pages(self) -> bool:
+        """Whether the kernel had huge pages to give, as far as that is known."""
+        return self._file is None or self._file.huge
+
+    def export(self) -> ExportedExperts:
+        """For attention workers of this host, where `spec.shared`: weights, LoRA and what `keep` stored."""
+        assert self._file is not None, "the plan has workers that read these experts"
+        weights = {layer: (self.order[layer], own) for layer, own in self.weights.items()}
+        return export_experts(self._file, self.spec.rank, weights, {True: self.lora, **self._adapters})
 
     def local_ids(self, layer: int, ids_TK: Tensor, num_experts: int) -> Tensor:
         """Global expert ids [T, K] of a layer to local ones; other actors' experts become E (no expert)."""
