@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +21,12 @@ import torch
 
 from kt_ray.actors.actor import PlainActor
 from kt_ray.actors.generation_session import GenerationReport, WorkerSession
+from kt_ray.actors.specs import lent_experts
 from kt_ray.batch import PassSpec
 from kt_ray.config.schema import OptimConfig
 from kt_ray.errors import UserError
 from kt_ray.experts.process_memory import bound_compiled_products
+from kt_ray.experts.shared_experts import ExportedExperts, OpenExperts
 from kt_ray.experts.worker_lane import LaneTokens, WorkerLane
 from kt_ray.generate.requests import SessionSpec, Token
 from kt_ray.model.stage import Stage
@@ -58,6 +60,9 @@ class AttentionWorker(PlainActor):
         spec: what to build; its device is the one this process sees (cuda:0 inside a Ray actor).
         optim: of the masters (worker 0).
         build_stage: what makes the stage of its spec.
+
+    Attributes:
+        shared_experts: by expert actor, the experts whose memory it reads.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class AttentionWorker(PlainActor):
         self._load_seconds = 0.0
         self._capped = False  # whether torch's memory on the device is limited
         self.outbox = Outbox(rank)
+        self.shared_experts: dict[int, OpenExperts] = {}
         self._stage: Stage | None = None
         self._lane: WorkerLane | None = None
         self._masters: Masters | None = None
@@ -149,10 +155,12 @@ class AttentionWorker(PlainActor):
 
     @property
     def _counted_elsewhere(self) -> int:
-        """Bytes of this process's resident memory that a worker of its host's first replica reports, too."""
+        """Bytes of this process's resident memory that a worker of its host's first replica, or an expert
+        actor, reports, too."""
         streamed = self.stage.streamed
         shared = streamed is not None and streamed.shared and not self.plan.first_of_host(self.part)
-        return streamed.host_bytes if streamed is not None and shared else 0
+        experts = sum(opened.resident_bytes for opened in self.shared_experts.values())
+        return experts + (streamed.host_bytes if streamed is not None and shared else 0)
 
     def _notes(self) -> list[str]:
         """What a user should know; what replicas have in common, from one of them."""
@@ -174,11 +182,26 @@ class AttentionWorker(PlainActor):
             "does it once, in smaller waves",
         ]
 
+    def take_experts(self, exports: Sequence[ExportedExperts]) -> None:
+        """Open the memory of those expert actors that this worker reads, and let go of any other's.
+
+        Raises:
+            RuntimeError: as `OpenExperts`.
+        """
+        self.claim_thread()
+        lent, before = lent_experts(self.plan, self.rank), self.shared_experts
+        self.shared_experts = {}  # what is gone is unmapped before anything is mapped
+        own = {e.rank: e for e in exports if e.rank in lent}
+        before = {rank: opened for rank, opened in before.items() if rank in own}
+        for rank, exported in own.items():
+            self.shared_experts[rank] = OpenExperts(exported, before.pop(rank, None))
+
     def close(self) -> None:
         self.port.close()
         if self._lane is not None:
             self._lane.close()
             self._lane = None
+        self.shared_experts.clear()
         if self._capped:  # cluster=local: the process goes on
             torch.cuda.set_per_process_memory_fraction(1.0, self.spec.device)
         self._stage = None

@@ -23,7 +23,7 @@ import torch
 
 from kt_ray.actors.actor import title
 from kt_ray.actors.generation_session import GenerationReport
-from kt_ray.actors.specs import ActorSpecs, share_weights
+from kt_ray.actors.specs import ActorSpecs, lent_experts, share_weights
 from kt_ray.actors.watch import FROZEN, ActorDied, Standstill, Status, Watch
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
@@ -272,10 +272,13 @@ class ActorCluster(ABC):
                 for address in self._replaced():
                     loading.pop(address, None)
                     facts.pop(address, None)
+                # Of those that a death after all were loaded has left, if any.
+                self._lend_experts({h.address for h in self.handles} - facts.keys())
                 self._load(loading, facts)
                 if self.recoveries:
                     self._call(self.handles, "discard")  # of a beginning that a death ended
                 self._begin()
+                self._lend_experts()
                 return [facts[handle.address] for handle in self.handles]
             except ActorLost as lost:
                 deaths.update(self._lost)
@@ -534,7 +537,21 @@ class ActorCluster(ABC):
             self._publish()
             copy = number < len(adapters)  # the last one's memory is not needed again
             self._all("keep_adapter", name, copy)
+        self._lend_experts()
         return count
+
+    def _lend_experts(self, lost: AbstractSet[Address] = frozenset()) -> None:
+        """Workers with a lane open the memory of the expert actors that they read.
+
+        Args:
+            lost: not loaded again yet. The others let go of their memory: it would stay beside the new one.
+        """
+        present = [h for h in self.workers if h.address not in lost]
+        readers = [h for h in present if lent_experts(self.plan, h.address[1])]
+        lent = {rank for h in readers for rank in lent_experts(self.plan, h.address[1])}
+        owners = [h for h in self.experts if h.address[1] in lent and h.address not in lost]
+        if readers:
+            self._call(readers, "take_experts", self._call(owners, "export_experts"))
 
     # -- after a death ------------------------------------------------------------------------
 
@@ -545,6 +562,7 @@ class ActorCluster(ABC):
         self._call([h for h in self.handles if h.address not in lost], "discard")
         self._respawn(lost)
         lost = frozenset(self._lost)  # more may have died and been replaced meanwhile
+        self._lend_experts(lost)
         again = [h for h in self.handles if h.address in lost]
         for fact in self._call(again, "load_again"):
             logger.info("%s is back, process %d", fact["actor"], fact["pid"])
@@ -556,6 +574,7 @@ class ActorCluster(ABC):
             self._make_masters()
         else:
             self._publish()
+        self._lend_experts()
         return state
 
     def committed(self) -> int | None:

@@ -22,7 +22,9 @@ from kt_ray.actors.generation_session import GenerationReport
 from kt_ray.batch import PassSpec
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
 from kt_ray.experts.local_experts import Alloc, new_memory
+from kt_ray.experts.shared_experts import ExportedExperts
 from kt_ray.generate.requests import SessionSpec
+from kt_ray.native.pages import SHARED_HUGE_PAGES
 from kt_ray.optim.optimizers import use_torch_threads
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.plan_types import Plan
@@ -55,7 +57,8 @@ class ExpertActor(PlainActor):
         experts = self.experts
         lane = experts.lane
         return {
-            **({} if lane is None else {"lane": lane.facts(), "notes": lane.notes}),
+            **({} if lane is None else {"lane": lane.facts()}),
+            "notes": [*self._notes(), *(() if lane is None else lane.notes)],
             "isa": experts.engine.isa,
             "isa_reason": experts.engine.isa_reason,
             "threads": experts.engine.threads,
@@ -67,9 +70,25 @@ class ExpertActor(PlainActor):
             "kernel_busy_seconds": experts.engine.busy_seconds,
         }
 
+    def _notes(self) -> list[str]:
+        """What a user should know of a host, from its first actor."""
+        first = next(actor for actor in self.plan.experts if actor.host == self.experts.spec.host)
+        if self.experts.huge_pages or self.rank != first.rank:
+            return []
+        return [
+            "weights that attention workers read are without huge pages, so the CPU's part of the experts is "
+            f"slower, in backward by up to a fifth: {SHARED_HUGE_PAGES} says never, and only Linux 6.1 and "
+            f"later make them all the same; as root: echo advise > {SHARED_HUGE_PAGES}"
+        ]
+
     @property
     def _threads(self) -> int:
         return self.experts.spec.threads
+
+    def export_experts(self) -> ExportedExperts:
+        """For attention workers of this host, where the plan has such as read the experts' memory."""
+        self.claim_thread()
+        return self.experts.export()
 
     def close(self) -> None:
         self.port.close()

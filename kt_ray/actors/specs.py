@@ -133,6 +133,7 @@ def actor_specs(
         built = build_on_meta(whole)
         formulas, root = built.formulas, built.root
     nodes = len(plan.hardware.on(0))
+    lent = {actor for worker in plan.workers for actor in lent_experts(plan, worker.rank)}
     experts = tuple(
         LocalExpertsSpec(
             **vars(actor) | {"node": actor.node if nodes > 1 else -1},
@@ -144,6 +145,7 @@ def actor_specs(
             experts_path=config.model.experts_path,
             root=root,
             start=start,
+            shared=actor.rank in lent,
         )
         for actor in plan.experts
     )
@@ -184,6 +186,15 @@ def stage_specs(
         )
         for worker in plan.workers
     )
+
+
+def lent_experts(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Ranks of the expert actors whose memory an attention worker reads: with a lane, those of its host that
+    compute its replica's tokens."""
+    worker = plan.workers[rank]
+    if worker.lane is None:
+        return ()
+    return tuple(a for a in plan.experts_of(worker.replica) if plan.experts[a].host == worker.host)
 
 
 def own_lane(spec: LocalExpertsSpec, cards: Mapping[str, str]) -> LocalExpertsSpec:

@@ -120,7 +120,8 @@ def _gpt_oss(root: Path) -> LocalExperts:
 
 def _gguf(root: Path) -> LocalExperts:
     sizes = {"gate": (E, 256, 512), "up": (E, 256, 512), "down": (E, 512, 256)}
-    plain, stacks = {}, {}
+    plain: dict[str, Tensor] = {}
+    stacks: dict[str, Any] = {}
     for layer in range(2):
         for (part, shape), kind in zip(sizes.items(), ("Q4_K", "Q8_0", "F16"), strict=True):
             value = torch.randn(shape, generator=torch.Generator().manual_seed(layer))
