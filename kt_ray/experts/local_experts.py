@@ -91,7 +91,7 @@ class LocalExperts:
         if spec.lane is not None:
             self.lane = Lane(spec.lane, spec.threads, recompute=spec.activations == "recompute")
         # What others can map: weights, LoRA and kept copies of it.
-        self._file = MemoryFile(f"kt_ray-experts-{spec.rank}") if spec.shared else None
+        self._file = MemoryFile(f"kt_ray-lent-experts-{spec.rank}") if spec.shared else None
         # What the engine computes from; a layer whose experts all stay on the lane's device has none.
         self.weights: dict[int, ExpertWeights] = {}
         self.lora: dict[int, ExpertLora] = {}

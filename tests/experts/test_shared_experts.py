@@ -210,7 +210,7 @@ def test_memory_that_is_gone(tmp_path: Path, ask: Ask) -> None:
     assert ask(short).endswith(f"has {exported.size} bytes, its export says {short.size}")
     other = replace(exported, inode=exported.inode + 1)
     stranger = f"{exported.path} is no longer the memory of expert actor 0's weights"
-    assert ask(other).startswith(f"{stranger}: it is /memfd:kt_ray-experts-0-")
+    assert ask(other).startswith(f"{stranger}: it is /memfd:kt_ray-lent-experts-0-")
     opened, expected = OpenExperts(exported), own_content(made)
     made.close()
     del made
