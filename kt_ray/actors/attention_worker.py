@@ -190,11 +190,15 @@ class AttentionWorker(PlainActor):
         """
         self.claim_thread()
         lent, before = lent_experts(self.plan, self.rank), self.shared_experts
-        self.shared_experts = {}  # what is gone is unmapped before anything is mapped
         own = {e.rank: e for e in exports if e.rank in lent}
-        before = {rank: opened for rank, opened in before.items() if rank in own}
+        before = {r: opened for r, opened in before.items() if r in own and opened.maps(own[r])}
+        self.shared_experts = {}  # what is gone is unmapped before anything is mapped
+        if self._lane is not None:
+            self._lane.keep_only(before)
         for rank, exported in own.items():
             self.shared_experts[rank] = OpenExperts(exported, before.pop(rank, None))
+        if self._lane is not None:
+            self._lane.take(self.shared_experts, range(*self.part.layers))
 
     def close(self) -> None:
         self.port.close()

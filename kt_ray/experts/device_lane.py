@@ -230,6 +230,10 @@ class DeviceLane:
         self._held.fit(host)
         self._layers[layer] = _Layer(layer, LayerKind.of(some), tuple(ids), host, held, tuple(owners), ahead)
 
+    def drop_layers(self) -> None:
+        """Forget all weights."""
+        self._layers.clear()
+
     def kind(self, layer: int) -> LayerKind:
         """Of a layer's experts."""
         return self._layers[layer].kind

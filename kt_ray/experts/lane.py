@@ -108,6 +108,12 @@ class Lane:
         if self._locked.refusal is not None and before is None:
             self.notes.append(f"lane: host memory stays pageable ({self._locked.refusal}); copies are slower")
 
+    def drop_layers(self) -> None:
+        """Forget all weights."""
+        for part in self.parts:
+            part.drop_layers()
+        self._streamable.clear()
+
     def unlock(self, memory: Tensor) -> None:
         """Of this memory, which goes, nothing is copied any more."""
         self._locked.remove(memory)

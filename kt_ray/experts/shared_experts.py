@@ -109,7 +109,7 @@ class OpenExperts:
 
     def __init__(self, exported: ExportedExperts, before: OpenExperts | None = None) -> None:
         self.exported = exported
-        same = before is not None and _file(before.exported) == _file(exported)
+        same = before is not None and before.maps(exported)
         self.memory: Tensor = before.memory if before is not None and same else _mapped(exported)
         self.weights: dict[int, tuple[tuple[int, ...], ExpertWeights]] = {
             layer: (ids, _opened(laid, self.memory)) for layer, (ids, laid) in exported.weights.items()
@@ -118,6 +118,10 @@ class OpenExperts:
             name: {layer: _opened(laid, self.memory) for layer, laid in of.items()}
             for name, of in exported.adapters.items()
         }
+
+    def maps(self, exported: ExportedExperts) -> bool:
+        """Whether this mapping serves another export of the actor: of a file that has not grown since."""
+        return _file(self.exported) == _file(exported)
 
     @property
     def resident_bytes(self) -> int:

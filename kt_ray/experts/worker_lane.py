@@ -10,7 +10,7 @@ Legend: T valid tokens of a group, T_i of its micro-batch i, H hidden size, K ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,22 +28,11 @@ from kt_ray.experts.device_lane import (
 )
 from kt_ray.experts.lane import Lane
 from kt_ray.experts.lane_weights import Adapter, JoinedLora
+from kt_ray.experts.shared_experts import OpenExperts
 from kt_ray.gpu import aside, driver
 from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
-from kt_ray.native import DropoutSpec, ExpertLora, ExpertWeights
+from kt_ray.native import DropoutSpec
 from kt_ray.placement.plan_types import LanePlan
-
-
-class HostExperts(Protocol):
-    """An expert actor's experts, as another process of its host sees them.
-
-    layers: global id of every local expert, and the weights, by layer. adapters: LoRA by layer, of every
-    name; True = what is trained. memory: what all of it lies in.
-    """
-
-    layers: Mapping[int, tuple[Sequence[int], ExpertWeights]]
-    adapters: Mapping[bool | str, Mapping[int, ExpertLora]]
-    memory: Tensor
 
 
 class LaneLink(ExpertExchange, Protocol):
@@ -89,18 +78,26 @@ class WorkerLane:
     def __init__(self, plan: LanePlan, threads: int, num_experts: int) -> None:
         self.lane = Lane(plan, threads, recompute=False, stays=True)
         self.num_experts = num_experts
-        self.held: dict[int, HostExperts] = {}
+        self.held: dict[int, OpenExperts] = {}
         self._layers: dict[int, _Layer] = {}
 
-    def take(self, held: Mapping[int, HostExperts], layers: Sequence[int]) -> None:
-        """Take the experts of these layers from actors of this host, by rank; again if some were replaced."""
+    def keep_only(self, held: Mapping[int, OpenExperts]) -> None:
+        """Let go of all but these actors' memory; `take` comes next."""
         for rank, experts in self.held.items():
-            if rank not in held or held[rank].memory is not experts.memory:
+            if rank not in held:
                 self.lane.unlock(experts.memory)
         self.held = dict(held)
+        self._layers.clear()
+        self.lane.drop_layers()
+
+    def take(self, held: Mapping[int, OpenExperts], layers: Iterable[int]) -> None:
+        """Take the experts of these layers from actors of this host, by rank."""
+        self.held = dict(held)
         for layer in layers:
-            found = [experts.layers[layer] for experts in held.values() if layer in experts.layers]
+            found = [experts.weights[layer] for experts in held.values() if layer in experts.weights]
             ids = [e for own, _ in found for e in own]
+            if not ids:  # a layer without experts, or without an actor until it is loaded again
+                continue
             self.lane.add_layer(layer, ids, [weights for _, weights in found])
             local = torch.full((self.num_experts + 1,), len(ids), dtype=torch.int64)
             local[ids] = torch.arange(len(ids))
@@ -126,7 +123,7 @@ class WorkerLane:
         """Rank -> local ids of its experts."""
         made, first = {}, 0
         for rank, experts in self.held.items():
-            count = len(experts.layers[layer][0]) if layer in experts.layers else 0
+            count = len(experts.weights[layer][0]) if layer in experts.weights else 0
             made[rank] = range(first, first + count)
             first += count
         return made
@@ -142,7 +139,7 @@ class _Call:
     """A group's tokens of one layer.
 
     ids: [T, K] on the host, complete at `there`; x is at `ready`. rows: of every micro-batch those that the
-    actors get, on the device; None = all. forward, backward: what is computed here.
+    actors get, on the device at `chosen`; None = all. forward, backward: what is computed here.
     """
 
     x: Sequence[Tensor]
@@ -154,6 +151,7 @@ class _Call:
     there: Any
     sizes: Sequence[int]
     rows: list[Tensor] | None = None
+    chosen: Any = None
     forward: Future[LaneForward] | None = None
     saved: LaneSaved | None = None
     backward: Future[LaneBackward] | None = None
@@ -296,6 +294,7 @@ class LaneTokens(TokenExchange):
             made = [part.index_select(0, rows) for part, rows in zip(call.x, call.rows, strict=True)]
             for part in call.x:
                 driver().used_by(stream, part)
+            call.chosen = None if stream is None else stream.record_event()
         return made
 
     def join_forward(self, layer: int, group: int) -> Tensor:
@@ -303,6 +302,10 @@ class LaneTokens(TokenExchange):
         if call.forward is not None:
             made = call.forward.result()
             call.forward, call.saved = None, made.saved
+            if call.chosen is not None and call.rows is not None:
+                computing = driver().current(self.device)
+                computing.wait_event(call.chosen)
+                driver().used_by(computing, *call.rows)
             y_TH = self._added(made.y, y_TH, call)
         if not call.keep:
             del self._calls[layer, group]
