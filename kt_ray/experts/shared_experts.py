@@ -109,6 +109,7 @@ class OpenExperts:
 
     def __init__(self, exported: ExportedExperts, before: OpenExperts | None = None) -> None:
         self.exported = exported
+        self._resident = 0
         same = before is not None and before.maps(exported)
         self.memory: Tensor = before.memory if before is not None and same else _mapped(exported)
         self.weights: dict[int, tuple[tuple[int, ...], ExpertWeights]] = {
@@ -126,6 +127,11 @@ class OpenExperts:
     @property
     def resident_bytes(self) -> int:
         """What of the mapping counts as this process's resident memory: pages that it has read or locked."""
+        if self._resident < self.memory.numel():  # the kernel counts pages: seconds for 600 GB
+            self._resident = self._count_resident()
+        return self._resident
+
+    def _count_resident(self) -> int:
         first, resident, inside = self.memory.data_ptr(), 0, False
         for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition(" ")

@@ -101,17 +101,19 @@ class MemoryFile:
         size = math.prod(shape) * dtype.itemsize
         if size == 0:
             return torch.empty(*shape, dtype=dtype, device="cpu")
-        begin = _up(self.size, HUGE_PAGE if size >= HUGE_PAGE else mmap.PAGESIZE)
-        end = begin + _up(size, mmap.PAGESIZE)
+        unit = HUGE_PAGE if size >= HUGE_PAGE else mmap.PAGESIZE
+        begin, whole = _up(self.size, unit), _up(size, mmap.PAGESIZE)
         try:
-            os.ftruncate(self._fd, end)
-            mapping = _Mapping(-1, end - begin + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            start = _show(mapping, self._fd, begin, end - begin)
+            os.ftruncate(self._fd, begin + whole)
+            # A page is aligned anyway; what a boundary does not need would be one more area for the kernel.
+            room = whole + unit - mmap.PAGESIZE
+            mapping = _Mapping(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            start = _show(mapping, self._fd, begin, whole, unit)
         except OSError as error:
             raise MemoryError(f"cannot allocate {size} bytes for weights: {error.strerror}") from error
-        self.size = end
+        self.size = begin + whole
         tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
-        mapping.file, mapping.start, mapping.address = self, start, tensor.data_ptr()
+        mapping.start, mapping.shown, mapping.address, mapping.file = start, whole, tensor.data_ptr(), self
         self._offsets[mapping.address] = begin
         if size >= HUGE_PAGE:
             self.huge &= _make_huge(mapping, tensor, start)
@@ -126,7 +128,7 @@ class MemoryFile:
         """The last tensor of a mapping is gone: its memory goes back, whoever else has mapped the file."""
         del self._offsets[mapping.address]
         with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_REMOVE, mapping.start, len(mapping) - HUGE_PAGE)
+            mapping.madvise(mmap.MADV_REMOVE, mapping.start, mapping.shown)
 
     def __del__(self) -> None:
         os.close(self._fd)
@@ -137,7 +139,8 @@ class _Mapping(mmap.mmap):
 
     file: MemoryFile | None = None
     start = 0  # where the tensor begins, in bytes
-    address = 0  # and in memory
+    shown = 0  # bytes of the file
+    address = 0  # of the tensor
 
     def __del__(self) -> None:
         if self.file is not None:
@@ -162,12 +165,14 @@ def map_whole(fd: int, size: int) -> Tensor:
         OSError: no address space.
     """
     mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = _show(mapping, fd, 0, size)
+    start = _show(mapping, fd, 0, size, HUGE_PAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
 
 
-def _show(mapping: mmap.mmap, fd: int, offset: int, size: int) -> int:
-    """Let a mapping of `size` + 2 MiB show the file, from a multiple of 2 MiB on; returns where in it.
+def _show(mapping: mmap.mmap, fd: int, offset: int, size: int, unit: int) -> int:
+    """Let a mapping show `size` bytes of the file, from an address on that is a multiple of `unit`.
+
+    Returns where in the mapping.
 
     A mapping has huge pages only if its address and its place in the file are multiples of them, and Python
     has no way to say the address.
@@ -176,14 +181,12 @@ def _show(mapping: mmap.mmap, fd: int, offset: int, size: int) -> int:
         OSError: the kernel refuses.
     """
     address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-    start = -address % HUGE_PAGE
+    start = -address % unit
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
-    flags = mmap.MAP_SHARED | _MAP_FIXED
-    if libc.mmap(address + start, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) != (
-        address + start
-    ):
+    access, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if libc.mmap(address + start, size, access, how, fd, offset) != address + start:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return start
 
