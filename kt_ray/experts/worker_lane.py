@@ -33,6 +33,7 @@ from kt_ray.gpu import aside, driver
 from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
 from kt_ray.native import DropoutSpec
 from kt_ray.placement.plan_types import LanePlan
+from kt_ray.pulse import beat
 
 
 class LaneLink(ExpertExchange, Protocol):
@@ -102,6 +103,7 @@ class WorkerLane:
             local = torch.full((self.num_experts + 1,), len(ids), dtype=torch.int64)
             local[ids] = torch.arange(len(ids))
             self._layers[layer] = _Layer(torch.tensor(ids), local)
+            beat()  # page-locking takes its time
 
     def layer(self, layer: int) -> _Layer:
         return self._layers[layer]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kt_ray.placement import lane_share
 from kt_ray.placement.lane_share import ahead_experts
 from kt_ray.placement.plan_types import LanePlan
 from tests.experts.test_lane_host import close_to
+from tests.helpers.devices import DEVICES
 from tests.helpers.hf_reference import build_checkpoint
 
 CPU = torch.device("cpu")
@@ -131,6 +133,7 @@ def a_pass(
     tokens: TokenExchange, actors: Sequence[LocalExperts], sizes: Sequence[int] = (23, 37)
 ) -> dict[str, Tensor]:
     """Two groups of micro-batches of these sizes forward and backward; gradients by name."""
+    device = tokens.device
     g = torch.Generator().manual_seed(9)
     found, dys, total = dict[str, Tensor](), {}, sum(sizes)
     for layer in LAYERS:
@@ -139,27 +142,30 @@ def a_pass(
             x, dy = (torch.randn(total, WIDTH, generator=g) for _ in range(2))
             weights = torch.rand(total, PER_TOKEN, generator=g)
             keys = torch.arange(total) + 2**32 * group
-            parts = [tensor.split(list(sizes)) for tensor in (x, ids, weights, keys)]
-            tokens.submit_forward(layer, group, *parts, True)
+            parts = [tensor.to(device).split(list(sizes)) for tensor in (x, ids, weights)]
+            tokens.submit_forward(layer, group, *parts, keys.split(list(sizes)), True)
             tokens.settle()
-            dys[layer, group] = dy
+            dys[layer, group] = dy.to(device)
         for group in range(2):
-            found[f"y {layer} {group}"] = tokens.join_forward(layer, group).clone()
+            found[f"y {layer} {group}"] = tokens.join_forward(layer, group).cpu().clone()
     for layer in reversed(LAYERS):
         for group in range(2):
             tokens.submit_backward(layer, group, dys[layer, group].split(list(sizes)))
         for group in range(2):
             dx, dw = tokens.join_backward(layer, group)
-            found |= {f"dx {layer} {group}": dx.clone(), f"dw {layer} {group}": dw.clone()}
+            found |= {f"dx {layer} {group}": dx.cpu().clone(), f"dw {layer} {group}": dw.cpu().clone()}
     return found | {name: grad.clone() for actor in actors for name, grad in actor.named("grad")}
 
 
-def with_lane(path: Path, plan: LanePlan, dropout: float, **more: Any) -> tuple[dict[str, Tensor], Link, int]:
+def with_lane(
+    path: Path, plan: LanePlan, dropout: float, device: str = "cpu", **more: Any
+) -> tuple[dict[str, Tensor], Link, int]:
     """What a pass gives, what the actors got, and the bytes of experts that were carried."""
+    plan = replace(plan, devices=(device,))
     with actors_of(path, dropout) as actors, lane_of(plan, actors) as lane:
         link = Link(actors)
         spec = DropoutSpec(p=dropout, seed=5, step=3) if dropout else None
-        tokens = LaneTokens(lane, link, CPU, spec, True, 2)
+        tokens = LaneTokens(lane, link, torch.device(device), spec, True, 2)
         found = a_pass(tokens, actors, **more)
         tokens.close()
         return found, link, lane.lane.carried
@@ -179,13 +185,15 @@ def checkpoint(
     return build_checkpoint(path, "qwen3_moe", expert_dtype=request.param), request.param
 
 
+@pytest.mark.accept("lane")
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("name", LANES)
 def test_a_lane_changes_nothing_but_rounding(
-    checkpoint: tuple[Path, torch.dtype], name: str, dropout: float
+    checkpoint: tuple[Path, torch.dtype], name: str, dropout: float, device: str
 ) -> None:
     path, dtype = checkpoint
-    found, link, carried = with_lane(path, LANES[name], dropout)
+    found, link, carried = with_lane(path, LANES[name], dropout, "cuda:0" if device == "cuda" else device)
     wanted, counters = plain(path, dropout)
     close_to(found, wanted, dtype)
     assert carried > 0
@@ -199,10 +207,12 @@ def test_a_lane_changes_nothing_but_rounding(
             assert own.lane_slots == sum(slots)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["held", "ahead"])
-def test_every_run_gives_the_same_bits(checkpoint: tuple[Path, torch.dtype], name: str) -> None:
-    first, _, _ = with_lane(checkpoint[0], LANES[name], 0.2)
-    second, _, _ = with_lane(checkpoint[0], LANES[name], 0.2)
+def test_every_run_gives_the_same_bits(checkpoint: tuple[Path, torch.dtype], name: str, device: str) -> None:
+    on = "cuda:0" if device == "cuda" else device
+    first, _, _ = with_lane(checkpoint[0], LANES[name], 0.2, on)
+    second, _, _ = with_lane(checkpoint[0], LANES[name], 0.2, on)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
