@@ -15,18 +15,8 @@ from recorded import ANSWERED, Terms
 
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
-from kt_ray.timing.simulate import (
-    Carriage,
-    ExpertCall,
-    ExpertClass,
-    Group,
-    Machine,
-    Micro,
-    Phase,
-    Seat,
-    WaveShape,
-    simulate,
-)
+from kt_ray.timing.event_loop import Carriage, Seat
+from kt_ray.timing.simulate import ExpertCall, ExpertClass, Group, Machine, Micro, Phase, WaveShape, simulate
 
 EMPTY = Micro(0, 0, 0, 0)
 

@@ -10,7 +10,8 @@ from kt_ray.config.schema import Config
 from kt_ray.hardware.machine import Socket, socket_name
 from kt_ray.placement.memory import home_socket
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan, WorkerPlan
-from kt_ray.timing.simulate import ExpertClass, Group, Machine, Micro, Seat, WaveShape
+from kt_ray.timing.event_loop import Seat
+from kt_ray.timing.simulate import ExpertClass, Group, Machine, Micro, WaveShape
 
 
 def machine_of(plan: Plan) -> Machine:

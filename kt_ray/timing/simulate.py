@@ -15,17 +15,26 @@ computes; durations are those of an actor alone on its resource.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.weight_slots import Filled, WeightSlots
-from kt_ray.timing.shared_resource import Resource
+from kt_ray.timing.event_loop import (
+    Actor,
+    Busy,
+    Carriage,
+    EventLoop,
+    Leg,
+    Program,
+    Seat,
+    SimulatedSpan,
+    Stretch,
+    Wait,
+)
 
 # -- what is given, and what comes out -----------------------------------------------------------
 
@@ -44,20 +53,6 @@ Group = tuple[Micro, ...]  # the micro-batches of one group of one replica
 WaveShape = tuple[tuple[Group, ...], ...]  # per replica, per group: what one pass takes
 
 
-class Leg(NamedTuple):
-    """A part of a message's way: seconds on a resource, one unit of it."""
-
-    resource: str
-    seconds: float
-
-
-class Carriage(NamedTuple):
-    """How a message travels: legs one after the other, then `latency` seconds that occupy nothing."""
-
-    legs: tuple[Leg, ...] = ()
-    latency: float = 0.0
-
-
 class Phase(NamedTuple):
     """A part of a step in which all actors work side by side, and which ends when the last one does.
 
@@ -69,13 +64,6 @@ class Phase(NamedTuple):
     workers: tuple[float, ...]
     experts: tuple[float, ...]
     overhead: float = 0.0
-
-
-class Seat(NamedTuple):
-    """Where an actor computes: its resource and how much of it it takes."""
-
-    resource: str
-    width: float = 1.0
 
 
 class ExpertClass(NamedTuple):
@@ -177,16 +165,6 @@ class Durations(Protocol):
         """What follows the last pass of a step."""
 
 
-class SimulatedSpan(NamedTuple):
-    """Something an actor or link did, in seconds from the step's start."""
-
-    actor: str
-    name: str
-    kind: str
-    start: float
-    end: float
-
-
 @dataclass(frozen=True)
 class Simulated:
     """A step."""
@@ -255,79 +233,14 @@ def simulate(
     return Simulated(wall, pass_seconds, total.work, used, total.idle, total.path, tuple(events_in_order))
 
 
-@dataclass
-class Stretch:
-    """A part of the step that begins and ends with all actors together."""
-
-    seconds: float = 0.0
-    work: dict[str, float] = field(default_factory=dict)
-    used: dict[str, float] = field(default_factory=dict)
-    idle: dict[str, dict[str, float]] = field(default_factory=dict)
-    path: dict[str, float] = field(default_factory=dict)
-    events: list[SimulatedSpan] = field(default_factory=list)
-
-    def add(self, other: Stretch) -> None:
-        self.seconds += other.seconds
-        for mine, theirs in ((self.work, other.work), (self.used, other.used), (self.path, other.path)):
-            for key, value in theirs.items():
-                mine[key] = mine.get(key, 0.0) + value
-        for actor, reasons in other.idle.items():
-            for reason, value in reasons.items():
-                self.wait(actor, reason, value)
-        self.events += other.events
-
-    def wait(self, actor: str, reason: str, seconds: float) -> None:
-        if seconds > 0:
-            reasons = self.idle.setdefault(actor, {})
-            reasons[reason] = reasons.get(reason, 0.0) + seconds
-
-
-class Segment(NamedTuple):
-    """A stretch of an actor's or message's time and what it followed from."""
-
-    kind: str
-    start: float
-    end: float
-    parent: Segment | None
-
-
-class Busy(NamedTuple):
-    """An actor computes: seconds alone on its resource."""
-
-    name: str
-    kind: str
-    seconds: float
-
-
-class Wait(NamedTuple):
-    """An actor waits for a message; reason: for whom."""
-
-    tag: tuple[Any, ...]
-    reason: str
-
-
-Program = Generator[Busy | Wait, None, None]
-
-
-@dataclass(eq=False)
-class Actor:
-    """An actor in the middle of its program."""
-
-    name: str
-    seat: Seat
-    program: Program
-    past: Segment | None = None  # the last of what it went through
-    ended: float = 0.0
-
-
-class _Step:
-    """The event loop, and the programs of the actors."""
+class _Step(EventLoop):
+    """The programs of the actors."""
 
     def __init__(self, plan: Plan, machine: Machine, durations: Durations, events: bool) -> None:
+        super().__init__(machine.capacity, events)
         self.plan = plan
         self.machine = machine
         self.durations = durations
-        self.keep = events
         self.moe = frozenset(plan.dims.moe_layers)
         self.ways = [way for c in machine.experts for way in c.ways]
         self.replicas = plan.replicas // plan.copies // machine.hosts  # those simulated
@@ -342,7 +255,13 @@ class _Step:
             for c in self.machine.experts
             for device in self._lane_devices(c)
         ]
-        return self._play(workers, calls, offset, self.durations.pass_end(), "end of pass", lanes)
+        actors = [*self._seated(workers, calls), *lanes]
+        return self.play(actors, offset, self.durations.pass_end(), "end of pass")
+
+    def _seated(self, workers: Iterable[Program], experts: Iterable[Program]) -> list[Actor]:
+        seats = [(f"worker {rank}", seat) for rank, seat in enumerate(self.machine.workers)]
+        seats += [(f"experts {c.actors[0]}", c.seat) for c in self.machine.experts]
+        return [Actor(*seat, program) for seat, program in zip(seats, (*workers, *experts), strict=True)]
 
     def _lane_devices(self, c: ExpertClass) -> tuple[str, ...]:
         lane = self.plan.experts[c.actors[0]].lane
@@ -354,54 +273,7 @@ class _Step:
 
         workers = map(only, phase.workers[: len(self.machine.workers)])
         experts = map(only, phase.experts)
-        return self._play(workers, experts, offset, phase.overhead, "optimizer")
-
-    def _play(
-        self,
-        workers: Iterable[Program],
-        experts: Iterable[Program],
-        offset: float,
-        overhead: float,
-        ending: str,
-        lanes: Sequence[Actor] = (),
-    ) -> Stretch:
-        self.now = 0.0
-        self.order = itertools.count()
-        self.queue: list[tuple[float, int, Callable[[], None]]] = []
-        self.resources: dict[str, Resource] = {}
-        self.arrived: set[tuple[Any, ...]] = set()
-        self.waiting: dict[tuple[Any, ...], tuple[Actor, str, float]] = {}
-        self.stretch = Stretch()
-        seats = [(f"worker {rank}", seat) for rank, seat in enumerate(self.machine.workers)]
-        seats += [(f"experts {c.actors[0]}", c.seat) for c in self.machine.experts]
-        programs = (*workers, *experts)
-        actors = [Actor(*seat, program) for seat, program in zip(seats, programs, strict=True)]
-        actors += lanes
-        self.offset = offset
-        self.current: Actor | None = None
-        for actor in actors:
-            self.stretch.work[actor.name] = 0.0
-            self._resume(actor)
-        while self.queue:
-            self.now, _, call = heapq.heappop(self.queue)
-            call()
-        if self.waiting:
-            raise RuntimeError(f"the programs wait for each other: {sorted(map(str, self.waiting))[:4]}")
-        last = max(actors, key=lambda a: a.ended)
-        stretch = self.stretch
-        for actor in actors:
-            stretch.wait(actor.name, ending, last.ended - actor.ended)
-            stretch.wait(actor.name, "driver", overhead)
-        for name, resource in self.resources.items():
-            stretch.used[name] = resource.used
-        stretch.seconds = last.ended + overhead
-        if overhead:
-            stretch.path["driver"] = overhead
-        past = last.past
-        while past is not None:
-            stretch.path[past.kind] = stretch.path.get(past.kind, 0.0) + past.end - past.start
-            past = past.parent
-        return stretch
+        return self.play(self._seated(workers, experts), offset, phase.overhead, "optimizer")
 
     # -- programs ----------------------------------------------------------------------------
 
@@ -420,7 +292,7 @@ class _Step:
             if part is not None:
                 filled[part.layer] += 1
                 tag = ("weights", part.layer, rank, filled[part.layer])
-                self._send(tag, durations.weights(rank, part.layer))
+                self.send(tag, durations.weights(rank, part.layer))
 
         for kind, layer, g in worker_program(plan, replica, stage, "train"):
             if kind.startswith("recv"):
@@ -432,7 +304,7 @@ class _Step:
             # Copied behind the computation, and back ahead of it: what waits for them is the link.
             if plan.activations == "host" and kind in ("forward", "recompute"):
                 way = "out" if kind == "forward" else "in"
-                self._send(("shelf", way, layer, g, rank), durations.shelf(rank, groups[g], way))
+                self.send(("shelf", way, layer, g, rank), durations.shelf(rank, groups[g], way))
             if layer in worker.streamed and kind in ("forward", "recompute"):
                 if kind == "recompute":
                     slots.hold(layer)
@@ -446,13 +318,13 @@ class _Step:
                 direction = "forward" if kind == "forward" else "backward"
                 for c in self.ways:
                     carriage = durations.request(rank, c, direction, tokens[g])
-                    self._send((direction, layer, g, c.actors[0], replica), carriage)
+                    self.send((direction, layer, g, c.actors[0], replica), carriage)
                 if not plan.overlap:
                     for c in self.ways:
                         yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
             elif kind.startswith("send"):
                 to = stage + (1 if kind == "send_hidden" else -1)
-                self._send((kind[5:], replica, to, g), durations.stage(rank, rank + to - stage, tokens[g]))
+                self.send((kind[5:], replica, to, g), durations.stage(rank, rank + to - stage, tokens[g]))
             if after:
                 yield Busy(f"{kind} {layer}.{g}", "attention", after)
             if plan.activations == "host" and kind == "backward":
@@ -478,7 +350,7 @@ class _Step:
             own = self.durations.expert(actor, layer, direction, together, call=g)
             lane = self.durations.lane(actor, layer, direction, together, call=g)
             for call in lane:
-                self._send(("lane", layer, direction, g, actor, call.device), Carriage())
+                self.send(("lane", layer, direction, g, actor, call.device), Carriage())
             yield Busy(f"{direction} {layer}.{g}", "experts", own.beside)
             for call in lane:
                 yield Wait(("lane done", layer, direction, g, actor, call.device), "lane")
@@ -487,7 +359,7 @@ class _Step:
                 for way in c.ways:
                     worker = owner[replica, layer]
                     carriage = self.durations.reply(worker, way, direction, tokens[replica][g])
-                    self._send(("reply", direction, layer, g, way.actors[0], replica), carriage)
+                    self.send(("reply", direction, layer, g, way.actors[0], replica), carriage)
 
     def _lane(self, c: ExpertClass, device: str, wave: WaveShape) -> Program:
         """The thread that has a GPU compute its part of the actor's calls."""
@@ -502,98 +374,16 @@ class _Step:
             about = (layer, direction, g, actor, device)
             into, back = f"pcie {device} in", f"pcie {device} out"
             yield Wait(("lane", *about), "experts")
-            self._send(("lane ahead", *about), Carriage((Leg(into, call.ahead),)))
-            self._send(("lane routing", *about), Carriage((Leg(c.seat.resource, call.routing),)))
+            self.send(("lane ahead", *about), Carriage((Leg(into, call.ahead),)))
+            self.send(("lane routing", *about), Carriage((Leg(c.seat.resource, call.routing),)))
             yield Wait(("lane routing", *about), "dispatch")
             yield Wait(("lane ahead", *about), "transfer")
-            self._send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
-            self._send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
-            self._send(("lane kept", *about), Carriage((Leg(back, call.kept),)))
+            self.send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
+            self.send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
+            self.send(("lane kept", *about), Carriage((Leg(back, call.kept),)))
             yield Busy(f"{direction} {layer}.{g}", "lane", call.products)
             yield Wait(("lane copies", *about), "transfer")
             yield Busy(f"{direction} {layer}.{g}", "lane", call.last)
             yield Wait(("lane kept", *about), "transfer")
             yield Wait(("lane kernels", *about), "dispatch")
-            self._send(("lane done", *about), Carriage((Leg(back, call.back),)))
-
-    # -- events ------------------------------------------------------------------------------
-
-    def _resume(self, actor: Actor) -> None:
-        """Run an actor until it computes, waits, or is done."""
-        while True:
-            self.current = actor
-            item = next(actor.program, None)
-            if item is None:
-                actor.ended = self.now
-                return
-            if isinstance(item, Busy):
-                if item.seconds <= 0:
-                    continue
-                self.stretch.work[actor.name] += item.seconds
-                self._task(actor.seat.resource, item.seconds, actor.seat.width, self._done(actor, item))
-                return
-            if item.tag not in self.arrived:
-                self.waiting[item.tag] = (actor, item.reason, self.now)
-                return
-
-    def _done(self, actor: Actor, item: Busy) -> Callable[[], None]:
-        start = self.now
-
-        def done() -> None:
-            actor.past = Segment(item.kind, start, self.now, actor.past)
-            if self.keep:
-                self._note(actor.name, item.name, item.kind, start)
-            self._resume(actor)
-
-        return done
-
-    def _note(self, actor: str, name: str, kind: str, start: float) -> None:
-        self.stretch.events.append(
-            SimulatedSpan(actor, name, kind, self.offset + start, self.offset + self.now)
-        )
-
-    def _send(self, tag: tuple[Any, ...], carriage: Carriage) -> None:
-        """Start a message's way; the sender goes on at once."""
-        assert self.current is not None
-        self._travel(tag, carriage, 0, self.now, self.current.past)
-
-    def _travel(
-        self, tag: tuple[Any, ...], carriage: Carriage, at: int, sent: float, past: Segment | None
-    ) -> None:
-        start = self.now
-        if at < len(carriage.legs):
-            leg = carriage.legs[at]
-
-            def carried() -> None:
-                if self.keep:
-                    self._note(leg.resource, " ".join(map(str, tag)), "transfer", start)
-                self._travel(tag, carriage, at + 1, sent, Segment(leg.resource, start, self.now, past))
-
-            if leg.seconds > 0:
-                self._task(leg.resource, leg.seconds, 1.0, carried)
-            else:
-                self._travel(tag, carriage, at + 1, sent, past)
-            return
-
-        def arrive() -> None:
-            self.arrived.add(tag)
-            waiter = self.waiting.pop(tag, None)
-            if waiter is None:
-                return
-            actor, reason, since = waiter
-            self.stretch.wait(actor.name, reason, max(0.0, sent - since))
-            self.stretch.wait(actor.name, "transfer", self.now - max(since, sent))
-            actor.past = Segment("call", start, self.now, past) if self.now > start else past
-            self._resume(actor)
-
-        heapq.heappush(self.queue, (self.now + carriage.latency, next(self.order), arrive))
-
-    def _task(self, name: str, seconds: float, width: float, end: Callable[[], None]) -> None:
-        resource = self.resources.get(name)
-        if resource is None:
-            resource = self.resources[name] = Resource(self.machine.capacity.get(name, 1.0))
-        resource.begin(next(self.order), seconds, width, end, self.now)
-        resource.foresee(self._at)
-
-    def _at(self, when: float, call: Callable[[float], None]) -> None:
-        heapq.heappush(self.queue, (when, next(self.order), lambda: call(self.now)))
+            self.send(("lane done", *about), Carriage((Leg(back, call.back),)))

@@ -26,6 +26,7 @@ from kt_ray.placement.expert_load import touched
 from kt_ray.placement.lora_sizes import expert_lora_params, expert_rank, lora_params
 from kt_ray.placement.memory import held_format, home_socket, layer_weight_bytes, logit_rows, reached_part
 from kt_ray.placement.plan_types import Plan
+from kt_ray.timing.event_loop import Carriage, Leg
 from kt_ray.timing.lane_seconds import LaneSeconds
 from kt_ray.timing.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature
 from kt_ray.timing.layer_work import (
@@ -38,17 +39,7 @@ from kt_ray.timing.layer_work import (
     seconds,
 )
 from kt_ray.timing.range_seconds import copied_seconds, repeated
-from kt_ray.timing.simulate import (
-    Carriage,
-    ExpertCall,
-    ExpertClass,
-    Group,
-    LaneCall,
-    Leg,
-    Machine,
-    Micro,
-    Phase,
-)
+from kt_ray.timing.simulate import ExpertCall, ExpertClass, Group, LaneCall, Machine, Micro, Phase
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
 BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table

@@ -17,7 +17,8 @@ from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.prepare import prepare
 from kt_ray.timeline import Activity, Span
-from kt_ray.timing.simulate import Carriage, ExpertCall, ExpertClass, Group, Phase, Simulated, simulate
+from kt_ray.timing.event_loop import Carriage
+from kt_ray.timing.simulate import ExpertCall, ExpertClass, Group, Phase, Simulated, simulate
 from kt_ray.tracking.chrome_trace import chrome_trace
 from tests.timing.test_simulate import RULES, apart, plan_of, small, wave_of
 

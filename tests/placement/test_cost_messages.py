@@ -12,9 +12,9 @@ from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.placement.memory import held_format
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
+from kt_ray.timing.event_loop import Carriage
 from kt_ray.timing.lane_rates import from_rates
 from kt_ray.timing.seats import machine_of
-from kt_ray.timing.simulate import Carriage
 from kt_ray.timing.step_costs import PlanDurations
 from tests.placement.configs import make_config, make_hardware, small_dims
 

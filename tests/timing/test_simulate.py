@@ -9,17 +9,15 @@ import pytest
 from kt_ray.config.schema import Config
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
+from kt_ray.timing.event_loop import Carriage, Leg, Seat
 from kt_ray.timing.simulate import (
-    Carriage,
     ExpertCall,
     ExpertClass,
     Group,
     LaneCall,
-    Leg,
     Machine,
     Micro,
     Phase,
-    Seat,
     Simulated,
     WaveShape,
     simulate,
