@@ -12,6 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kt_ray.config.schema import LoraConfig
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.dims.weight_formats import BACKEND_STORAGE
+from kt_ray.placement.lora_sizes import expert_rank
+
 HUGE_PAGE = 2 << 20
 ROUTING = 16  # bytes of a row's token, slot and router weight
 HASHES = 12  # and of its dropout hashes
@@ -131,3 +136,17 @@ class EngineShape:
 def rounded(size: float) -> int:
     """What a buffer of `size` bytes takes: whole cache lines, from 2 MiB on whole huge pages."""
     return _padded(math.ceil(size), HUGE_PAGE if size >= HUGE_PAGE else 64)
+
+
+def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str, backend: str = "auto") -> EngineShape:
+    """A layer's routed experts as the engine of `isa` computes them."""
+    requantised = backend in (*BACKEND_STORAGE, "llamafile") or dims.experts_file_bytes
+    return EngineShape(
+        hidden=dims.expert_width,
+        inter=dims.expert_intermediate,
+        rank=expert_rank(dims, lora),
+        isa=isa,
+        float32=dims.expert_format == "f32" and not requantised,
+        gated=dims.gated,
+        dropout=lora.experts and lora.dropout > 0,
+    )

@@ -154,7 +154,8 @@ def plan_lanes(
             resident = resident_by_layer(held, stay, load.slots)
             chosen_by = f"the most used ones of {load.source}"
         notes.append(f"{stay} experts of each MoE layer stay on {there}: {chosen_by}")
-    shares, said = _shares(own, dims, config, rates, there)
+    tokens = config.trainer.batch_size * config.data.max_length // config.rule.experts.copy_count
+    shares, said = lane_shares(expert_sizes(own, dims, config), tokens, config, rates, f"to {there}")
     lanes = {}
     for actor, stays in zip(own, resident, strict=True):
         beside = [a.rank for a in own if a.host == actor.host]
@@ -170,23 +171,24 @@ def plan_lanes(
     return made, notes + said
 
 
-def _shares(
-    actors: Actors, dims: ModelDims, config: Config, rates: LaneRates | None, there: str
+def lane_shares(
+    sizes: ExpertSizes, tokens: int, config: Config, rates: LaneRates | None, where: str
 ) -> tuple[LanePlan, list[str]]:
-    """A lane without devices: what is carried in each call. And sentences for the plan's notes."""
+    """A lane without devices: what is carried in each call. And sentences for the plan's notes.
+
+    Args:
+        tokens: of the largest call. where: who carries, or where to, for the notes.
+    """
     asked, off = config.rule.experts.stream, LanePlan(())
     if asked == "off":
         return off, []
     if not isinstance(asked, str):
-        said = f"{float(asked):.0%} of the other experts are streamed to {there} per call"
+        said = f"{float(asked):.0%} of the other experts are streamed {where} per call"
         return replace(off, shares=((0, float(asked)),)), [said]
     if rates is None:
         return off, ["rule.experts.stream=auto: off, as no rates of the GPU and its link are known"]
-    tokens = config.trainer.batch_size * config.data.max_length // config.rule.experts.copy_count
     recompute = config.rule.experts.activations == "recompute"
-    steps, later, split, again = choose_shares(
-        expert_sizes(actors, dims, config), rates, tokens, recompute=recompute
-    )
+    steps, later, split, again = choose_shares(sizes, rates, tokens, recompute=recompute)
     if not steps:
         said = f"off; at {tokens:,} tokens per call it would save {split.gain:.0%}"
         return off, [f"rule.experts.stream=auto: {said} (rates: {rates.source})"]
@@ -218,7 +220,7 @@ def with_held(
         room: bytes by name of every GPU's budget that nothing else needs, of which a tenth stays free; a
             stand-in has room for all.
     """
-    stored = dims.expert_bytes(BACKEND_STORAGE.get(config.rule.experts.backend)) / len(dims.moe_layers)
+    stored = stored_bytes(dims, config)
     sharing = Counter(actor.place(d) for actor in actors if actor.lane for d in set(actor.lane.devices))
     made = []
     for actor in actors:
@@ -234,18 +236,23 @@ def with_held(
     return tuple(made)
 
 
-def expert_sizes(actors: Actors, dims: ModelDims, config: Config) -> ExpertSizes:
-    """What the fullest actor's layer is made of, resident experts left out."""
+def stored_bytes(dims: ModelDims, config: Config) -> float:
+    """Bytes of one expert of one layer as held in memory."""
+    return dims.expert_bytes(BACKEND_STORAGE.get(config.rule.experts.backend)) / len(dims.moe_layers)
+
+
+def expert_sizes(actors: Actors, dims: ModelDims, config: Config, *, together: bool = False) -> ExpertSizes:
+    """What the fullest actor's layer is made of, or that of all of them, resident experts left out."""
     layers = dims.moe_layers
-    held = max(max(actor.counts(layers)) for actor in actors)
+    counts = [actor.counts(layers) for actor in actors]
+    held = max(map(sum, zip(*counts, strict=True))) if together else max(map(max, counts))
     held = max(1, held - config.rule.experts.gpu_resident // len(actors))
-    stored = dims.expert_bytes(BACKEND_STORAGE.get(config.rule.experts.backend)) / len(layers)
     return ExpertSizes(
         held=held,
         experts=dims.num_experts,
         per_token=dims.experts_per_token,
         params=dims.expert_params,
-        bytes=stored + 4 * expert_lora_params(dims, config.lora),
+        bytes=stored_bytes(dims, config) + 4 * expert_lora_params(dims, config.lora),
         hidden=dims.expert_width,
         kept=dims.expert_intermediate * (2 if dims.gated else 1) * (4 if dims.expert_format == "f32" else 2),
     )
@@ -281,18 +288,11 @@ def lane_lines(
         return
     width, inter, cuda = dims.expert_width, dims.expert_intermediate, lane.cuda
     element, layers = 4 if size.float32 else 2, len(dims.moe_layers)
-    batch = min(batch_size(1, dims.expert_params), max(actor.counts(dims.moe_layers)))
-    matrices = batch * (dims.expert_params * element + (0 if size.plain else 16 * width * inter))
-    at_once = min(size.group * batch, LANE_ROWS)
-    rows = at_once * (24 * (width + inter) + 8 * inter)
-    if config.lora.experts and config.lora.dropout > 0:
-        rows += at_once * 24 * (2 * width + inter)
-    # A resident that is a batch of its own is computed where it lies.
-    buffers = 2 * batch * ((size.expert if lane.streams or batch > 1 else 0) + size.adapter)
+    buffers = lane_buffers(dims, config, lane, size, max(actor.counts(dims.moe_layers)))
     buffers += lane.held * size.expert
     for number, device in enumerate(lane.devices):
         where = device if cuda else home
-        yield where, "workspace", buffers + matrices + size.group * width * (element + 8) + rows
+        yield where, "workspace", buffers
         if cuda:
             stays = sum(len(ids[number :: len(lane.devices)]) for _, ids in lane.resident)
             yield where, "experts", stays * size.expert
@@ -305,6 +305,24 @@ def lane_lines(
     if cuda and not (actor.activations == "recompute" or lane.recompute):
         kept += part * size.slots * size.total * (2 if dims.gated else 1) * inter * element
     yield home, "kept activations", layers * kept
+
+
+def lane_buffers(dims: ModelDims, config: Config, lane: LanePlan, size: LaneMemory, experts: int) -> float:
+    """Bytes that computing takes on each device: buffers of a batch, its matrices and rows, x, dy and dx.
+
+    Args:
+        experts: of a layer, that may be computed there.
+    """
+    width, inter, element = dims.expert_width, dims.expert_intermediate, 4 if size.float32 else 2
+    batch = min(batch_size(1, dims.expert_params), experts)
+    matrices = batch * (dims.expert_params * element + (0 if size.plain else 16 * width * inter))
+    at_once = min(size.group * batch, LANE_ROWS)
+    rows = at_once * (24 * (width + inter) + 8 * inter)
+    if config.lora.experts and config.lora.dropout > 0:
+        rows += at_once * 24 * (2 * width + inter)
+    # A resident that is a batch of its own is computed where it lies.
+    buffers = 2 * batch * ((size.expert if lane.streams or batch > 1 else 0) + size.adapter)
+    return buffers + matrices + size.group * width * (element + 8) + rows
 
 
 def _page_locked(size: float, cuda: bool) -> float:

@@ -141,12 +141,26 @@ class LaneRates:
     memory: float  # bytes/s that its socket reads
     source: str = ""  # where they come from
     devices: int = 1  # GPUs of the lane, each with its link
+    actors: int = 1  # on its host
+    sharing: int = 1  # that divide one GPU
     tuning: Tuning = UNTUNED  # that `tuned` made
 
     def tuned(self, tuning: Tuning) -> LaneRates:
         """For another split than these rates lead to."""
         speed = tuning.speed / self.tuning.speed
         return replace(self, link=self.link * speed, gpu=self.gpu * speed, tuning=tuning)
+
+    def of_worker(self, replicas: int) -> LaneRates:
+        """What an attention worker has: a GPU and its link, and its part of what all actors of its host
+        compute for so many replicas; weights are read once for all of them."""
+        return replace(
+            self,
+            link=self.link * self.sharing,
+            gpu=self.gpu * self.sharing,
+            cpu=self.cpu * self.actors / replicas,
+            memory=self.memory * self.actors,
+            devices=1,
+        )
 
 
 @dataclass(frozen=True)
@@ -160,6 +174,7 @@ class LaneWork:
     per_token: int  # K
     layer: int  # E
     kept: float = 0.0  # bytes of gates and ups of all their rows, which go to the host and come back
+    answers: bool = True  # `ExpertSizes.answers`
 
     def moved(self, carried: float) -> float:
         """Bytes of activations to and from a device with so many of the experts: all tokens' x, and the
@@ -229,6 +244,8 @@ def split_seconds(
     part = carried / work.experts if work.experts else 0.0
     weights = work.experts * work.bytes / rates.memory
     cpu = max((1 - part) * work.flops / rates.cpu, weights)
+    if part == 1 and not work.answers:  # then actors get no token
+        cpu = 0.0
     found = lane_parts(work, rates.link, rates.gpu, carried, rates.devices)
     lane = 0.0
     if carried:
@@ -262,6 +279,9 @@ class ExpertSizes:
     bytes: float  # of one as stored, adapter included
     hidden: int  # H
     kept: float = 0.0  # bytes of gate and up that a row keeps for backward
+    answers: bool = (
+        True  # whether y and dx leave the device; else x does, and comes back: an attention worker's
+    )
 
     def work(self, tokens: int) -> LaneWork:
         """Forward of T tokens with even routing; backward has the same products and as many bytes.
@@ -271,10 +291,11 @@ class ExpertSizes:
         slots = tokens * self.per_token * self.held / self.experts
         empty = (1 - self.per_token / self.experts) ** tokens
         busy = min(self.held, max(1, round(self.held * (1 - empty))))
-        moved = tokens * self.hidden * 6.0
+        moved = tokens * self.hidden * (6.0 if self.answers else 2.0)
         work = 2.0 * self.params * slots
         kept = self.kept * slots
-        return LaneWork(busy, self.bytes, work, moved, self.per_token, self.experts, kept)
+        shape = self.per_token, self.experts
+        return LaneWork(busy, self.bytes, work, moved, *shape, kept, self.answers)
 
 
 class Shares(NamedTuple):

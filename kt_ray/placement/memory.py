@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kt_ray.config.schema import Config, LoraConfig
@@ -43,7 +43,7 @@ from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.machine import Hardware, gpu_name, socket_name
 from kt_ray.hardware.nominal import FORMAT_BYTES
-from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
+from kt_ray.placement.engine_memory import HUGE_PAGE, engine_shape, rounded
 from kt_ray.placement.expert_load import touched
 from kt_ray.placement.generation_memory import (
     after_training,
@@ -55,7 +55,6 @@ from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.lora_sizes import (
     adapted,
     expert_lora_params,
-    expert_rank,
     in_parts,
     lora_params,
     trained_params,
@@ -64,6 +63,7 @@ from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPla
 from kt_ray.placement.range_memory import TOKEN_BYTES, range_host, range_workspace
 from kt_ray.placement.staging import expert_staging, worker_staging
 from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of, widest_row
+from kt_ray.placement.worker_lanes import Left, gradient_staging, left_to, streamable, worker_lane_lines
 
 GIB = 1 << 30
 
@@ -155,7 +155,7 @@ def budgets(
 
     # Hosts are alike: what is equal in two actors is counted once.
     of_workers: dict[WorkerPlan, dict[str, float]] = {}
-    of_experts: dict[ExpertActorPlan, dict[str, float]] = {}
+    of_experts: dict[tuple[ExpertActorPlan, Left], dict[str, float]] = {}
     for worker in workers:
         home = home_socket(worker, hardware)
         like = _kind(worker, config, hosts)
@@ -172,16 +172,30 @@ def budgets(
         isa = hardware.best_isa if actor.isa == "auto" else actor.isa
         reached = reached_part(dims, actor, hosts)
         of_copy = load.of_copy(actor.copies, config.rule.replica_count)
-        kind = replace(actor, rank=0, host=0, node=0, cpus=(), copy=0)
+        left = left_to(actor, workers, dims, load.own_group, actor.copies)
+        kind = replace(actor, rank=0, host=0, node=0, cpus=(), copy=0), left
         if kind not in of_experts:
-            of_experts[kind] = _expert_actor(dims, config, of_copy, groups, actor, isa, reached)
+            of_experts[kind] = _expert_actor(dims, config, of_copy, groups, actor, isa, reached, left)
         items = dict(of_experts[kind])
         home = socket_name(hardware, actor.host, actor.node)
-        for device, item, size in _lane(dims, config, of_copy, actor, items["experts"], home, reached):
+        count = sum(actor.counts(dims.moe_layers))
+        each = items["experts"] / count
+        tokens = part_of(of_copy.group, reached), part_of(of_copy.total, reached)
+        slots = dims.experts_per_token * count / len(dims.moe_layers) / dims.num_experts / reached
+        sizes = _lane_memory(dims, config, each, actor.backend, (*tokens, slots))
+        for device, item, size in lane_lines(dims, config, actor, sizes, home):
             add(home if device == home else actor.place(device), item, size)
-        items["experts"] *= 1 - resident_count(actor) / sum(actor.counts(dims.moe_layers))
+        items["experts"] *= 1 - resident_count(actor) / count
         for item, size in items.items():
             add(home, item, size)
+    for worker in workers:
+        count = streamable(worker, experts, dims)
+        slots = dims.experts_per_token * count / dims.num_experts
+        sizes = _lane_memory(dims, config, each, experts[0].backend, (load.own_group, load.replica, slots))
+        home = home_socket(worker, hardware)
+        for on_host, item, size in worker_lane_lines(dims, config, worker, sizes, count):
+            add(home if on_host else worker.place, item, size)
+        add(home, "staging", gradient_staging(dims, config, worker, experts, groups))
     ray = RAY_RUNTIME if config.cluster.name == "ray" else 0
     for host in range(hardware.hosts):
         first = socket_name(hardware, host, hardware.on(host)[0].node)
@@ -222,6 +236,7 @@ def staged(
         kind = _kind(worker, config, hosts)
         if kind not in kinds:
             kinds[kind] = math.ceil(worker_items(dims, config, load, worker, stages, dtype)["staging"])
+            kinds[kind] += gradient_staging(dims, config, worker, experts, groups)
         return kinds[kind]
 
     def answers(actor: ExpertActorPlan) -> int:
@@ -523,8 +538,10 @@ def _expert_actor(
     actor: ExpertActorPlan,
     isa: str,
     reached: float,
+    left: Left,
 ) -> dict[str, float]:
-    total, group = part_of(load.total, reached), part_of(load.group, reached)
+    total, group = (part_of(tokens, reached) for tokens in (load.total, load.group))
+    sent, sent_of_group = (part_of(tokens, left.tokens) for tokens in (total, group))
     width, layers = dims.expert_width, len(dims.moe_layers)
     count = sum(actor.counts(dims.moe_layers))
     per_layer = count / layers
@@ -537,12 +554,12 @@ def _expert_actor(
     slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
     recompute = actor.activations == "recompute"
     shape = engine_shape(dims, config.lora, isa, actor.backend)
-    kept = shape.saved(total, load.total * slots_per_token, recompute=recompute)
+    kept = shape.saved(sent, load.total * slots_per_token * left.rows, recompute=recompute)
     if generates(config):
         kept = {}
-    rows = load.group * slots_per_token
-    buffers = shape.call(group, rows, recompute=recompute)
-    call = sum(buffers.values()) + actor.threads * rounded(shape.thread()) + group * width * 16
+    rows = load.group * slots_per_token * left.rows
+    buffers = shape.call(sent_of_group, rows, recompute=recompute)
+    call = sum(buffers.values()) + actor.threads * rounded(shape.thread()) + sent_of_group * width * 16
     large = sum(size >= HUGE_PAGE for size in buffers.values())
     large += layers * groups * sum(size / groups >= HUGE_PAGE for size in kept.values())
     adapters = count * expert_lora_params(dims, config.lora)
@@ -558,40 +575,11 @@ def _expert_actor(
     }
 
 
-def _lane(
-    dims: ModelDims,
-    config: Config,
-    load: Load,
-    actor: ExpertActorPlan,
-    experts: float,
-    home: str,
-    reached: float,
-) -> Iterator[tuple[str, str, float]]:
-    """What an actor's lane adds; experts: bytes of all that the actor holds."""
-    count = sum(actor.counts(dims.moe_layers))
-    shape = engine_shape(dims, config.lora, "reference", actor.backend)
-    size = LaneMemory(
-        expert=experts / count,
-        adapter=4 * expert_lora_params(dims, config.lora),
-        group=part_of(load.group, reached),
-        total=part_of(load.total, reached),
-        slots=dims.experts_per_token * count / len(dims.moe_layers) / dims.num_experts / reached,
-        runtime=GPU_RUNTIME,
-        float32=shape.float32,
-        plain=dims.expert_format in ("f32", "bf16") and actor.backend in ("auto", "AMXBF16"),
-    )
-    return lane_lines(dims, config, actor, size, home)
-
-
-def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str, backend: str = "auto") -> EngineShape:
-    """A layer's routed experts as the engine of `isa` computes them."""
-    requantised = backend in (*BACKEND_STORAGE, "llamafile") or dims.experts_file_bytes
-    return EngineShape(
-        hidden=dims.expert_width,
-        inter=dims.expert_intermediate,
-        rank=expert_rank(dims, lora),
-        isa=isa,
-        float32=dims.expert_format == "f32" and not requantised,
-        gated=dims.gated,
-        dropout=lora.experts and lora.dropout > 0,
-    )
+def _lane_memory(
+    dims: ModelDims, config: Config, stored: float, backend: str, of_tokens: tuple[int, int, float]
+) -> LaneMemory:
+    """stored: bytes of one expert of one layer. of_tokens: `LaneMemory.group`, total and slots."""
+    plain = dims.expert_format in ("f32", "bf16") and backend in ("auto", "AMXBF16")
+    float32 = engine_shape(dims, config.lora, "reference", backend).float32
+    adapter = 4 * expert_lora_params(dims, config.lora)
+    return LaneMemory(stored, adapter, *of_tokens, runtime=GPU_RUNTIME, float32=float32, plain=plain)

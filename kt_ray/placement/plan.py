@@ -38,7 +38,9 @@ from kt_ray.placement.stage_split import Ranges, balanced_stages
 from kt_ray.placement.traffic import traffic_notes
 from kt_ray.placement.transports import choose_transport
 from kt_ray.placement.wave import Fit, Held, attention_kinds, choose_groups, fit, output_kinds
+from kt_ray.placement.wave_tokens import load_of
 from kt_ray.placement.weight_slots import streaming
+from kt_ray.placement.worker_lanes import plan_worker_lanes, streams_to_workers, with_places
 
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
@@ -127,6 +129,10 @@ def _by_ranges(
         lacking = f"{worst.device} would lack {gib(worst.total - worst.capacity)}"
         note = f"rule.activations=auto: ranges, since {row} do not fit otherwise: {lacking}"
         changed = with_keys(config, {"rule.activations": "ranges"})
+        if streams_to_workers(config.rule):  # which know no ranges
+            if config.rule.experts.stream != "auto":
+                return None
+            changed = with_keys(changed, {"rule.experts.stream": "off"})
     elif config.rule.activations == "ranges" and config.rule.experts.stream == "auto":
         note = f"rule.experts.stream=auto: off, since {row} leave no room for streamed experts"
         changed = with_keys(config, {"rule.experts.stream": "off"})
@@ -213,7 +219,13 @@ def _laid_out(
     team = rule.nodes // copies  # hosts with a whole copy of the experts
     experts, expert_notes = _experts(dims, rule, hardware, team, local=local)
     experts, expected, placed = place_experts(experts, dims, config, load)
-    experts, of_lane = plan_lanes(experts, dims, config, hardware, load, lane_rates, min(hosts, team))
+    if not streams_to_workers(rule):
+        experts, of_lane = plan_lanes(experts, dims, config, hardware, load, lane_rates, min(hosts, team))
+    elif generating:
+        of_lane = ["rule.experts.stream_to=workers: experts are not streamed while answers are generated"]
+    else:
+        near = rule.replica_count // hosts
+        workers, of_lane = plan_worker_lanes(workers, experts, dims, config, hardware, lane_rates, near)
     experts = _copied(experts, copies, 0 if local else team)
     if copies > 1:
         of_each = f"{counted(team, 'host')} for each, with {counted(rule.replica_count // copies, 'replica')}"
@@ -231,8 +243,7 @@ def _laid_out(
 
     def budget_of(wave: int, held: Held) -> tuple[Budget, ...]:
         own, groups = keeping(held.experts), choose_groups(config, wave)
-        placed = with_streams(groups)
-        return budgets(dims, config, hardware, placed, own, wave, groups, dtype, held)
+        return budgets(dims, config, hardware, with_streams(groups), own, wave, groups, dtype, held)
 
     if generating:
         held = Held("retain")
@@ -250,14 +261,16 @@ def _laid_out(
         )
     notes += _backend_notes(rule, hardware)
     groups = choose_groups(config, chosen.wave)
-    own = keeping(chosen.held.experts)
+    own, placed_workers = keeping(chosen.held.experts), with_streams(groups)
     free = {b.device: float(b.capacity - b.total) for b in chosen.memory if not b.is_socket and b.capacity}
+    tokens = load_of(config, chosen.wave, groups).own_group
     with_shelves = with_held(own, dims, config, groups, free)
-    if with_shelves != own:
-        own, placed_workers = with_shelves, with_streams(groups)
+    with_lanes = with_places(placed_workers, own, dims, config, groups, tokens, free)
+    if (with_shelves, with_lanes) != (own, placed_workers):
+        own, placed_workers = with_shelves, with_lanes
         memory = budgets(dims, config, hardware, placed_workers, own, chosen.wave, groups, dtype, chosen.held)
         chosen = chosen._replace(memory=memory)
-    workers, experts = staged(dims, config, with_streams(groups), own, chosen.wave, groups, dtype)
+    workers, experts = staged(dims, config, placed_workers, own, chosen.wave, groups, dtype)
     if generating:
         notes += _copied_notes(dims, config, workers, dtype)
     plan = Plan(

@@ -218,6 +218,7 @@ class Choice(NamedTuple):
     copies: int = 1  # `Plan.copies`
     tuning: Tuning = UNTUNED  # `Plan.tuning`
     ranges: int = 0  # `Plan.head_ranges`
+    stream_to: str = "actors"  # `Plan.stream_to`
 
 
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
@@ -265,6 +266,17 @@ class Plan:
         """Layers of each worker whose weights stay on its device; None = all."""
         counts = [w.layers[1] - w.layers[0] - len(w.streamed) for w in self.workers if w.streamed]
         return max(counts, default=None)
+
+    @property
+    def lane(self) -> LanePlan | None:
+        """What GPUs compute of the experts: the first of those that have a lane, which are alike."""
+        lanes = (*(worker.lane for worker in self.workers), *(actor.lane for actor in self.experts))
+        return next((lane for lane in lanes if lane is not None), None)
+
+    @property
+    def stream_to(self) -> str:
+        """Whose tokens a lane computes: "workers" = every attention worker its own; else "actors"."""
+        return "workers" if any(worker.lane for worker in self.workers) else "actors"
 
     @property
     def attention_hosts(self) -> int:

@@ -57,4 +57,6 @@ def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims
         memory=rates.memory.read_all.value / neighbours,
         source=rates.source,
         devices=max(1, gpus // actors),
+        actors=actors,
+        sharing=sharing,
     )

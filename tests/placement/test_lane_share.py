@@ -153,6 +153,7 @@ def test_plans() -> None:
         "shares": [[0, 0.25]],
         "held": 1,
         "later": [],
+        "ahead": 0,
         "recompute": False,
     }
     assert "lane" not in plan_to_dict(planned())["experts"][0]

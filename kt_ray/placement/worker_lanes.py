@@ -1,0 +1,250 @@
+"""Attention workers that compute streamed experts for their own tokens (rule.experts.stream_to=workers).
+
+A worker copies experts of its host's actors to the GPU on which it computes anyway, for its own tokens, which
+stay there. Legend as in memory.py; T_r and T_g of the worker's own replica. Bytes of a worker's lane:
+    workspace         (its GPU) what an actor's lane takes there (lane_plan.py), and 4 T_g H: an answer that
+                      waits; places of carried experts that are held, and of those copied ahead
+    kept activations  (its socket) n layers * (T_r H s, x; 36 bytes per row; without `recompute` gates and
+                      ups, twice, as torch rounds page-locked blocks up to powers of two); routing, T_r K 12
+    staging           (its socket) adapters' gradients of three layers' carried experts, of every group
+Expert actors of its host keep and compute what is left of its tokens (`Left`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from kt_ray.config.schema import Config, RuleConfig
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.errors import UserError
+from kt_ray.hardware.machine import Hardware
+from kt_ray.placement.expert_load import touched
+from kt_ray.placement.lane_plan import (
+    HELD_ROOM,
+    LaneMemory,
+    expert_sizes,
+    lane_buffers,
+    lane_devices,
+    lane_shares,
+    stored_bytes,
+)
+from kt_ray.placement.lane_share import LaneRates, whole_experts
+from kt_ray.placement.lora_sizes import expert_lora_params
+from kt_ray.placement.plan_types import ExpertActorPlan, LanePlan, WorkerPlan
+
+Workers = tuple[WorkerPlan, ...]
+# Experts that are copied while the layer before is computed, at the most: what a link brings meanwhile.
+AHEAD = 96
+GRADIENT_LAYERS = 3  # whose adapters' gradients are on their way at once
+
+
+def streams_to_workers(rule: RuleConfig) -> bool:
+    """Whether the rule has attention workers compute streamed experts."""
+    return rule.experts.stream != "off" and rule.experts.stream_to == "workers"
+
+
+def may_stream_to_workers(rule: RuleConfig) -> bool:
+    """Whether workers might compute what is streamed, where the rule leaves it open."""
+    asked = rule.experts
+    open_to_both = asked.stream != "off" and asked.stream_to == "auto" and asked.lane_devices == ("auto",)
+    return open_to_both and not asked.gpu_resident and rule.activations != "ranges"
+
+
+def experts_near(worker: WorkerPlan, actors: Sequence[ExpertActorPlan]) -> tuple[ExpertActorPlan, ...]:
+    """Those of the actors that compute a worker's tokens which are on its host: whose experts it can read.
+
+    Args:
+        actors: of the copy of the experts that has the worker's replica.
+    """
+    return tuple(actor for actor in actors if actor.host == worker.host)
+
+
+def plan_worker_lanes(
+    workers: Workers,
+    actors: Sequence[ExpertActorPlan],
+    dims: ModelDims,
+    config: Config,
+    hardware: Hardware,
+    rates: LaneRates | None,
+    replicas: int,
+) -> tuple[Workers, list[str]]:
+    """The workers with their lanes, and sentences for the plan's notes.
+
+    Args:
+        actors: of the first copy of the experts. rates: of one actor's lane, by which stream=auto decides;
+            None = nothing was measured. replicas: on each host.
+
+    Raises:
+        UserError: experts that stay on GPUs, layers by ranges, or another device than the workers' own.
+    """
+    _check(workers, config, hardware)
+    own = experts_near(workers[0], actors)
+    tokens = -(-config.trainer.batch_size // config.rule.replica_count) * config.data.max_length
+    there = "their own devices"
+    of_worker = None if rates is None else rates.of_worker(replicas)
+    sizes = replace(expert_sizes(own, dims, config, together=True), answers=False)
+    shares, said = lane_shares(sizes, tokens, config, of_worker, f"attention workers, to {there},")
+    if not shares.streams:
+        return workers, said
+    if len(own) < len(actors):
+        said.append("attention workers stream experts of their own host; actors of others compute theirs")
+    if any(worker.device == "cpu" for worker in workers):
+        said.append("attention workers on the CPU stream experts for their numerics: a stand-in, not faster")
+    return tuple(replace(w, lane=replace(shares, devices=(w.device,))) for w in workers), said
+
+
+def _check(workers: Workers, config: Config, hardware: Hardware) -> None:
+    asked, device = config.rule.experts, workers[0].device
+    where = "rule.experts.stream_to=workers"
+    if asked.gpu_resident:
+        raise UserError(
+            "attention workers compute streamed experts, none that stay on a GPU",
+            where=where,
+            observed=f"rule.experts.gpu_resident={asked.gpu_resident}",
+            required="rule.experts.gpu_resident=0",
+            remedy="set rule.experts.gpu_resident=0, or rule.experts.stream_to=actors",
+        )
+    if config.rule.activations == "ranges":
+        raise UserError(
+            "attention workers that go through a layer by ranges compute no streamed experts",
+            where=where,
+            observed="rule.activations=ranges",
+            required="another rule.activations",
+            remedy="set rule.experts.stream_to=actors, or rule.activations=auto",
+        )
+    own = "cpu" if device == "cpu" else "auto"
+    if asked.lane_devices != (own,):
+        if device == "cpu" and asked.lane_devices == ("auto",):
+            lane_devices(config, hardware)  # where there is no GPU it says so
+        raise UserError(
+            "an attention worker computes streamed experts on its own device",
+            where=f"{where}, rule.experts.lane_device={asked.lane_device}",
+            observed=f"attention on {'the CPU' if device == 'cpu' else 'GPUs'}",
+            required=f"rule.experts.lane_device={own}",
+            remedy=f"set rule.experts.lane_device={own}, or rule.experts.stream_to=actors",
+        )
+
+
+def with_places(
+    workers: Workers,
+    actors: Sequence[ExpertActorPlan],
+    dims: ModelDims,
+    config: Config,
+    groups: int,
+    tokens: int,
+    room: Mapping[str, float],
+) -> Workers:
+    """The workers with lanes that have as many places on their devices as there is room for.
+
+    Of these up to half are for experts that are copied ahead; the others hold what a layer's groups share.
+
+    Args:
+        tokens: of a group's call. room: bytes by name of every GPU's budget that nothing else needs, of which
+            a tenth stays free; a stand-in has room for all.
+    """
+    if not any(worker.lane for worker in workers):
+        return workers
+    stored = stored_bytes(dims, config)
+    sharing, made = Counter(worker.place for worker in workers), []
+    for worker in workers:
+        lane = worker.lane
+        assert lane is not None
+        count = streamable(worker, actors, dims)
+        first = whole_experts(lane.share(tokens), count)
+        most = max(first, whole_experts(lane.share(tokens, again=True), count))
+        places = 2 * most
+        if lane.cuda:
+            free = HELD_ROOM * room.get(worker.place, 0.0) / sharing[worker.place]
+            places = max(0, int(free // stored))
+        ahead = min(AHEAD, first, places // 2)
+        wanted = most if groups > 1 else ahead
+        held = min(wanted, places - ahead)
+        later = lane.later if groups > 1 and held == wanted else ()  # else every call carries the rest
+        made.append(replace(worker, lane=replace(lane, held=held, ahead=ahead, later=later)))
+    return tuple(made)
+
+
+def streamable(worker: WorkerPlan, actors: Sequence[ExpertActorPlan], dims: ModelDims) -> int:
+    """Experts of a layer that a worker may carry. actors: as for `experts_near`, of a copy."""
+    counts = [actor.counts(dims.moe_layers) for actor in experts_near(worker, actors)]
+    return min(dims.num_experts, max(map(sum, zip(*counts, strict=True)), default=0))
+
+
+def carried_part(lane: LanePlan, tokens: int) -> float:
+    """Largest share of the experts that a call of up to so many tokens carries."""
+    return max((share for least, share in (*lane.shares, *lane.later) if tokens >= least), default=0.0)
+
+
+def left_part(lane: LanePlan, tokens: int) -> float:
+    """Of the rows of a call of `tokens` tokens the largest part that is left to the actors: by it, or by a
+    call of fewer, which carries less."""
+    steps = ((0, 0.0), *lane.shares, (tokens + 1, 0.0))
+    left = [min(tokens, above - 1) * (1 - share) for (_, share), (above, _) in pairwise(steps)]
+    return min(1.0, max(left) / tokens) if tokens else 1.0
+
+
+class Left(NamedTuple):
+    """What attention workers leave to an expert actor: parts of the tokens that would come to it, and of
+    their rows there; routing balanced, which is the worst: those with most rows are carried."""
+
+    tokens: float = 1.0
+    rows: float = 1.0
+
+
+def left_to(
+    actor: ExpertActorPlan,
+    workers: Sequence[WorkerPlan],
+    dims: ModelDims,
+    tokens: int,
+    copies: int,
+) -> Left:
+    """Args: tokens: of a group's call of one replica."""
+    hosts = max(1, (1 + max(worker.host for worker in workers)) // copies)
+    lane = next((worker.lane for worker in workers if worker.host == actor.host), None)
+    if lane is None:
+        return Left()
+    rows = left_part(lane, tokens)
+    sent = touched(dims.num_experts, rows * dims.num_experts, dims.experts_per_token)
+    return Left(1 - (1 - sent) / hosts, 1 - (1 - rows) / hosts)
+
+
+def gradient_staging(
+    dims: ModelDims, config: Config, worker: WorkerPlan, actors: Sequence[ExpertActorPlan], groups: int
+) -> int:
+    """Bytes of a worker's messages with adapters' gradients, worst case."""
+    if worker.lane is None:
+        return 0
+    part = max(share for _, share in (*worker.lane.shares, *worker.lane.later))
+    carried = whole_experts(part, streamable(worker, actors, dims))
+    return GRADIENT_LAYERS * groups * carried * 4 * expert_lora_params(dims, config.lora)
+
+
+def worker_lane_lines(
+    dims: ModelDims, config: Config, worker: WorkerPlan, size: LaneMemory, experts: int
+) -> Iterator[tuple[bool, str, float]]:
+    """(whether in host memory, item, bytes) that a worker's lane adds.
+
+    Args:
+        size: group and total are the replica's. experts: `streamable`.
+    """
+    lane = worker.lane
+    if lane is None:
+        return
+    width, element = dims.expert_width, 4 if size.float32 else 2
+    own = sum(layer in dims.moe_layers for layer in range(*worker.layers))
+    workspace = lane_buffers(dims, config, lane, size, experts)
+    yield (
+        not lane.cuda,
+        "workspace",
+        workspace + (lane.held + lane.ahead) * size.expert + 4 * size.group * width,
+    )
+    rows = carried_part(lane, size.group) * size.slots * size.total
+    kept = size.total * width * element + 36 * rows
+    if not lane.recompute:
+        kept += (2 if lane.cuda else 1) * rows * (2 if dims.gated else 1) * dims.expert_intermediate * element
+    yield True, "kept activations", own * math.ceil(kept) + 12 * size.total * dims.experts_per_token
