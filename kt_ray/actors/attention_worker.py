@@ -137,7 +137,9 @@ class AttentionWorker(PlainActor):
         self._capped = True
 
     def _facts(self) -> dict[str, Any]:
+        lane = {} if self._lane is None else {"lane": self._lane.lane.facts()}
         return {
+            **lane,
             "device": str(self.spec.device),
             "plan_device": self.part.device,
             "replica": self.part.replica,
@@ -164,7 +166,7 @@ class AttentionWorker(PlainActor):
 
     def _notes(self) -> list[str]:
         """What a user should know; what replicas have in common, from one of them."""
-        held, notes = self.spec.activations, []
+        held, notes = self.spec.activations, [] if self._lane is None else list(self._lane.lane.notes)
         streamed = self.stage.streamed
         if streamed is not None and streamed.not_shared:
             notes.append(

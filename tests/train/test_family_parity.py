@@ -42,6 +42,9 @@ _FREE = (("swiglu_limit", 7.0),)
 _SMOOTH = (("router_jitter_noise", 1.0),)
 # Gated delta rules: padding alone moves transformers' own float32 gradients by 1e-5.
 BOUNDS = {"qwen3_next": 4e-5, "qwen3_5_moe": 4e-5}
+# Most experts streamed to the attention worker, which computes them for its own tokens; the actor the others.
+STREAMED = ("rule.experts.stream=0.7", "rule.experts.stream_to=workers", "rule.experts.lane_device=cpu")
+STREAMED_CASES = ("deepseek_v3-fp8", "gpt_oss-mxfp4_blocks", "kimi_k2-int4", "qwen2_moe-bf16")
 STORED = [
     Case("deepseek_v2", "int8"),
     Case("deepseek_v3", "fp8"),
@@ -81,10 +84,19 @@ def _check_logits(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32(tmp_path: Path, family: str) -> None:
     """Released keys and layout, stored in float32: equal to rounding. The adapter does the same in PEFT."""
+    check_float32(tmp_path, family)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4", "gpt_oss"])
+def test_float32_streamed(tmp_path: Path, family: str) -> None:
+    check_float32(tmp_path, family, *STREAMED)
+
+
+def check_float32(tmp_path: Path, family: str, *options: str) -> None:
     built = build_released(tmp_path, Case(family, "f32"))
     rows = random_rows(4, lengths=LENGTHS.get(family, (9, 5, 12, 7)))
     reference, expected = _reference(built, rows)
-    config = config_for(built.released, "rule=cpu_1worker_1socket", "trainer.micro_batch_size=2")
+    config = config_for(built.released, "rule=cpu_1worker_1socket", "trainer.micro_batch_size=2", *options)
     with local_cluster(built.released, config) as cluster:
         cluster.set_parameters({k: v.detach() for k, v in reference.parameters.items()})
         waves = waves_of(rows, config, cluster.plan)
@@ -139,10 +151,19 @@ def _check_peft(
 @pytest.mark.parametrize("case", STORED, ids=str)
 def test_stored_formats(tmp_path: Path, case: Case) -> None:
     """The family's stored format: activations round to bfloat16, so routing is replayed (test_parity.py)."""
+    check_stored(tmp_path, case)
+
+
+@pytest.mark.parametrize("case", [case for case in STORED if str(case) in STREAMED_CASES], ids=str)
+def test_stored_formats_streamed(tmp_path: Path, case: Case) -> None:
+    check_stored(tmp_path, case, *STREAMED)
+
+
+def check_stored(tmp_path: Path, case: Case, *options: str) -> None:
     built = build_released(tmp_path, case)
     rows = random_rows(8, lengths=(24, 17, 31, 9))
     reference, expected = _reference(built, rows)
-    config = config_for(built.released, "rule=cpu_1worker_1socket", "trainer.micro_batch_size=8")
+    config = config_for(built.released, "rule=cpu_1worker_1socket", "trainer.micro_batch_size=8", *options)
     with local_cluster(built.released, config) as cluster:
         cluster.set_parameters({k: v.detach() for k, v in reference.parameters.items()})
         waves = waves_of(rows, config, cluster.plan)

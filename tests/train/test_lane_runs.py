@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.devices import DEVICES
+from tests.helpers.devices import DEVICES, layers_on
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, steps
 
@@ -21,6 +21,21 @@ LANES = {
         "rule.experts.activations=recompute",
     ],
     "two devices": ["rule.experts.gpu_resident=3", "rule.experts.stream=0.9"],
+}
+
+
+# Each attention worker computes streamed experts for its own tokens.
+WORKERS = ["rule.experts.stream_to=workers"]
+WORKERS_LANES = {
+    "half": ["rule.experts.stream=0.5"],
+    "nearly all, 2 groups": ["rule.experts.stream=0.99", "trainer.micro_batch_size=2"],
+    "2 expert actors, recompute": [
+        *("rule.experts.stream=0.6", "rule.experts.sockets=2", "rule.experts.activations=recompute"),
+    ],
+    "micro-batches one by one, hidden states on the host, streamed layers": [
+        *("rule.experts.stream=0.5", "trainer.micro_batch_size=2", "rule.activations=host"),
+        "rule.resident_layers=0",
+    ],
 }
 
 
@@ -45,6 +60,45 @@ def test_every_lane_gives_the_same_curve(tmp_path: Path, device: str) -> None:
         on = lane_on(device) if name != "two devices" else "rule.experts.lane_device=[cpu,cpu]"
         found = curve(path, on, *overrides)
         assert found == pytest.approx(expected, rel=1e-4 if device == "cpu" else 1e-3), name
+
+
+@pytest.mark.accept("lane")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", WORKERS_LANES)
+def test_workers_lanes_give_the_same_curve(tmp_path: Path, name: str, replicas: int, device: str) -> None:
+    path = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=4)
+    keys = layers_on(device, 4, replicas=replicas)
+    if device == "cpu":
+        keys.append("rule.experts.lane_device=cpu")
+    expected = curve(path)
+    assert expected[-1] != pytest.approx(expected[0], rel=0.02), "a curve that goes nowhere says nothing"
+    found = curve(path, *keys, *WORKERS, *WORKERS_LANES[name])
+    assert found == pytest.approx(expected, rel=1e-4 if device == "cpu" else 1e-3)
+
+
+def test_workers_lanes_of_two_stages(tmp_path: Path) -> None:
+    """Gradients of different layers come from different workers."""
+    path = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=5)
+    layout = ("rule.stages=2", "rule.replicas=2", "trainer.micro_batch_size=2")
+    found = curve(path, *layout, lane_on("cpu"), *WORKERS, "rule.experts.stream=0.7")
+    assert found == pytest.approx(curve(path, *layout), rel=1e-4)
+
+
+def test_a_checkpoint_of_workers_lanes_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """What was on a device before a pass changes nothing."""
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    config = config_for(path, *COMMON, lane_on("cpu"), *WORKERS, *WORKERS_LANES["nearly all, 2 groups"])
+    with local_cluster(path, config) as cluster:
+        first = steps(cluster, config, BATCHES, STEPS, stop=STEPS // 2)
+        cluster.save_shards(str(shards))
+        rest = steps(cluster, config, BATCHES, STEPS, first=STEPS // 2)
+    with local_cluster(path, config) as cluster:
+        cluster.restore(str(shards), STEPS // 2)
+        assert steps(cluster, config, BATCHES, STEPS, first=STEPS // 2) == rest
+    assert first + rest == pytest.approx(curve(path), rel=1e-4)
 
 
 def test_a_checkpoint_with_a_lane_resumes_without(tmp_path: Path) -> None:

@@ -225,6 +225,25 @@ def test_waves_a_lane_and_no_overlap_too(model: Path, tmp_path: Path) -> None:
     check(run, calm)
 
 
+def test_workers_lanes_too(model: Path, tmp_path: Path) -> None:
+    """Workers read the memory of the actor that takes a dead one's place, and a new worker reads all."""
+    settings = (
+        *("rule=cpu_2workers_2sockets", "rule.stages=1", "rule.replicas=2", "trainer.micro_batch_size=1"),
+        *("rule.experts.lane_device=cpu", "rule.experts.stream=0.6", "rule.experts.stream_to=workers"),
+        "trainer.save_every=2",
+    )
+    calm = Run(model, tmp_path / "calm", [], *settings).go()
+    assert all(worker.lane is not None for worker in calm.cluster.plan.workers)
+    deaths = [
+        Death(EXPERTS[1], "run_pass", 3, 3),
+        Death(WORKERS[1], "run_pass", 6, 2),
+        Death(EXPERTS[0], "run_pass", 8, 5),
+    ]
+    run = Run(model, tmp_path / "run", deaths, *settings).go()
+    assert run.cluster.happened == 3
+    check(run, calm)
+
+
 def check(run: Run, expected: Run) -> None:
     assert run.summary is not None and expected.summary is not None
     assert run.summary.losses == expected.summary.losses

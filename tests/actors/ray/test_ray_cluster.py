@@ -161,6 +161,25 @@ def test_a_lane_gives_the_bits_of_one_process(checkpoint: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_ray")
+def test_workers_lanes_give_the_bits_of_one_process(checkpoint: Path) -> None:
+    """Two replicas read the experts of two actors, each in a process of its own."""
+    lane = (
+        *("rule.replicas=2", "rule.stages=1", "rule.experts.lane_device=cpu"),
+        *("rule.experts.stream=0.7", "rule.experts.stream_to=workers"),
+    )
+    config = config_for(checkpoint, *COMMON, "rule=cpu_2workers_2sockets", *lane)
+    cluster = ray_cluster(checkpoint, config, "workers-lane")
+    try:
+        cluster.start()
+        assert all(worker.lane is not None and worker.lane.ahead for worker in cluster.plan.workers)
+        assert_bits_of_one_process(checkpoint, config, cluster)
+        lanes = [fact["lane"] for fact in cluster.info() if "lane" in fact]
+    finally:
+        cluster.shutdown()
+    assert len(lanes) == 2 and all(lane["devices"][0]["carried_bytes"] > 0 for lane in lanes)
+
+
+@pytest.mark.usefixtures("local_ray")
 def test_layers_by_ranges_give_the_bits_of_one_process(checkpoint: Path) -> None:
     """Of two stages and two replicas, whose layers are streamed."""
     keys = ("rule.activations=ranges", "rule.resident_layers=0", "rule.replicas=2", "rule.stages=2")
