@@ -111,6 +111,9 @@ class MeasuredDurations:
         """A recorded call lasts until its part on a GPU is done."""
         return ()
 
+    def worker_lane(self, worker: int, layer: int, direction: str, tokens: int, *, call: int) -> None:
+        """What a worker waited for is in what its operations took."""
+
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
         actor = actors.actors[0]
         key = next(self._requests[worker, actor])

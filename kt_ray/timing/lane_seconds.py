@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import touched
@@ -36,6 +38,44 @@ ENTERING, BACK = {"forward": 2, "backward": 6}, 4
 # What sorting a call's slots (tokens times experts per token) by expert takes one core, each: measured on a
 # Zen 4 core, 21 to 46 ns (32,768 to 262,144 slots).
 ROUTED_SECONDS = 35e-9
+
+
+class Computed(NamedTuple):
+    """Of a call on one GPU: seconds of dispatch on a core; times that its products take; bytes of gates and
+    ups that leave in forward and come back in backward."""
+
+    dispatch: float
+    products: float
+    kept: float
+
+
+def computed(
+    dims: ModelDims,
+    rates: Rates,
+    direction: str,
+    experts: int,
+    batches: int,
+    rows: float,
+    *,
+    recompute: bool,
+) -> Computed:
+    """Args: experts, batches: that the GPU computes. rows: of each expert. recompute: gates and ups."""
+    assert rates.gpu is not None
+    kernels, products, kept = KERNELS[direction], 1.0, 0.0
+    if recompute:
+        kernels += KERNELS_AGAIN[direction]
+        if direction == "backward":
+            products += 2 / 3 if dims.gated else 1 / 2
+    else:
+        element = ELEMENT_BYTES["float32" if dims.expert_format == "f32" else "bfloat16"]
+        kept = experts * rows * (2 if dims.gated else 1) * dims.expert_intermediate * element
+    started = kernels * batches + KERNELS_EACH * experts
+    return Computed(dispatch_seconds(started, rates.gpu, rates.cpu_one), products, kept)
+
+
+def adapter_bytes(dims: ModelDims, config: Config) -> float:
+    """Bytes of one expert's LoRA."""
+    return 4.0 * expert_lora_params(dims, config.lora)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,23 +136,15 @@ class LaneSeconds:
             experts, batches = experts + own, batches + -(-own // together)
         if not experts:
             return ()
-        kernels, leaving = KERNELS[direction], 0.0
-        if here.activations == "recompute" or here.lane.recompute:
-            kernels += KERNELS_AGAIN[direction]
-            if direction == "backward":
-                products *= 1 + (2 / 3 if dims.gated else 1 / 2)
-        else:  # gate and up go to host memory and come back
-            element = ELEMENT_BYTES["float32" if dims.expert_format == "f32" else "bfloat16"]
-            size = experts * rows * (2 if dims.gated else 1) * dims.expert_intermediate * element
-            if direction == "forward":
-                leaving = size / self.rates.link.to_host.value
-            else:
-                copies += size / link
+        recompute = here.activations == "recompute" or here.lane.recompute
+        of_batches = computed(dims, self.rates, direction, experts, batches, rows, recompute=recompute)
+        products *= of_batches.products
+        # Gate and up go to host memory and come back.
+        leaving = of_batches.kept / self.rates.link.to_host.value if direction == "forward" else 0.0
+        copies += of_batches.kept / link if direction == "backward" else 0.0
         # The first batch is copied before anything is computed, the last one computed after all copies.
         ahead = copies / batches
         last = products / batches
-        kernels = kernels * batches + KERNELS_EACH * experts
-        dispatch = dispatch_seconds(kernels, self.rates.gpu, self.rates.cpu_one)
         reached = tokens * reached_part(dims, here, self.plan.attention_hosts)
         width, routing = reached * dims.expert_width, 0.0
         entering = ENTERING[direction] * width / link
@@ -124,7 +156,16 @@ class LaneSeconds:
         )
         if direction == "forward":
             routing = ROUTED_SECONDS * reached * dims.experts_per_token
-        whole = (ahead + entering, copies - ahead, products - last, dispatch, back, last, leaving, routing)
+        whole = (
+            ahead + entering,
+            copies - ahead,
+            products - last,
+            of_batches.dispatch,
+            back,
+            last,
+            leaving,
+            routing,
+        )
         return tuple(LaneCall(device, *whole) for device in here.lane.devices)
 
     def added(
@@ -175,8 +216,7 @@ class LaneSeconds:
 
     @property
     def _adapter(self) -> float:
-        """Bytes of one expert's LoRA."""
-        return 4.0 * expert_lora_params(self.plan.dims, self.config.lora)
+        return adapter_bytes(self.plan.dims, self.config)
 
     @cached_property
     def _of_actor(self) -> tuple[ExpertSizes, ...]:

@@ -101,10 +101,12 @@ class Machine(NamedTuple):
 
 
 class ExpertCall(NamedTuple):
-    """Seconds of an expert actor's cores in a call: beside its GPUs, and after both."""
+    """Seconds of an expert actor's cores in a call: beside its GPUs, after both, and once its answers have
+    left."""
 
     beside: float
     after: float
+    late: float = 0.0
 
 
 class LaneCall(NamedTuple):
@@ -126,6 +128,38 @@ class LaneCall(NamedTuple):
     routing: float = 0.0
 
 
+class WorkerLaneCall(NamedTuple):
+    """What a worker's GPU computes of its own tokens' experts, in seconds alone on the resource.
+
+    device: "cuda:i". home: the socket of the worker's host side. asked: ids on the link to the host; then
+    routing on a core: before anything is computed. entering: on the link, likewise. copies, copies_ahead: of
+    experts on the link, those of the latter while the layer before is computed. products, products_ahead,
+    products_there: on the GPU, of these experts and of those that the call before left. dispatch: on a core;
+    leaving: on the link to the host, beside all that. gradients: on it, afterwards. sent: part of the tokens
+    that go to expert actors nevertheless.
+    """
+
+    device: str
+    home: str
+    asked: float
+    routing: float
+    entering: float
+    copies: float
+    copies_ahead: float
+    products: float
+    products_ahead: float
+    products_there: float
+    dispatch: float
+    leaving: float
+    gradients: float
+    sent: float
+
+
+# Parts in which a worker's lane copies experts and computes them; a few stand for many batches. Of those that
+# are copied at the call the first is one batch, of those copied ahead all are alike.
+AT_CALL, COPIED_AHEAD = (1 / 16, 5 / 16, 5 / 16, 5 / 16), (1 / 3, 1 / 3, 1 / 3)
+
+
 class Durations(Protocol):
     """Seconds of everything, an actor alone on its resource.
 
@@ -142,6 +176,11 @@ class Durations(Protocol):
 
     def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[LaneCall, ...]:
         """The same call's parts on GPUs, at the same time; one per GPU that has one."""
+
+    def worker_lane(
+        self, worker: int, layer: int, direction: str, tokens: int, *, call: int
+    ) -> WorkerLaneCall | None:
+        """What a worker computes of its own `tokens` of a call; None = nothing."""
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
         """Tokens of one worker, or their gradients, on the way to a class of expert actors."""
@@ -255,6 +294,14 @@ class _Step(EventLoop):
             for c in self.machine.experts
             for device in self._lane_devices(c)
         ]
+        for rank in range(len(self.machine.workers)):
+            own = self._lane_calls(rank, wave)
+            if any(call for *_, call in own):
+                device = self.plan.workers[rank].place
+                computing = self._worker_lane(rank, own)
+                lanes.append(Actor(f"lane of worker {rank}", Seat(device), computing))
+                copying = self._worker_copies(rank, own)
+                lanes.append(Actor(f"copies of worker {rank}", Seat(f"pcie {device} in"), copying))
         actors = [*self._seated(workers, calls), *lanes]
         return self.play(actors, offset, self.durations.pass_end(), "end of pass")
 
@@ -294,6 +341,9 @@ class _Step(EventLoop):
                 tag = ("weights", part.layer, rank, filled[part.layer])
                 self.send(tag, durations.weights(rank, part.layer))
 
+        def own(layer: int, direction: str, g: int) -> WorkerLaneCall | None:
+            return durations.worker_lane(rank, layer, direction, tokens[g], call=g)
+
         for kind, layer, g in worker_program(plan, replica, stage, "train"):
             if kind.startswith("recv"):
                 yield Wait((kind[5:], replica, stage, g), "other stages")
@@ -301,6 +351,8 @@ class _Step(EventLoop):
                 direction = "forward" if kind == "join" else "backward"
                 for c in self.ways:
                     yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
+                if own(layer, direction, g) is not None:
+                    yield Wait(("own done", layer, direction, g, rank), "lane")
             # Copied behind the computation, and back ahead of it: what waits for them is the link.
             if plan.activations == "host" and kind in ("forward", "recompute"):
                 way = "out" if kind == "forward" else "in"
@@ -316,8 +368,15 @@ class _Step(EventLoop):
                 yield Busy(f"{kind} {layer}.{g}", "attention", before)
             if layer in self.moe and kind in ("forward", "recompute"):
                 direction = "forward" if kind == "forward" else "backward"
+                here = own(layer, direction, g)
+                settled = () if here is None else settling(here)
+                if here is not None:
+                    self.send(("own", layer, direction, g, rank), Carriage(settled))
                 for c in self.ways:
-                    carriage = durations.request(rank, c, direction, tokens[g])
+                    # What the lane sorts is counted first, for all actors together.
+                    counted = tuple(leg._replace(seconds=leg.seconds / len(self.ways)) for leg in settled)
+                    carriage = durations.request(rank, c, direction, self._sent(here, c, tokens[g]))
+                    carriage = carriage._replace(legs=(*counted, *carriage.legs))
                     self.send((direction, layer, g, c.actors[0], replica), carriage)
                 if not plan.overlap:
                     for c in self.ways:
@@ -358,8 +417,11 @@ class _Step(EventLoop):
             for replica in range(self.replicas):
                 for way in c.ways:
                     worker = owner[replica, layer]
-                    carriage = self.durations.reply(worker, way, direction, tokens[replica][g])
+                    here = self.durations.worker_lane(worker, layer, direction, tokens[replica][g], call=g)
+                    sent = self._sent(here, way, tokens[replica][g])
+                    carriage = self.durations.reply(worker, way, direction, sent)
                     self.send(("reply", direction, layer, g, way.actors[0], replica), carriage)
+            yield Busy(f"gradients {layer}.{g}", "experts", own.late)
 
     def _lane(self, c: ExpertClass, device: str, wave: WaveShape) -> Program:
         """The thread that has a GPU compute its part of the actor's calls."""
@@ -387,3 +449,79 @@ class _Step(EventLoop):
             yield Wait(("lane kept", *about), "transfer")
             yield Wait(("lane kernels", *about), "dispatch")
             self.send(("lane done", *about), Carriage((Leg(back, call.back),)))
+
+    @staticmethod
+    def _sent(here: WorkerLaneCall | None, actors: ExpertClass, tokens: int) -> int:
+        """Tokens that go to near actors. To far ones only those go anyway that have an expert there."""
+        return tokens if here is None or actors.far else round(tokens * here.sent)
+
+    def _lane_calls(self, rank: int, wave: WaveShape) -> list[_LaneCall]:
+        """A worker's calls of layers with experts, in order, and what its lane has of them."""
+        worker = self.plan.workers[rank]
+        tokens = [sum(m.tokens for m in group) for group in wave[worker.replica]]
+        calls = []
+        for kind, layer, g in worker_program(self.plan, worker.replica, worker.stage, "train"):
+            if layer in self.moe and kind in ("forward", "recompute"):
+                way = "forward" if kind == "forward" else "backward"
+                here = self.durations.worker_lane(rank, layer, way, tokens[g], call=g)
+                calls.append(_LaneCall(layer, way, g, here))
+        return calls
+
+    def _worker_lane(self, rank: int, calls: Sequence[_LaneCall]) -> Program:
+        """The thread that has a worker's GPU compute its own tokens' experts."""
+        for layer, way, g, call in calls:
+            if call is None:
+                continue
+            about, name = (layer, way, g, rank), f"{way} {layer}.{g}"
+            into, out = f"pcie {call.device} in", f"pcie {call.device} out"
+            yield Wait(("own", *about), "worker")
+            self.send(("own begun", *about), Carriage())
+            self.send(("own small", *about), Carriage((Leg(into, call.entering),)))
+            self.send(("own kernels", *about), Carriage((Leg(call.home, call.dispatch),)))
+            self.send(("own kept", *about), Carriage((Leg(out, call.leaving),)))
+            yield Wait(("own small", *about), "transfer")
+            yield Busy(name, "lane", call.products_there)
+            for n, part in enumerate(COPIED_AHEAD if call.copies_ahead else ()):
+                yield Wait(("copied ahead", *about, n), "transfer")
+                yield Busy(name, "lane", call.products_ahead * part)
+            for n, part in enumerate(AT_CALL if call.copies else ()):
+                yield Wait(("copied", *about, n), "transfer")
+                yield Busy(name, "lane", call.products * part)
+            yield Wait(("own kernels", *about), "dispatch")
+            self.send(("own done", *about), Carriage())
+            self.send(("own gradients", *about), Carriage((Leg(out, call.gradients),)))
+            yield Wait(("own kept", *about), "transfer")
+
+    def _worker_copies(self, rank: int, calls: Sequence[_LaneCall]) -> Program:
+        """The link that carries experts to a worker's GPU: a call's, and behind the last one of a layer those
+        of the next layer that are copied ahead."""
+
+        def ahead(layer: int, way: str, g: int, call: WorkerLaneCall | None) -> Program:
+            for n, part in enumerate(COPIED_AHEAD if call and call.copies_ahead else ()):
+                assert call is not None
+                yield Busy(f"ahead {layer}.{g}", "copied ahead", call.copies_ahead * part)
+                self.send(("copied ahead", layer, way, g, rank, n), Carriage())
+
+        for number, (layer, way, g, call) in enumerate(calls):
+            if call is not None:
+                yield Wait(("own begun", layer, way, g, rank), "worker")
+            if number == 0:  # before it there is no layer
+                yield from ahead(layer, way, g, call)
+            for n, part in enumerate(AT_CALL if call and call.copies else ()):
+                assert call is not None
+                yield Busy(f"copy {layer}.{g}", "copies", call.copies * part)
+                self.send(("copied", layer, way, g, rank, n), Carriage())
+            if number + 1 < len(calls) and calls[number + 1].group == 0:
+                yield from ahead(*calls[number + 1])
+
+
+class _LaneCall(NamedTuple):
+    layer: int
+    way: str
+    group: int
+    call: WorkerLaneCall | None
+
+
+def settling(call: WorkerLaneCall) -> tuple[Leg, ...]:
+    """What comes before anyone computes a call: ids to the host, and who gets which."""
+    return Leg(f"pcie {call.device} out", call.asked), Leg(call.home, call.routing)

@@ -39,7 +39,17 @@ from kt_ray.timing.layer_work import (
     seconds,
 )
 from kt_ray.timing.range_seconds import copied_seconds, repeated
-from kt_ray.timing.simulate import ExpertCall, ExpertClass, Group, LaneCall, Machine, Micro, Phase
+from kt_ray.timing.simulate import (
+    ExpertCall,
+    ExpertClass,
+    Group,
+    LaneCall,
+    Machine,
+    Micro,
+    Phase,
+    WorkerLaneCall,
+)
+from kt_ray.timing.worker_lane_seconds import SMALL_PAGES, WorkerLaneSeconds
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
 BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
@@ -199,11 +209,12 @@ class PlanDurations:
         return dispatch if self.on_gpu else passes / self._passes_per_second + dispatch
 
     def _answers(self, kind: str, tokens: int) -> float:
-        """Host seconds to add the actors' answers: the first is copied, the others are added. A GPU does both
-        by itself."""
-        if self.on_gpu:
-            return 0.0
+        """Seconds to add the actors' answers: on the host the first is copied, the others are added. A GPU's
+        links do that; it adds what it computed itself."""
         dims = self.plan.dims
+        if self.on_gpu:
+            own = 3.0 * tokens * dims.expert_width if self.worker_lanes.run else 0.0
+            return own / (NORM_PASSES * self.device.block.norm.value)
         width = dims.expert_width + (dims.experts_per_token if kind == "backward" else 0)
         return tokens * width * (1 + 1.5 * (len(self.plan.experts_of(0)) - 1)) / self._passes_per_second
 
@@ -238,6 +249,15 @@ class PlanDurations:
         return self.lanes.calls(actor, layer, direction, tokens, call=call)
 
     @cached_property
+    def worker_lanes(self) -> WorkerLaneSeconds:
+        return WorkerLaneSeconds(self.plan, self.config, self.rates)
+
+    def worker_lane(
+        self, worker: int, layer: int, direction: str, tokens: int, *, call: int = 0
+    ) -> WorkerLaneCall | None:
+        return self.worker_lanes.call(worker, layer, direction, tokens, call=call)
+
+    @cached_property
     def _calls(self) -> dict[tuple[int, int, str, int, int], ExpertCall]:
         return {}
 
@@ -249,9 +269,12 @@ class PlanDurations:
             return ExpertCall(dispatch_seconds(CALL_OPS, self.host, self.host), 0.0)
         rows = max(1.0, slots / count)
         resident, carried = self.lanes.part(actor, layer, tokens, call=call)
-        busy = min(count, slots) * (1 - resident)  # carried experts are read from the same memory
-        slots *= 1 - resident - carried
+        left = self.worker_lanes.left(actor, direction, tokens, call=call)
+        # Carried experts are read from the same memory.
+        busy = min(count, slots) * (1 - resident) * left.experts + left.read
+        slots *= (1 - resident - carried) * left.rows
         total = self._kernel(direction, slots, rows, holder.threads)
+        total *= SMALL_PAGES if self.worker_lanes.run else 1.0
         if direction == "backward" and holder.activations == "recompute":  # all but down again
             total += self._kernel("forward", slots, rows, holder.threads) * (2 / 3 if dims.gated else 1 / 2)
         memory = self.rates.memory
@@ -262,8 +285,10 @@ class PlanDurations:
         copying = self.copied_per_second(holder.threads)
         dispatch = dispatch_seconds(CALL_OPS, *(self.rates.cpu_rate(holder.threads),) * 2)
         # Replicas' rows are joined where the lane keeps them.
+        joined, rounded = left.tokens * joined, left.tokens * rounded
         beside = max(total, least) + (joined or copied) / copying
-        return ExpertCall(beside, (rounded + added / 2) / copying + dispatch)
+        late = 3 * left.gradients / 2 / copying  # each read and added to another
+        return ExpertCall(beside, (rounded + added / 2) / copying + dispatch, late)
 
     def _kernel(self, direction: str, slots: float, rows: float, threads: int) -> float:
         """Engine seconds. What does not multiply frozen matrices (LoRA, activation, adding to tokens) grows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from kt_ray.timing.simulate import (
     Phase,
     Simulated,
     WaveShape,
+    WorkerLaneCall,
     simulate,
 )
 from tests.placement.configs import make_config, make_hardware, small_dims
@@ -39,6 +41,7 @@ class Fixed:
         self.end = given.get("end", ())
         self.between = given.get("between", 0.0)
         self.on_gpu = given.get("on_gpu", ())
+        self.own: Any = given.get("own")
         self.copied = float(given.get("copied", 0.0))  # type: ignore[arg-type]
 
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
@@ -51,6 +54,11 @@ class Fixed:
 
     def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[LaneCall, ...]:
         return self.on_gpu  # type: ignore[return-value]
+
+    def worker_lane(
+        self, worker: int, layer: int, direction: str, tokens: int, *, call: int
+    ) -> WorkerLaneCall | None:
+        return self.own
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
         return self.carriage  # type: ignore[return-value]
