@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.gpu import Driver
-from kt_ray.timing.simulate import Resource
+from kt_ray.timing.shared_resource import Resource
 
 
 class Card(NamedTuple):

@@ -96,16 +96,20 @@ class Case:
 
 DESKTOP, SERVER = "1x4090_1x7950x", "2x4090_2x8488c"
 CPU, ALL, BOTH = (f"rule.experts.stream={share}" for share in ("off", "0.99", "auto"))
+WORKERS = "rule.experts.stream_to=workers"
 SHARED = "rule.replicas=2"
 CASES = {
     "cpu": Case(DESKTOP, 4, (CPU,)),
     "streamed": Case(DESKTOP, 8, (ALL, "rule.groups=4")),
     "both": Case(DESKTOP, 32, (BOTH, "rule.groups=4")),
     "both, layers streamed": Case(DESKTOP, 32, (BOTH, "rule.groups=4", "rule.resident_layers=0")),
+    "workers": Case(DESKTOP, 32, (BOTH, WORKERS, "rule.groups=2")),
+    "workers, layers streamed": Case(DESKTOP, 32, (BOTH, WORKERS, "rule.groups=2", "rule.resident_layers=0")),
     "both, hidden states on the host": Case(DESKTOP, 32, (BOTH, "rule.groups=4", "rule.activations=host")),
     "2 replicas, cpu": Case(SERVER, 32, (CPU, SHARED)),
     "2 replicas, streamed": Case(SERVER, 32, (ALL, SHARED)),
     "2 replicas, both": Case(SERVER, 32, (BOTH, SHARED)),
+    "2 replicas, workers": Case(SERVER, 32, (BOTH, WORKERS, SHARED)),
     "2 replicas, both, layers streamed": Case(SERVER, 32, (BOTH, SHARED, "rule.resident_layers=0")),
     "2 replicas, both, hidden states on the host": Case(SERVER, 32, (BOTH, SHARED, "rule.activations=host")),
 }
@@ -212,6 +216,8 @@ class Planned:
         gpu, link = self.durations.rates.gpu, self.durations.rates.link
         assert gpu is not None and link is not None
         dims, tokens = self.plan.dims, self.call_tokens
+        if self.plan.workers[0].lane is not None:  # a call of a card's lane has one replica's tokens
+            tokens /= self.plan.replicas
         rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
         rate = gpu.gemm["bfloat16"](rows)
 
@@ -332,19 +338,20 @@ class PacedEngine:
         self._calls: list[tuple[int, str]] = []  # layer and direction of the last calls, all the same
 
     def forward(self, weights: Any, x: Tensor, *args: Any, **more: Any) -> Any:
-        with self._lasting("forward", weights.layer, len(x)):
+        with self._lasting("forward", weights.layer):
             return self._engine.forward(weights, x, *args, **more)
 
     def backward(self, weights: Any, saved: Any, dy: Tensor, *args: Any, **more: Any) -> Any:
-        with self._lasting("backward", weights.layer, len(dy)):
+        with self._lasting("backward", weights.layer):
             return self._engine.backward(weights, saved, dy, *args, **more)
 
     @contextmanager
-    def _lasting(self, direction: str, layer: int, tokens: int) -> Iterator[None]:
+    def _lasting(self, direction: str, layer: int) -> Iterator[None]:
         start, call = time.monotonic(), (layer, direction)
         # What a layer's first call carried is there for the others, which carry more.
         before = self._calls = [one for one in self._calls if one == call]
         durations = self._planned.durations
+        tokens = int(self._planned.call_tokens)  # of which it gets some, where workers have lanes
         seconds = durations.expert(self._actor, layer, direction, tokens, call=len(before)).beside
         before.append(call)
         yield
@@ -471,7 +478,16 @@ def here(plan: Plan) -> Plan:
     def device(name: str) -> str:
         return name.replace("cuda", "cpu")
 
-    workers = (replace(w, device=device(w.device), threads=1, cpus=()) for w in plan.workers)
+    workers = (
+        replace(
+            w,
+            device=device(w.device),
+            threads=1,
+            cpus=(),
+            lane=None if w.lane is None else replace(w.lane, devices=(device(w.device),)),
+        )
+        for w in plan.workers
+    )
     experts = (
         replace(
             a,
@@ -494,7 +510,8 @@ def record(name: str, planned: Planned, runs: Sequence[Run], slow: float) -> dic
         key: {"run": part, "simulated": simulated.used[key] * whole} for key, part in quickest.used.items()
     }
     busiest = max(used, key=lambda key: used[key]["run"])
-    lane = next((a.lane for a in plan.experts if a.lane is not None), None)
+    lane = next((a.lane for a in (*plan.workers, *plan.experts) if a.lane is not None), None)
+    per_lane = int(planned.call_tokens) // (plan.replicas if plan.workers[0].lane is not None else 1)
     return {
         "case": name,
         "hardware": plan.hardware.source,
@@ -504,7 +521,8 @@ def record(name: str, planned: Planned, runs: Sequence[Run], slow: float) -> dic
         "groups": plan.groups,
         "activations": plan.activations,
         "streamed_layers": len(plan.workers[0].streamed),
-        "streamed_experts": 0.0 if lane is None else lane.share(int(planned.call_tokens)),
+        "streamed_experts": 0.0 if lane is None else lane.share(per_lane),
+        "streamed_to": "workers" if plan.workers[0].lane is not None else "actors",
         "run_s": quickest.seconds,
         "all_run_s": [run.seconds for run in runs],
         "simulated_s": simulated.pass_seconds,
