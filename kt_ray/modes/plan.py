@@ -200,10 +200,10 @@ def _bf16_note(config: Config, plan: Plan) -> list[str]:
 
 
 def _show_placement(console: Console, plan: Plan) -> None:
-    of_workers = ("worker", "replica", "stage", "device", "layers", "MoE layers", "threads", "CPUs")
-    console.print(
-        titled_table("Attention workers", of_workers, (worker_row(plan, worker) for worker in plan.workers))
-    )
+    of_workers = ("worker", "replica", "stage", "device", "layers", "MoE layers", "threads", "CPUs", "lane")
+    shown = len(of_workers) - (plan.stream_to != "workers")
+    rows = (worker_row(plan, worker)[:shown] for worker in plan.workers)
+    console.print(titled_table("Attention workers", of_workers[:shown], rows))
     of_actors = (
         *("actor", "NUMA node", "experts per layer", "threads", "CPUs", "backend", "ISA"),
         *("kept for backward", "lane"),

@@ -9,7 +9,15 @@ from typing import Any
 
 from kt_ray.hardware.machine import socket_name
 from kt_ray.placement.memory import GIB, ITEMS, home_socket
-from kt_ray.placement.plan_types import Budget, Choice, ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
+from kt_ray.placement.plan_types import (
+    Budget,
+    Choice,
+    ExpertActorPlan,
+    HoldsExperts,
+    LanePlan,
+    Plan,
+    WorkerPlan,
+)
 from kt_ray.placement.traffic import traffic_dict
 
 
@@ -23,7 +31,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     model = {key: getattr(dims, key) for key in sizes}
     facts = (
         *("stages", "replicas", "attention_hosts", "copies", "groups", "wave", "activations"),
-        *("head_ranges", "attention_output", "resident", "overlap", "tokens_per_step", "tuning"),
+        *("head_ranges", "attention_output", "resident", "overlap", "tokens_per_step", "tuning", "stream_to"),
     )
     return {
         "rule": plan.rule,
@@ -32,7 +40,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         **{key: getattr(plan, key) for key in facts},
         "transport": plan.transport._asdict(),
         "traffic": traffic_dict(plan),
-        "workers": [_lists(dataclasses.asdict(worker)) for worker in plan.workers],
+        "workers": [_worker(worker) for worker in plan.workers],
         "experts": [_actor(actor) for actor in plan.experts],
         "expected_load": dataclasses.asdict(plan.expected_load) if plan.expected_load else None,
         "memory": [
@@ -51,14 +59,26 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _worker(worker: WorkerPlan) -> dict[str, Any]:
+    values: dict[str, Any] = _lists(dataclasses.asdict(worker))
+    _lane_values(values)
+    return values
+
+
+def _lane_values(values: dict[str, Any]) -> None:
+    """Leave out a lane that there is not, and of one that there is what is found when actors start."""
+    if values["lane"] is None:
+        del values["lane"]
+    else:
+        del values["lane"]["visible"]
+
+
 def _actor(actor: ExpertActorPlan) -> dict[str, Any]:
     """As values; experts that differ from layer to layer in one line per layer, as ranges of ids."""
     values: dict[str, Any] = _lists(dataclasses.asdict(actor))
     del values["by_layer"]
-    if actor.lane is None:
-        del values["lane"]
-    else:
-        del values["lane"]["visible"]  # found when actors start
+    _lane_values(values)
+    if actor.lane is not None:
         values["lane"]["resident"] = {str(layer): id_ranges(ids) for layer, ids in actor.lane.resident}
     if actor.by_layer:
         values["by_layer"] = {str(layer): id_ranges(ids) for layer, ids in actor.by_layer}
@@ -111,7 +131,7 @@ def billions(count: int) -> str:
 
 
 def worker_row(plan: Plan, worker: WorkerPlan) -> tuple[str, ...]:
-    """Rank, replica, stage, device with its host, layers (those streamed), MoE layers, threads, CPUs."""
+    """Rank, replica, stage, device and host, layers (those streamed), MoE layers, threads, CPUs, lane."""
     start, stop = worker.layers
     moe = sum(1 for layer in range(start, stop) if layer in plan.dims.moe_layers)
     away = len(worker.streamed)
@@ -124,6 +144,7 @@ def worker_row(plan: Plan, worker: WorkerPlan) -> tuple[str, ...]:
         str(moe),
         str(worker.threads),
         cpu_ranges(worker.cpus),
+        _lane(worker.lane),
     )
 
 
@@ -139,13 +160,12 @@ def expert_row(plan: Plan, actor: ExpertActorPlan) -> tuple[str, ...]:
         actor.backend,
         f"auto ({best})" if actor.isa == "auto" else actor.isa,
         actor.activations,
-        _lane(actor),
+        _lane(actor.lane),
     )
 
 
-def _lane(actor: ExpertActorPlan) -> str:
+def _lane(lane: LanePlan | None) -> str:
     """What a GPU computes: its device, experts that stay there per layer at most, share that is streamed."""
-    lane = actor.lane
     if lane is None:
         return "-"
     stays = max((len(ids) for _, ids in lane.resident), default=0)
@@ -153,6 +173,7 @@ def _lane(actor: ExpertActorPlan) -> str:
     if lane.streams:
         parts.append(f"{max(share for _, share in (*lane.shares, *lane.later)):.0%} streamed")
     parts += [f"{lane.held} held"] if lane.held else []
+    parts += [f"{lane.ahead} ahead"] if lane.ahead else []
     return f"{' '.join(lane.devices)}: {', '.join(parts)}"
 
 
@@ -231,6 +252,7 @@ def choice_text(choice: Choice) -> str:
     held += "" if choice.output == "retain" else ", attention output recomputed"
     groups += f", {choice.copies} copies of the experts" if choice.copies > 1 else ""
     held += "" if choice.resident is None else f", {counted(choice.resident, 'layer')} resident"
+    held += ", experts streamed to attention workers" if choice.stream_to == "workers" else ""
     again = {None: "", True: ", experts on the GPU recomputed", False: ", experts on the GPU retained"}
     held += again[choice.tuning.recompute]
     held += "" if choice.tuning.speed == 1 else f", the GPU's part for {choice.tuning.speed:g} of its speed"

@@ -95,6 +95,9 @@ def plan_worker_lanes(
         said.append("attention workers stream experts of their own host; actors of others compute theirs")
     if any(worker.device == "cpu" for worker in workers):
         said.append("attention workers on the CPU stream experts for their numerics: a stand-in, not faster")
+    # Every group's call carries as much: with more in later ones actors would have less to do in some groups
+    # than in others, and all would wait for each other.
+    shares = replace(shares, later=())
     return tuple(replace(w, lane=replace(shares, devices=(w.device,))) for w in workers), said
 
 
@@ -155,17 +158,14 @@ def with_places(
         lane = worker.lane
         assert lane is not None
         count = streamable(worker, actors, dims)
-        first = whole_experts(lane.share(tokens), count)
-        most = max(first, whole_experts(lane.share(tokens, again=True), count))
+        most = whole_experts(lane.share(tokens), count)
         places = 2 * most
         if lane.cuda:
             free = HELD_ROOM * room.get(worker.place, 0.0) / sharing[worker.place]
             places = max(0, int(free // stored))
-        ahead = min(AHEAD, first, places // 2)
-        wanted = most if groups > 1 else ahead
-        held = min(wanted, places - ahead)
-        later = lane.later if groups > 1 and held == wanted else ()  # else every call carries the rest
-        made.append(replace(worker, lane=replace(lane, held=held, ahead=ahead, later=later)))
+        ahead = min(AHEAD, most, places // 2)
+        held = min(most if groups > 1 else ahead, places - ahead)
+        made.append(replace(worker, lane=replace(lane, held=held, ahead=ahead)))
     return tuple(made)
 
 
@@ -173,11 +173,6 @@ def streamable(worker: WorkerPlan, actors: Sequence[ExpertActorPlan], dims: Mode
     """Experts of a layer that a worker may carry. actors: as for `experts_near`, of a copy."""
     counts = [actor.counts(dims.moe_layers) for actor in experts_near(worker, actors)]
     return min(dims.num_experts, max(map(sum, zip(*counts, strict=True)), default=0))
-
-
-def carried_part(lane: LanePlan, tokens: int) -> float:
-    """Largest share of the experts that a call of up to so many tokens carries."""
-    return max((share for least, share in (*lane.shares, *lane.later) if tokens >= least), default=0.0)
 
 
 def left_part(lane: LanePlan, tokens: int) -> float:
@@ -219,8 +214,8 @@ def gradient_staging(
     """Bytes of a worker's messages with adapters' gradients, worst case."""
     if worker.lane is None:
         return 0
-    part = max(share for _, share in (*worker.lane.shares, *worker.lane.later))
-    carried = whole_experts(part, streamable(worker, actors, dims))
+    most = max(share for _, share in worker.lane.shares)
+    carried = whole_experts(most, streamable(worker, actors, dims))
     return GRADIENT_LAYERS * groups * carried * 4 * expert_lora_params(dims, config.lora)
 
 
@@ -243,7 +238,7 @@ def worker_lane_lines(
         "workspace",
         workspace + (lane.held + lane.ahead) * size.expert + 4 * size.group * width,
     )
-    rows = carried_part(lane, size.group) * size.slots * size.total
+    rows = lane.share(size.group) * size.slots * size.total
     kept = size.total * width * element + 36 * rows
     if not lane.recompute:
         kept += (2 if lane.cuda else 1) * rows * (2 if dims.gated else 1) * dims.expert_intermediate * element

@@ -76,6 +76,7 @@ def resumed_choice(config: Config) -> Choice | None:
             copies=int(plan.get("copies", 1)),
             hosts=int(plan.get("attention_hosts", 1)),
             tuning=Tuning(*plan.get("tuning", ())),
+            stream_to=str(plan.get("stream_to", "actors")),
             resident=None if plan.get("resident") is None else int(plan["resident"]),
         )
     except (UserError, ValueError, LookupError, TypeError, OverflowError):

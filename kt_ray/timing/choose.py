@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kt_ray.config.mapping import with_keys
@@ -27,13 +27,14 @@ from kt_ray.hardware.rates import Rates
 from kt_ray.placement.devices import with_gpus
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
-from kt_ray.placement.lane_share import Tuning
+from kt_ray.placement.lane_share import UNTUNED, LaneRates, Tuning
 from kt_ray.placement.layout import Layout, layout_is_auto, layout_of, layouts, with_layout
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
 from kt_ray.placement.render import LAYOUT, choice_text, counted, layout_text
 from kt_ray.placement.transports import DEFAULT
 from kt_ray.placement.wave import micro_batches, output_kinds, waves_of
+from kt_ray.placement.worker_lanes import may_stream_to_workers, streams_to_workers
 from kt_ray.timing.lane_rates import lane_rates
 from kt_ray.timing.seats import even_waves, machine_of
 from kt_ray.timing.simulate import simulate
@@ -41,10 +42,13 @@ from kt_ray.timing.step_costs import PlanDurations
 
 GAIN = 1.05  # memory's choice stays unless another one is so many times as fast
 GROUPS = (1, 4, 8)  # tried beside the usual two
+WORKERS_GROUPS = (1, 4)  # where workers compute experts, to which more groups add nothing but kernels
 LAYOUTS = 3  # that fit are simulated at the most, those with most replicas first
 # Factors of a GPU's speed, by which lanes get less or more, and what that has to gain: a little, as the
 # choice by rates leaves attention out.
 SPEEDS, TUNED_GAIN = (0.7, 0.85, 1.2, 1.4), 1.02
+EVERYTHING = Tuning(32.0, True)  # all experts on the GPUs, but in small calls
+NEAR = 1.25  # whoever computes streamed experts: what is so many times as slow at first is not looked into
 STREAMED = 2  # layouts with more replicas, which fit with streamed layers: those with fewest replicas
 
 
@@ -75,43 +79,28 @@ def choose_plan(
     plan = make_plan(dims, config, hardware, load, lane)
     if generates(config) or dims.refusal or not plan.fits:
         return plan
-    host_rates = rates or rates_for(config, hardware)
-    simulated = {choice_of(plan)}
-
-    def simulate_fitting(configs: Iterable[Config], tuning: Tuning = plan.tuning) -> list[_Candidate]:
-        """Those of the configurations that fit, simulated. tuning: of their lanes."""
-        found = []
-        tuned = None if lane is None else lane.tuned(tuning)
-        for changed in configs:
-            try:
-                other = make_plan(dims, changed, hardware, load, tuned)
-            except UserError:  # a resumed run's layout that this machine does not have
-                continue
-            shape = choice_of(other)
-            if other.fits and shape not in simulated:  # more groups than micro-batches are as many
-                simulated.add(shape)
-                found.append(_Candidate(changed, other, step_seconds(other, changed, host_rates)))
-        return found
-
+    search = _Search(dims, hardware, load, lane, rates or rates_for(config, hardware))
+    search.seen.add(_kind(plan))
     choices = layouts(dims, config, hardware)
     asked = not layout_is_auto(config.rule)
     if before is not None and (asked or _layout(before) in (choices or [layout_of(plan)])):
-        simulated.clear()
+        search.seen.clear()
         earlier = [
             one
-            for one in simulate_fitting(_as_before(config, before), before.tuning)
+            for one in search.fitting(_as_before(config, before), before.tuning)
             if layout_of(one.plan) == _layout(before)
         ]
         if earlier:  # the one that goes on bit for bit, if there is one
             same = next((one for one in earlier if one.choice[:5] == before[:5]), earlier[0])
             return _beside_resumed(replace(same.plan, compared=(same.choice,)), before)
-        simulated.add(choice_of(plan))
+        search.seen.add(_kind(plan))
+        search.simulations.clear()
     own = with_layout(config, layout_of(plan)) if choices else config
-    simulations = [_Candidate(own, plan, step_seconds(plan, config, host_rates))]
+    first = _Candidate(own, plan, step_seconds(plan, config, search.rates))
+    search.simulations.append(first)
     # Copies first, the most that fit: as long as tokens travel, the network hides what a layout is worth.
-    copied = (one for other in _other_copies(simulations[0]) for one in simulate_fitting([other]))
-    simulations += itertools.islice(copied, 1)
-    best = _faster(simulations[0], simulations[1:])
+    copied = (one for other in _other_copies(first) for one in search.fitting([other]))
+    best = _faster(first, list(itertools.islice(copied, 1)))
     if choices:
         at = choices.index(layout_of(plan))  # the first that fits
         alike = [other for other in choices[at + 1 :] if other.hosts == plan.attention_hosts]
@@ -120,32 +109,108 @@ def choose_plan(
         tried = (*alike[: LAYOUTS - 1], *fewer[:1])
         if config.rule.resident_layers == "auto":  # with layers that pass through the GPU more replicas fit
             tried = (*choices[:at][-STREAMED:], *tried)
-        simulations += simulate_fitting(_with_layout(best, other) for other in tried)
-    of_layouts = tuple(simulations)
-    simulations += simulate_fitting(other for one in of_layouts for other in _other_residents(one, (0.0,)))
-    best = _faster(best, [one for one in simulations if one is not best])
-    kinds = (_other_residents, _other_activations, _other_attention, _other_output, _other_groups)
-    # Half a wave gains little by itself: what the room is good for is found out from there as well.
-    halves = simulate_fitting(_other_waves(best))
-    simulations += halves
+        search.fitting(_with_layout(best, other) for other in tried)
+    of_layouts = tuple(search.simulations)
+    search.fitting(other for one in of_layouts for other in _other_residents(one, (0.0,)))
+    best = _faster(best, [one for one in search.simulations if one is not best])
+    to_workers = search.to_workers(best)
     ends = []
-    for start in (best, *(half for half in halves if half.seconds * TUNED_GAIN < best.seconds)):
-        end = start
-        for alternatives in kinds:
-            others = simulate_fitting(alternatives(end))
-            simulations += others
-            end = _faster(end, others)
-        ends.append(end)
+    if to_workers is None or best.seconds < NEAR * to_workers.seconds:
+        ends.append(search.best_from(best))
+    if to_workers is not None and to_workers.seconds < NEAR * best.seconds:
+        ends.append(search.tuned(search.climbed(to_workers)))
     best = _faster(ends[0], ends[1:], TUNED_GAIN)
-    while lane is not None:
-        others = [one for tuning in _other_tunings(best) for one in simulate_fitting([best.config], tuning)]
-        simulations += others
-        better = _faster(best, others, TUNED_GAIN)
-        if better is best:
-            break
-        best = better
-    plan = _explained(best, simulations, host_rates.source)
+    plan = _explained(best, search.simulations, search.rates.source)
     return plan if before is None else _beside_resumed(plan, before)
+
+
+@dataclass
+class _Search:
+    """Plans that are made and simulated.
+
+    simulations: in that order. seen: what was planned, so that nothing is simulated twice.
+    """
+
+    dims: ModelDims
+    hardware: Hardware
+    load: ExpertLoad | None
+    lane: LaneRates | None
+    rates: Rates
+    simulations: list[_Candidate] = field(default_factory=list)
+    seen: set[object] = field(default_factory=set)
+
+    def fitting(self, configs: Iterable[Config], tuning: Tuning = UNTUNED) -> list[_Candidate]:
+        """Those of the configurations that fit, simulated. tuning: of their lanes."""
+        found = []
+        tuned = None if self.lane is None else self.lane.tuned(tuning)
+        for changed in configs:
+            try:
+                other = make_plan(self.dims, changed, self.hardware, self.load, tuned)
+            except UserError:  # a resumed run's layout that this machine does not have
+                continue
+            kind = _kind(other)
+            if other.fits and kind not in self.seen:  # more groups than micro-batches are as many
+                self.seen.add(kind)
+                found.append(_Candidate(changed, other, step_seconds(other, changed, self.rates)))
+        self.simulations += found
+        return found
+
+    def best_from(self, start: _Candidate) -> _Candidate:
+        """What is fastest from here, or from waves half as large: these gain little by themselves, but what
+        the room is good for is found out from there as well."""
+        halves = self.fitting(_other_waves(start), start.plan.tuning)
+        better = (half for half in halves if half.seconds * TUNED_GAIN < start.seconds)
+        ends = [self.climbed(one) for one in (start, *better)]
+        return self.tuned(_faster(ends[0], ends[1:], TUNED_GAIN))
+
+    def climbed(self, start: _Candidate) -> _Candidate:
+        """One thing after the other, as long as it is clearly faster."""
+        end = start
+        for alternatives in (
+            *(_other_residents, _other_activations, _other_attention, _other_output),
+            _other_groups,
+        ):
+            end = _faster(end, self.fitting(alternatives(end), end.plan.tuning))
+        return end
+
+    def tuned(self, start: _Candidate) -> _Candidate:
+        """With less or more of the experts on the GPUs."""
+        end = start
+        while self.lane is not None:
+            tunings = tuple(_other_tunings(end))
+            better = _faster(
+                end, [one for tuning in tunings for one in self.fitting([end.config], tuning)], TUNED_GAIN
+            )
+            if better is end:
+                break
+            end = better
+        return end
+
+    def to_workers(self, best: _Candidate) -> _Candidate | None:
+        """The same with streamed experts computed by attention workers; None where they may not be.
+
+        From all of the experts as well as from what the rates say: the more workers compute, the less actors
+        keep, and the larger waves may be.
+        """
+        rule = best.config.rule
+        on_gpus = best.plan.workers[0].device != "cpu"
+        if not on_gpus or not (streams_to_workers(rule) or may_stream_to_workers(rule)):
+            return None
+        changed = with_keys(best.config, {"rule.experts.stream_to": "workers"})
+        tried = [changed]
+        if rule.resident_layers == "auto":  # GPU memory may serve experts better
+            tried.append(with_keys(changed, {"rule.resident_layers": 0}))
+        found = []
+        for tuning in (UNTUNED,) if self.lane is None else (UNTUNED, EVERYTHING):
+            found += [one for one in self.fitting(tried, tuning) if one.plan.stream_to == "workers"]
+        return min(found, key=lambda one: one.seconds, default=None)
+
+
+def _kind(plan: Plan) -> object:
+    """Equal in plans that take equally long."""
+    if plan.stream_to == "workers":
+        return choice_of(plan)._replace(tuning=UNTUNED), plan.lane
+    return choice_of(plan)
 
 
 def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
@@ -161,9 +226,8 @@ def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     """What the plan has where a rule may leave it at auto."""
     shape = (plan.stages, plan.replicas, plan.groups, plan.wave)
     held = (plan.experts[0].activations, seconds, plan.activations, plan.attention_output)
-    return Choice(
-        *shape, *held, plan.resident, plan.attention_hosts, plan.copies, plan.tuning, plan.head_ranges
-    )
+    hosts = (plan.attention_hosts, plan.copies)
+    return Choice(*shape, *held, plan.resident, *hosts, plan.tuning, plan.head_ranges, plan.stream_to)
 
 
 def _layout(choice: Choice) -> Layout:
@@ -190,6 +254,8 @@ def with_choice(config: Config, choice: Choice) -> Config:
         keys["rule.attention_hosts"] = "all" if choice.hosts > 1 else "driver"
     if rule.groups == "auto":
         keys["rule.groups"] = choice.groups
+    if rule.experts.stream_to == "auto":
+        keys["rule.experts.stream_to"] = choice.stream_to
     if rule.experts.copies == "auto":
         keys["rule.experts.copies"] = choice.copies
     if rule.experts.activations == "auto":
@@ -223,6 +289,7 @@ def _other_residents(best: _Candidate, shares: tuple[float, ...] = (0.0, 0.5)) -
     """Layers whose weights pass through the GPU leave room for larger waves. shares: of those that stay."""
     plan = best.plan
     whole = waves_of(micro_batches(best.config), plan.wave) == 1 and plan.resident is None
+    whole &= plan.stream_to != "workers"  # which fill the room with experts
     if best.config.rule.resident_layers != "auto" or whole or plan.workers[0].device == "cpu":
         return
     layers = min(stop - start for start, stop in (worker.layers for worker in plan.workers))
@@ -258,9 +325,12 @@ def _other_activations(best: _Candidate) -> Iterator[Config]:
 
 def _other_attention(best: _Candidate) -> Iterator[Config]:
     """Smaller waves, of which attention workers hold more: a group's layers are computed again at once, while
-    the experts work, and hidden states need not be copied to the host and back."""
-    if best.config.rule.activations == "auto" and best.plan.activations != "group":
-        yield with_keys(best.config, {"rule.activations": "group"})
+    the experts work, and hidden states need not be copied to the host and back. Where workers compute experts
+    these need the room that hidden states take."""
+    if best.config.rule.activations == "auto":
+        for kind in ("group", "host") if best.plan.stream_to == "workers" else ("group",):
+            if kind != best.plan.activations:
+                yield with_keys(best.config, {"rule.activations": kind})
 
 
 def _other_output(best: _Candidate) -> Iterator[Config]:
@@ -289,13 +359,14 @@ def _other_waves(best: _Candidate) -> Iterator[Config]:
 def _other_groups(best: _Candidate) -> Iterator[Config]:
     """More groups overlap attention and experts better and need less memory; each reads all weights again."""
     if best.config.rule.groups == "auto":
-        for groups in sorted({min(count, best.plan.wave) for count in GROUPS} - {best.plan.groups}):
+        tried = GROUPS if best.plan.stream_to == "actors" else WORKERS_GROUPS
+        for groups in sorted({min(count, best.plan.wave) for count in tried} - {best.plan.groups}):
             yield with_keys(best.config, {"rule.groups": groups})
 
 
 def _other_tunings(best: _Candidate) -> Iterator[Tuning]:
     """Less or more of the experts on the GPUs, and their gates and ups computed again or not."""
-    lane, (speed, recompute) = best.plan.experts[0].lane, best.plan.tuning
+    lane, (speed, recompute) = best.plan.lane, best.plan.tuning
     if lane is None or not lane.streams or not lane.cuda:
         return
     yield from (Tuning(round(speed * factor, 3), recompute) for factor in SPEEDS)
@@ -306,7 +377,9 @@ def _other_tunings(best: _Candidate) -> Iterator[Tuning]:
 def _beside_resumed(plan: Plan, before: Choice) -> Plan:
     """The plan of a resumed run, with a note of whether it adds up as before."""
     now = choice_of(plan)
-    if (now[:5], now.copies, now.ranges) == (before[:5], before.copies, before.ranges):
+    if (now[:5], now.copies, now.ranges, now.stream_to) == (
+        *(before[:5], before.copies, before.ranges, before.stream_to),
+    ):
         note = "layout, groups, waves and activations are those of the run that is resumed"
     else:
         earlier = choice_text(before)

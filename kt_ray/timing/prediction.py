@@ -162,7 +162,7 @@ def _plainly(resource: str) -> str:
 def _left_out(plan: Plan, config: Config) -> tuple[str, ...]:
     """What the prediction does not know of this plan."""
     notes = []
-    if any(actor.lane is not None and not actor.lane.cuda for actor in plan.experts):
+    if plan.lane is not None and not plan.lane.cuda:
         notes.append("predicted as without the lane: rule.experts.lane_device=cpu is a stand-in for tests")
     if plan.hardware.hosts > 1:
         notes.append(
@@ -199,6 +199,11 @@ def _terms(
             calls[direction] += sum(durations.expert(seat.actors[0], layer, direction, tokens[g], call=g))
             lane = durations.lane(seat.actors[0], layer, direction, tokens[g], call=g)
             on_gpu += max((call.products + call.last for call in lane), default=0.0)
+        first = plan.workers[0]
+        for layer, direction, g in expert_order(plan, "train"):
+            here = durations.worker_lane(0, layer, direction, sum(m.tokens for m in wave[0][g]), call=g)
+            if here is not None and first.layers[0] <= layer < first.layers[1]:
+                on_gpu += here.products + here.products_ahead + here.products_there
     device, expert, transport = durations.device, durations.expert_rate, rates.transport
     layers = "; layers: measured" if durations.corrected else ""
     on = (

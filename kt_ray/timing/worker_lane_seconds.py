@@ -77,7 +77,7 @@ class WorkerLaneSeconds:
         return {}
 
     def _call(self, worker: int, direction: str, tokens: int, call: int) -> WorkerLaneCall | None:
-        dims, lane, carried = self.plan.dims, self._lane, self._carried(tokens, call)
+        dims, lane, carried = self.plan.dims, self._lane, self._carried(tokens)
         if not carried:
             return None
         assert self.rates.gpu is not None and self.rates.link is not None
@@ -122,7 +122,7 @@ class WorkerLaneSeconds:
         hosts = self.plan.attention_hosts // self.plan.copies or 1
         replicas = len(self.plan.replicas_of(0))
         own, count = -(-tokens // replicas), self._sizes.held
-        carried = self._carried(own, call)
+        carried = self._carried(own)
         if not carried:
             return LeftCall()
         dims = self.plan.dims
@@ -144,15 +144,13 @@ class WorkerLaneSeconds:
         assert lane is not None
         return lane
 
-    def _carried(self, tokens: int, call: int) -> int:
-        wanted = whole_experts(self._lane.share(tokens, again=call > 0), self._sizes.held)
+    def _carried(self, tokens: int) -> int:
+        wanted = whole_experts(self._lane.share(tokens), self._sizes.held)
         return min(wanted, self._sizes.work(tokens).experts)
 
     def _there(self, tokens: int, call: int) -> int:
         """Experts that such a call finds on the device."""
-        return (
-            min(self._lane.held, self._carried(tokens, call - 1), self._carried(tokens, call)) if call else 0
-        )
+        return min(self._lane.held, self._carried(tokens)) if call else 0
 
     @cached_property
     def _homes(self) -> list[str]:
