@@ -63,7 +63,14 @@ from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPla
 from kt_ray.placement.range_memory import TOKEN_BYTES, range_host, range_workspace
 from kt_ray.placement.staging import expert_staging, worker_staging
 from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of, widest_row
-from kt_ray.placement.worker_lanes import Left, gradient_staging, left_to, streamable, worker_lane_lines
+from kt_ray.placement.worker_lanes import (
+    Left,
+    gradient_staging,
+    left_of,
+    left_to,
+    streamable,
+    worker_lane_lines,
+)
 
 GIB = 1 << 30
 
@@ -172,7 +179,7 @@ def budgets(
         isa = hardware.best_isa if actor.isa == "auto" else actor.isa
         reached = reached_part(dims, actor, hosts)
         of_copy = load.of_copy(actor.copies, config.rule.replica_count)
-        left = left_to(actor, workers, dims, load.own_group, actor.copies)
+        left = left_to(actor, workers, dims, load.own_group, max(1, hosts // actor.copies))
         kind = replace(actor, rank=0, host=0, node=0, cpus=(), copy=0), left
         if kind not in of_experts:
             of_experts[kind] = _expert_actor(dims, config, of_copy, groups, actor, isa, reached, left)
@@ -235,13 +242,16 @@ def staged(
     def own(worker: WorkerPlan) -> int:
         kind = _kind(worker, config, hosts)
         if kind not in kinds:
-            kinds[kind] = math.ceil(worker_items(dims, config, load, worker, stages, dtype)["staging"])
+            items = worker_items(dims, config, load, worker, stages, dtype, hosts)
+            kinds[kind] = math.ceil(items["staging"])
             kinds[kind] += gradient_staging(dims, config, worker, experts, groups)
         return kinds[kind]
 
     def answers(actor: ExpertActorPlan) -> int:
         tokens = load.of_copy(actor.copies, config.rule.replica_count).total
-        return expert_staging(dims, part_of(tokens, reached_part(dims, actor, hosts)), actor.answers)
+        left = left_to(actor, workers, dims, load.own_group, max(1, hosts // actor.copies))
+        reached = part_of(tokens, reached_part(dims, actor, hosts))
+        return expert_staging(dims, part_of(reached, left.tokens), actor.answers)
 
     return (
         tuple(replace(worker, staging=own(worker)) for worker in workers),
@@ -402,7 +412,7 @@ def worker_items(
     looked_up = int(embedding_on_host(dims, worker, stages))
     adapters = sum(lora_params(dims, config.lora, layer) for layer in own)
     all_adapters = sum(lora_params(dims, config.lora, layer) for layer in range(dims.num_layers))
-    root = worker.rank == 0
+    root, copies = worker.rank == 0, config.rule.experts.copy_count
     far = config.rule.replica_count * (hosts - 1) // hosts  # replicas on other hosts than worker 0
     outputs = int(load.outputs)  # each as wide as one stream of the hidden state
     states = (stop - start) * load.replica * (dims.hidden_streams + outputs) * hidden * element
@@ -463,6 +473,7 @@ def worker_items(
         "staging": worker_staging(
             dims,
             load.replica,
+            sent=part_of(load.replica, left_of(worker, dims, load.own_group, max(1, hosts // copies)).tokens),
             stages=stages,
             workers=stages * config.rule.replica_count,
             adapters=all_adapters if root else adapters,
@@ -570,7 +581,7 @@ def _expert_actor(
         "kept activations": layers * sum(kept.values()),
         "workspace": call + large * HUGE_PAGE,
         # And what the other copies send at the end of a step: gradients of own layers, updated other ones.
-        "staging": expert_staging(dims, total, actor.answers) + 4 * adapters * (1 - 1 / actor.copies),
+        "staging": expert_staging(dims, sent, actor.answers) + 4 * adapters * (1 - 1 / actor.copies),
         "runtime": EXPERT_RUNTIME if config.cluster.name == "ray" else 0,
     }
 

@@ -14,11 +14,12 @@ from kt_ray.dims.weight_formats import ELEMENT_BYTES
 
 
 def worker_staging(
-    dims: ModelDims, tokens: int, *, stages: int, workers: int, adapters: int, dtype: str
+    dims: ModelDims, tokens: int, *, sent: int, stages: int, workers: int, adapters: int, dtype: str
 ) -> int:
-    """Args: tokens: of a wave of one replica. adapters: LoRA parameters that the worker sends at once."""
+    """Args: tokens: of a wave of one replica. sent: those of them that go to expert actors. adapters: LoRA
+    parameters that the worker sends at once."""
     neighbours = dims.hidden_streams * (2 if stages > 1 else 0)
-    passing = 2 * tokens * dims.hidden_size * (4 + neighbours * ELEMENT_BYTES[dtype])
+    passing = 2 * dims.hidden_size * (4 * sent + tokens * neighbours * ELEMENT_BYTES[dtype])
     return passing + (4 * adapters if workers > 1 else 0)
 
 

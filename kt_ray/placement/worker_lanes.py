@@ -191,21 +191,27 @@ class Left(NamedTuple):
     rows: float = 1.0
 
 
-def left_to(
-    actor: ExpertActorPlan,
-    workers: Sequence[WorkerPlan],
-    dims: ModelDims,
-    tokens: int,
-    copies: int,
-) -> Left:
-    """Args: tokens: of a group's call of one replica."""
-    hosts = max(1, (1 + max(worker.host for worker in workers)) // copies)
-    lane = next((worker.lane for worker in workers if worker.host == actor.host), None)
-    if lane is None:
+def left_of(worker: WorkerPlan, dims: ModelDims, tokens: int, hosts: int) -> Left:
+    """What goes to expert actors of a worker's tokens and rows.
+
+    Args:
+        tokens: of a group's call of one replica. hosts: that divide the experts, of which it reaches one's.
+    """
+    if worker.lane is None:
         return Left()
-    rows = left_part(lane, tokens)
-    sent = touched(dims.num_experts, rows * dims.num_experts, dims.experts_per_token)
-    return Left(1 - (1 - sent) / hosts, 1 - (1 - rows) / hosts)
+    rows = 1 - (1 - left_part(worker.lane, tokens)) / hosts
+    return Left(touched(dims.num_experts, rows * dims.num_experts, dims.experts_per_token), rows)
+
+
+def left_to(
+    actor: ExpertActorPlan, workers: Sequence[WorkerPlan], dims: ModelDims, tokens: int, hosts: int
+) -> Left:
+    """Of what comes to an actor; as `left_of`. hosts: with attention, of a copy of the experts."""
+    near = next((worker for worker in workers if worker.host == actor.host), None)
+    if near is None or near.lane is None:
+        return Left()
+    own = left_part(near.lane, tokens)  # other hosts' tokens come as ever
+    return Left(1 - (1 - left_of(near, dims, tokens, hosts).tokens) / hosts, 1 - (1 - own) / hosts)
 
 
 def gradient_staging(

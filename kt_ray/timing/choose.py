@@ -202,8 +202,16 @@ class _Search:
             tried.append(with_keys(changed, {"rule.resident_layers": 0}))
         found = []
         for tuning in (UNTUNED,) if self.lane is None else (UNTUNED, EVERYTHING):
-            found += [one for one in self.fitting(tried, tuning) if one.plan.stream_to == "workers"]
+            own = [one for one in self.fitting(tried, tuning) if one.plan.stream_to == "workers"]
+            if own:  # those with room for experts that are copied ahead: it takes room to carry more of them
+                ahead = max(_ahead(one) for one in own)
+                first, *others = (one for one in own if _ahead(one) == ahead)
+                found.append(_faster(first, others))
         return min(found, key=lambda one: one.seconds, default=None)
+
+
+def _ahead(one: _Candidate) -> int:
+    return 0 if one.plan.lane is None else one.plan.lane.ahead
 
 
 def _kind(plan: Plan) -> object:
