@@ -142,7 +142,7 @@ def with_places(
     tokens: int,
     room: Mapping[str, float],
 ) -> Workers:
-    """The workers with lanes that have as many places on their devices as there is room for.
+    """The workers with lanes that have as many places on their devices as the fullest one has room for.
 
     Of these up to half are for experts that are copied ahead; the others hold what a layer's groups share.
 
@@ -150,23 +150,18 @@ def with_places(
         tokens: of a group's call. room: bytes by name of every GPU's budget that nothing else needs, of which
             a tenth stays free; a stand-in has room for all.
     """
-    if not any(worker.lane for worker in workers):
+    lanes = {worker: worker.lane for worker in workers if worker.lane is not None}
+    if not lanes:
         return workers
-    stored = stored_bytes(dims, config)
-    sharing, made = Counter(worker.place for worker in workers), []
-    for worker in workers:
-        lane = worker.lane
-        assert lane is not None
-        count = streamable(worker, actors, dims)
-        most = whole_experts(lane.share(tokens), count)
-        places = 2 * most
-        if lane.cuda:
-            free = HELD_ROOM * room.get(worker.place, 0.0) / sharing[worker.place]
-            places = max(0, int(free // stored))
-        ahead = min(AHEAD, most, places // 2)
-        held = min(most if groups > 1 else ahead, places - ahead)
-        made.append(replace(worker, lane=replace(lane, held=held, ahead=ahead)))
-    return tuple(made)
+    stored, sharing = stored_bytes(dims, config), Counter(worker.place for worker in lanes)
+    most = max(whole_experts(lane.share(tokens), streamable(w, actors, dims)) for w, lane in lanes.items())
+    places = 2 * most
+    for worker in (worker for worker, lane in lanes.items() if lane.cuda):
+        free = HELD_ROOM * room.get(worker.place, 0.0) / sharing[worker.place]
+        places = min(places, max(0, int(free // stored)))
+    ahead = min(AHEAD, most, places // 2)
+    held = min(most if groups > 1 else ahead, places - ahead)
+    return tuple(replace(w, lane=replace(lane, held=held, ahead=ahead)) for w, lane in lanes.items())
 
 
 def streamable(worker: WorkerPlan, actors: Sequence[ExpertActorPlan], dims: ModelDims) -> int:
