@@ -523,5 +523,6 @@ class _LaneCall(NamedTuple):
 
 
 def settling(call: WorkerLaneCall) -> tuple[Leg, ...]:
-    """What comes before anyone computes a call: ids to the host, and who gets which."""
-    return Leg(f"pcie {call.device} out", call.asked), Leg(call.home, call.routing)
+    """What comes before anyone computes a call: ids to the host, and who gets which. The lane and the
+    requests to actors both begin with it: ids, which leave once, are half of each."""
+    return Leg(f"pcie {call.device} out", call.asked / 2), Leg(call.home, call.routing)

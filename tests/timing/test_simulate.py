@@ -350,6 +350,49 @@ def test_the_lane_shares_the_gpu_with_attention() -> None:
     assert shared.seconds == pytest.approx(apart.seconds + 1.0)
 
 
+def own_lane_seconds(layers: int = 1, groups: int = 1, **parts: float) -> Simulated:
+    """Layers with experts that a worker computes itself; all else takes no time but 1 s of recomputation."""
+    rule = {"stages": 1, "groups": groups, "experts": {"sockets": 1}}
+    config = make_config(rule=rule, trainer={"batch_size": groups, "micro_batch_size": 1})
+    plan = make_plan(small_dims(num_hidden_layers=1 + layers), config, make_hardware(gpus=1))
+    machine = Machine({"cores": 4.0}, (Seat("cuda:0"),), (ExpertClass((0,), Seat("cores", 2.0)),))
+    names = [name for name in WorkerLaneCall._fields if name not in ("device", "home")]
+    own = WorkerLaneCall("cuda:0", "cores", **{name: parts.get(name, 0.0) for name in names})
+    given = Fixed(forward=(0.0, 0.0), recompute=0.0, backward=0.0, experts=0.0, own=own)
+    return simulate(plan, machine, given, ((((M,),) * groups,),))
+
+
+@pytest.mark.parametrize(
+    ("parts", "seconds"),
+    [
+        ({"asked": 0.5, "routing": 0.25, "entering": 0.25, "products_there": 1.0}, 2.0),  # in a chain
+        ({"copies": 1.6, "products": 0.16}, 1.6 + 0.05),  # the last part is computed after all copies
+        ({"copies": 0.16, "products": 1.6}, 0.01 + 1.6),  # behind the first batch
+        ({"copies_ahead": 0.3, "products_ahead": 0.9}, 0.1 + 0.9),  # where no layer was before
+        ({"products_there": 1.0, "dispatch": 3.0}, 3.0),
+        ({"products_there": 1.0, "leaving": 0.5, "gradients": 0.5}, 1.0),  # nobody waits for these
+    ],
+)
+def test_a_workers_own_experts(parts: dict[str, float], seconds: float) -> None:
+    found = own_lane_seconds(**parts)
+    # Before the second call, backward, there was one to copy beside.
+    again = sum(parts.values()) - 0.3 if "copies_ahead" in parts else seconds
+    assert found.seconds == pytest.approx(seconds + again)
+    products = sum(size for name, size in parts.items() if name.startswith("products"))
+    assert found.work["lane of worker 0"] == pytest.approx(2 * products)
+
+
+def test_experts_are_copied_while_the_layer_before_is_computed() -> None:
+    """Two layers, forward and backward: the link has the time of the layer before, and is waited for but
+    once."""
+    hidden = own_lane_seconds(2, copies_ahead=0.3, products_ahead=1.0)
+    assert hidden.seconds == pytest.approx(0.1 + 4 * 1.0)
+    waited = own_lane_seconds(2, copies=0.16, products=1.0)
+    assert waited.seconds == pytest.approx(4 * (0.16 / 16 + 1.0))
+    link = own_lane_seconds(2, copies_ahead=3.0, products_ahead=0.3)
+    assert link.seconds == pytest.approx(4 * 3.0 + 0.1) and link.used["pcie cuda:0 in"] > 0.98
+
+
 def test_streamed_weights_come_one_layer_ahead() -> None:
     """A copy is hidden behind the layer before, or is what is waited for."""
     rule = {"groups": 1, "experts": {"sockets": 1}}
