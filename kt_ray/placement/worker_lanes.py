@@ -85,12 +85,12 @@ def plan_worker_lanes(
     _check(workers, config, hardware)
     own = experts_near(workers[0], actors)
     tokens = -(-config.trainer.batch_size // config.rule.replica_count) * config.data.max_length
-    there = "their own devices"
     of_worker = None if rates is None else rates.of_worker(replicas)
     sizes = replace(expert_sizes(own, dims, config, together=True), answers=False)
-    shares, said = lane_shares(sizes, tokens, config, of_worker, f"attention workers, to {there},")
+    shares, said = lane_shares(sizes, tokens, config, of_worker, "to attention workers")
     if not shares.streams:
         return workers, said
+    said.append("attention workers compute streamed experts for their own tokens (untested on hardware)")
     if len(own) < len(actors):
         said.append("attention workers stream experts of their own host; actors of others compute theirs")
     if any(worker.device == "cpu" for worker in workers):

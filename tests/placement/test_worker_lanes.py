@@ -1,4 +1,4 @@
-"""Experts that attention workers compute for their own tokens: who, how many, their bytes, what is not."""
+"""Experts that attention workers compute for their own tokens: who, how many, bytes, what is refused."""
 
 from __future__ import annotations
 
