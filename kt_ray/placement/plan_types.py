@@ -32,9 +32,6 @@ class LanePlan:
     # as `shares`, for a layer's calls after the first: what is there is carried no more, and what they carry
     # comes on top; () = as for the first
     later: tuple[tuple[int, float], ...] = ()
-    # a worker's: carried experts of a layer whose weights are copied while the layer before is computed, into
-    # places beside those held; forward always carries the ones with the lowest ids of every actor, evenly
-    ahead: int = 0
     # whether gates and ups of carried and resident experts are computed again in backward, whatever the
     # engine does with its own: else they go to host memory and come back
     recompute: bool = False

@@ -46,6 +46,9 @@ class Given:
     def lane(self, actor: int, layer: int, direction: str, tokens: int, *, call: int) -> tuple[()]:
         return ()
 
+    def worker_lane(self, worker: int, layer: int, direction: str, tokens: int, *, call: int) -> None:
+        return None
+
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
         return Carriage((), REQUEST)
 
