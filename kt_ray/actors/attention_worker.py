@@ -203,10 +203,10 @@ class AttentionWorker(PlainActor):
             self._lane.take(self.shared_experts, range(*self.part.layers))
 
     def close(self) -> None:
-        self.port.close()
-        if self._lane is not None:
+        if self._lane is not None:  # whose thread may still write into the port's memory
             self._lane.close()
             self._lane = None
+        self.port.close()
         self.shared_experts.clear()
         if self._capped:  # cluster=local: the process goes on
             torch.cuda.set_per_process_memory_fraction(1.0, self.spec.device)

@@ -231,7 +231,8 @@ class DeviceLane:
         self._layers[layer] = _Layer(layer, LayerKind.of(some), tuple(ids), host, held, tuple(owners), ahead)
 
     def drop_layers(self) -> None:
-        """Forget all weights."""
+        """Forget all weights; nothing reads them any more."""
+        self.device.drain()
         self._layers.clear()
 
     def kind(self, layer: int) -> LayerKind:
@@ -276,7 +277,7 @@ class DeviceLane:
             with torch.no_grad():
                 made = work(*args)
         except BaseException:
-            self.device.finish()  # the next call may overwrite what is still computed from
+            self.device.drain()  # the next call may overwrite what is still computed from
             raise
         self.seconds += time.monotonic() - start
         return made
@@ -497,7 +498,7 @@ class DeviceLane:
     def close(self) -> None:
         """End the thread and give the memory back. Idempotent."""
         self._pool.shutdown(wait=True)
-        self.device.finish()
+        self.device.drain()
         self._layers.clear()
         self._held.close()
         self._buffers = (_Buffer(), _Buffer())

@@ -104,6 +104,12 @@ class LaneDevice:
                 mark = self._driver.mark(self.device)
             mark.synchronize()
 
+    def drain(self) -> None:
+        """The host waits for all queues: copies ahead outlive a call, and after an error all may."""
+        if self._queues:
+            for queue in (self._copying, self._computing, self._returning):
+                queue.synchronize()
+
     def upload(self, tensor: Tensor) -> Tensor:
         """A host tensor on the device, on the current queue; page-locked ones do not hold the host up."""
         return self._driver.upload(tensor, self.device) if self._queues else tensor

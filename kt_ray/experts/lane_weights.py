@@ -213,8 +213,8 @@ class HeldExperts:
         for e in experts:
             if e in here or len(here) >= most or not self._free:
                 continue
-            place, parcel = self._free.pop(0), host.parcels[e]
-            here[e] = parcel.copied(self._place(place, device), driver().copy_in), place
+            memory, parcel = self._place(self._free[0], device), host.parcels[e]
+            here[e] = parcel.copied(memory, driver().copy_in), self._free.pop(0)
             carried += parcel.carried
         return carried
 

@@ -84,12 +84,12 @@ class WorkerLane:
 
     def keep_only(self, held: Mapping[int, OpenExperts]) -> None:
         """Let go of all but these actors' memory; `take` comes next."""
+        self._layers.clear()
+        self.lane.drop_layers()
         for rank, experts in self.held.items():
             if rank not in held:
                 self.lane.unlock(experts.memory)
         self.held = dict(held)
-        self._layers.clear()
-        self.lane.drop_layers()
 
     def take(self, held: Mapping[int, OpenExperts], layers: Iterable[int]) -> None:
         """Take the experts of these layers from actors of this host, by rank."""
@@ -363,7 +363,7 @@ class LaneTokens(TokenExchange):
         return room
 
     def join_backward(self, layer: int, group: int) -> tuple[Tensor, Tensor]:
-        call = self._calls.pop((layer, group))
+        call = self._calls[layer, group]
         dx_TH, dw_TK = super().join_backward(layer, group)
         if call.backward is not None:
             made = call.backward.result()
@@ -373,6 +373,7 @@ class LaneTokens(TokenExchange):
                 driver().used_by(driver().current(self.device), made.dw)
             own_TK.view(-1)[made.slots.to(self.device, non_blocking=True)] = made.dw
             dw_TK = self._added(own_TK, dw_TK, call)
+        del self._calls[layer, group]  # only now: `close` waits for what still writes its gradients
         assert call.gradients is not None, "submit_backward came first"
         self._link.submit_gradients(layer, group, call.gradients)
         return dx_TH, dw_TK

@@ -2,8 +2,9 @@
 
 A worker copies experts of its host's actors to the GPU on which it computes anyway, for its own tokens, which
 stay there. Legend as in memory.py; T_r and T_g of the worker's own replica. Bytes of a worker's lane:
-    workspace         (its GPU) what an actor's lane takes there (lane_plan.py), and 4 T_g H: an answer that
-                      waits; places of carried experts that are held, and of those copied ahead
+    workspace         (its GPU) what an actor's lane takes there (lane_plan.py), and 8 T_g H for every group
+                      but one: answers that wait, and dy of calls that do; places of carried experts that are
+                      held, and of those copied ahead
     kept activations  (its socket) n layers * (T_r H s, x; 36 bytes per row; without `recompute` gates and
                       ups, twice, as torch rounds page-locked blocks up to powers of two); routing, T_r K 12
     staging           (its socket) adapters' gradients of three layers' carried experts, of every group
@@ -234,11 +235,9 @@ def worker_lane_lines(
     width, element = dims.expert_width, 4 if size.float32 else 2
     own = sum(layer in dims.moe_layers for layer in range(*worker.layers))
     workspace = lane_buffers(dims, config, lane, size, experts)
-    yield (
-        not lane.cuda,
-        "workspace",
-        workspace + (lane.held + lane.ahead) * size.expert + 4 * size.group * width,
-    )
+    others = max(1, -(-size.total // max(1, size.group)) - 1)
+    workspace += (lane.held + lane.ahead) * size.expert + 8 * others * size.group * width
+    yield not lane.cuda, "workspace", workspace
     rows = lane.share(size.group) * size.slots * size.total
     kept = size.total * width * element + 36 * rows
     if not lane.recompute:

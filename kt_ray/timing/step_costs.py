@@ -49,7 +49,7 @@ from kt_ray.timing.simulate import (
     Phase,
     WorkerLaneCall,
 )
-from kt_ray.timing.worker_lane_seconds import SMALL_PAGES, WorkerLaneSeconds
+from kt_ray.timing.worker_lane_seconds import WorkerLaneSeconds
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
 BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
@@ -274,7 +274,6 @@ class PlanDurations:
         busy = min(count, slots) * (1 - resident) * left.experts + left.read
         slots *= (1 - resident - carried) * left.rows
         total = self._kernel(direction, slots, rows, holder.threads)
-        total *= SMALL_PAGES if self.worker_lanes.run else 1.0
         if direction == "backward" and holder.activations == "recompute":  # all but down again
             total += self._kernel("forward", slots, rows, holder.threads) * (2 / 3 if dims.gated else 1 / 2)
         memory = self.rates.memory

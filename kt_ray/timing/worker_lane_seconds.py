@@ -22,11 +22,6 @@ from kt_ray.placement.worker_lanes import experts_near
 from kt_ray.timing.lane_seconds import ROUTED_SECONDS, adapter_bytes, computed
 from kt_ray.timing.simulate import WorkerLaneCall
 
-# Expert actors hold their weights in a shared file then, which has normal pages on a host whose
-# /sys/kernel/mm/transparent_hugepage/shmem_enabled is `never`, the kernel's default: reading them takes the
-# engine up to a fifth longer (kt_ray/native/pages.py). Taken for every host, as described ones say nothing.
-SMALL_PAGES = 1.2
-
 
 @dataclass(frozen=True)
 class LeftCall:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
+from kt_ray.experts.device_lane import DeviceLane
 from kt_ray.experts.shared_experts import OpenExperts
 from kt_ray.experts.worker_lane import LaneTokens, WorkerLane
 from kt_ray.model.token_exchange import TokenExchange
@@ -287,6 +289,40 @@ def test_experts_ahead_are_of_every_owner() -> None:
     assert ahead_experts([range(1), range(1, 8)], 4) == (0, 1, 2, 3)
     assert ahead_experts([range(3)], 9) == (0, 1, 2)
     assert ahead_experts([], 2) == ()
+
+
+def test_a_pass_that_ends_in_the_last_wait(
+    checkpoint: tuple[Path, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer died: nothing writes gradients once the pass is closed, as their memory is used again."""
+    written: list[str] = []
+    gradient = DeviceLane._gradient
+
+    def slow(self: DeviceLane, batch: Sequence[int], name: str, *rest: Any) -> Tensor:
+        time.sleep(0.02)
+        written.append(name)
+        return gradient(self, batch, name, *rest)
+
+    class Lost(Link):
+        def join_backward(self, layer: int, group: int) -> tuple[Tensor, Tensor]:
+            raise RuntimeError("a peer died")
+
+    monkeypatch.setattr(DeviceLane, "_gradient", slow)
+    with actors_of(checkpoint[0], 0.0) as actors, lane_of(LANES["half"], actors) as lane:
+        tokens = LaneTokens(lane, Lost(actors), CPU, None, True, 1)
+        g = torch.Generator().manual_seed(9)
+        ids = torch.randint(0, EXPERTS, (TOKENS, PER_TOKEN), generator=g, dtype=torch.int32)
+        x, weights = torch.randn(TOKENS, WIDTH, generator=g), torch.rand(TOKENS, PER_TOKEN, generator=g)
+        tokens.submit_forward(0, 0, [x], [ids], [weights], [torch.arange(TOKENS)], True)
+        tokens.settle()
+        tokens.join_forward(0, 0)
+        tokens.submit_backward(0, 0, [x])
+        with pytest.raises(RuntimeError, match="a peer died"):
+            tokens.join_backward(0, 0)
+        tokens.close()
+        at_close = len(written)
+        time.sleep(0.2)
+        assert at_close == len(written) > 0
 
 
 def test_an_error_in_the_lane_ends_the_pass(

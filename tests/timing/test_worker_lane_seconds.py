@@ -28,7 +28,6 @@ from kt_ray.timing.prediction import predict
 from kt_ray.timing.seats import machine_of
 from kt_ray.timing.simulate import AT_CALL, COPIED_AHEAD, WorkerLaneCall
 from kt_ray.timing.step_costs import PlanDurations
-from kt_ray.timing.worker_lane_seconds import SMALL_PAGES
 from tests.placement.configs import make_config, make_hardware
 from tests.placement.test_layout import V3
 
@@ -114,7 +113,7 @@ def with_lane(durations: PlanDurations, **changes: Any) -> PlanDurations:
 
 
 def test_actors_compute_the_rest() -> None:
-    """Half of the rows, on normal pages; tokens without an expert there are not joined; gradients are added
+    """Half of the rows; tokens without an expert there are not joined; gradients are added
     up once the answers have left."""
     (_, without), (_, half) = made("off"), made()
     together = 2 * TOKENS
@@ -122,7 +121,7 @@ def test_actors_compute_the_rest() -> None:
     joined = together * V3.expert_width * 2 / copying
     plain, found = (d.expert(0, LAYER, "forward", together) for d in (without, half))
     sent = touched(256, 128, 8)
-    assert found.beside == pytest.approx(SMALL_PAGES * (plain.beside - joined) / 2 + sent * joined)
+    assert found.beside == pytest.approx((plain.beside - joined) / 2 + sent * joined)
     assert plain.late == found.late == 0
     adapters = 2 * 64 * 4 * expert_lora_params(V3, half.config.lora)  # two replicas', of half of the actor's
     assert half.expert(0, LAYER, "backward", together).late == pytest.approx(3 / 2 * adapters / copying)
