@@ -83,6 +83,28 @@ class Driver:
             return multiply(a, b, out_dtype=torch.float32)
         return a.float() @ b.float()  # the same sums
 
+    def product8(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+        """Products of FP8 matrices, the second one transposed, each row by its own scale.
+
+        Sums are float32; scaled, they are rounded to bfloat16, which is what torch's kernels for cards give.
+        **Untested on hardware.**
+
+        Args:
+            a: [B, n, k] and b: [B, m, k] float8_e4m3fn, contiguous; k and m multiples of 16.
+            a_scale: [B, n] and b_scale: [B, m] float32.
+
+        Returns:
+            [B, n, m] float32.
+        """
+        if not a.is_cuda:
+            sums = a.float() @ b.float().mT
+            return (sums * a_scale.unsqueeze(-1) * b_scale.unsqueeze(-2)).bfloat16().float()
+        made = torch.empty((*a.shape[:-1], b.shape[-2]), dtype=torch.float32, device=a.device)
+        for out, x, x_scale, w, w_scale in zip(made, a, a_scale, b, b_scale, strict=True):
+            scales = x_scale.unsqueeze(-1), w_scale.unsqueeze(0)
+            out.copy_(torch._scaled_mm(x, w.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=False))
+        return made
+
 
 _driver = Driver()
 

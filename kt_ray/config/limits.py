@@ -50,6 +50,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.experts.activations": ("auto", "retain", "recompute"),
     "rule.experts.stream_to": ("auto", "actors", "workers"),
     "rule.experts.answers": ("float32", "bfloat16"),
+    "rule.experts.gpu_products": ("bfloat16", "float8"),
     "rule.experts.placement": ("auto", "contiguous", "balanced", "kept"),
     "rule.experts.stream": ("off", "auto"),
     "rule.ray.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),

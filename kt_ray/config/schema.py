@@ -44,6 +44,7 @@ class ExpertsRule:
     stream: float | str = "off"
     stream_to: str = "auto"
     lane_device: str | list[str] = "auto"
+    gpu_products: str = "bfloat16"
 
     @property
     def copy_count(self) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.experts.lane_device import LaneDevice
-from kt_ray.experts.lane_math import Masks, backward, project_in, project_out
+from kt_ray.experts.lane_math import DeviceExperts, Masks, backward, project_in, project_out
 from kt_ray.experts.lane_routing import Routed, RowPart, add_part, route
 from kt_ray.experts.lane_weights import (
     Adapter,
@@ -161,13 +161,14 @@ class DeviceLane:
         held: carried experts of a layer that stay on the device until another layer's are carried. ahead:
             those that are carried before it is their layer's turn.
         stays: whether tokens are on the device before and after a call.
+        float8: whether frozen products are computed in FP8.
 
     Attributes:
         seconds: spent in calls so far. carried: bytes of experts copied to the device so far.
         resident_bytes: of the experts that stay on the device.
 
     Raises:
-        UserError: this process sees no such GPU.
+        UserError: this process sees no such GPU, or one without FP8 products that are asked for.
     """
 
     def __init__(
@@ -180,9 +181,11 @@ class DeviceLane:
         held: int = 0,
         ahead: int = 0,
         stays: bool = False,
+        float8: bool = False,
     ) -> None:
         self.number = number
-        self.device = LaneDevice(device)
+        self.device = LaneDevice(device, float8=float8)
+        self._float8 = float8
         self.seconds = 0.0
         self.carried = 0
         self.resident_bytes = 0
@@ -301,7 +304,7 @@ class DeviceLane:
         leaving = _Leaving(device)
         for i, tensors in self._carry(here, routed.batches, lora, call.following):
             with device.computing():
-                experts = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
+                experts = self._numbers(here, tensors, lora)
                 for part in routed.parts[i]:
                     places = _by_expert(at, part)
                     masks = self._masks(here, saved, layer, i, keys, places)
@@ -344,7 +347,7 @@ class DeviceLane:
         coming = _Coming(device, saved)
         for i, tensors in self._carry(here, routed.batches, lora, following):
             with device.computing():
-                experts = here.kind.unpack(tensors, 1.0 if lora is None else lora.scale)
+                experts = self._numbers(here, tensors, lora)
                 own: dict[str, Tensor] = {}
                 for part in routed.parts[i]:
                     places = _by_expert(at, part)
@@ -372,6 +375,10 @@ class DeviceLane:
                 results = device.download(self._reached(dx, routed)), device.download(dw)
         device.finish()
         return LaneBackward(results[0], routed.tokens, results[1], routed.slots, tuple(grads))
+
+    def _numbers(self, here: _Layer, tensors: Mapping[str, Tensor], lora: Adapter | None) -> DeviceExperts:
+        """A batch's, ready to multiply."""
+        return here.kind.unpack(tensors, 1.0 if lora is None else lora.scale, float8=self._float8)
 
     def _gradient(self, batch: Sequence[int], name: str, values: Tensor, room: Room | None) -> Tensor:
         """[B, ...] in host memory."""

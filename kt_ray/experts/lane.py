@@ -35,14 +35,15 @@ class Lane:
         parts: one per device. notes: what a user should know (weights that could not be page-locked).
 
     Raises:
-        UserError: this process sees no such GPU.
+        UserError: as `DeviceLane`.
     """
 
     def __init__(self, plan: LanePlan, threads: int, *, recompute: bool, stays: bool = False) -> None:
         self.plan = plan
-        recompute, held, ahead = recompute or plan.recompute, plan.held, plan.ahead
+        how: dict[str, Any] = {"held": plan.held, "ahead": plan.ahead, "float8": plan.float8}
+        recompute = recompute or plan.recompute
         self.parts = tuple(
-            DeviceLane(number, device, threads, recompute=recompute, held=held, ahead=ahead, stays=stays)
+            DeviceLane(number, device, threads, recompute=recompute, stays=stays, **how)
             for number, device in enumerate(plan.devices)
         )
         self.notes: list[str] = []

@@ -18,6 +18,7 @@ from torch import Tensor
 from kt_ray.errors import UserError
 from kt_ray.gpu import driver
 
+FLOAT8_FROM = (8, 9)  # compute capability
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
 
 
@@ -25,13 +26,13 @@ class LaneDevice:
     """A device with queues that copy to it, compute, and copy back. Used by one thread.
 
     Args:
-        name: "cpu" or "cuda:i", as this process numbers its GPUs.
+        name: "cpu" or "cuda:i", as this process numbers its GPUs. float8: whether it is to multiply FP8.
 
     Raises:
-        UserError: this process sees no such GPU.
+        UserError: this process sees no such GPU, or one that has no FP8 products.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, float8: bool = False) -> None:
         self.device = torch.device(name)
         self._copying: Any = None
         self._computing: Any = None
@@ -46,6 +47,16 @@ class LaneDevice:
                     required=name,
                     remedy="install a torch with CUDA on every host that has expert actors, or set "
                     "rule.experts.lane_device=cpu",
+                )
+            capability = torch.cuda.get_device_capability(self.device) if float8 else FLOAT8_FROM
+            if capability < FLOAT8_FROM:
+                raise UserError(
+                    "the lane's GPU has no FP8 products",
+                    where="rule.experts.gpu_products=float8",
+                    observed=f"{torch.cuda.get_device_name(self.device)}, compute capability "
+                    f"{capability[0]}.{capability[1]}",
+                    required="8.9 or higher (RTX 4090, L40, H100 and later)",
+                    remedy="set rule.experts.gpu_products=bfloat16",
                 )
         self._driver = driver()
         self._queues = self._driver.queues(self.device)

@@ -4,7 +4,8 @@ What docs/numerics.md says of the engine holds here: x, g, u, act, dy, dg and du
 float32 weights nothing is), frozen products multiply the stored values and accumulate in float32, adapters
 and everything else are float32. As on the instruction sets that multiply bfloat16, quantised weights are
 rounded to bfloat16 first. Sums run in the order of the device's library, so results agree with the engine's
-to rounding, not to the bit.
+to rounding, not to the bit. With `float8` both operands of frozen products, and nothing else, are rounded
+once more (`kt_ray.experts.lane_float8`).
 
 The experts of a batch have as many places as the longest has rows. Where there is no row, x, dy and the
 router's weight are zeros. Gate, up and act are not (biases), but every gradient has dy, or what comes of it,
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kt_ray.experts.lane_float8 import Rounded, multiplies, product8, rounded
 from kt_ray.gpu import product
 from kt_ray.native import ExpertFormula
 from kt_ray.native.dropout_hash import DOWN, GATE, UP
@@ -42,6 +44,9 @@ class DeviceExperts:
     # "gate_a" [B, r, H], "gate_b" [B, I, r], ... float32; empty without an adapter
     lora: Mapping[str, Tensor] = field(default_factory=dict)
     scale: float = 1.0  # of the adapter
+    float8: bool = False  # whether frozen products are computed in FP8
+    # (projection, whether transposed) -> matrix in FP8, made when it is first needed
+    _rounded: dict[tuple[int, bool], Rounded] = field(default_factory=dict)
 
     @property
     def stored(self) -> torch.dtype:
@@ -54,13 +59,37 @@ class DeviceExperts:
         return self.lora[f"{name}_a"], self.lora[f"{name}_b"]
 
 
+class _Frozen:
+    """Rows that are multiplied by frozen matrices: in FP8 rounded once, whatever they are multiplied by."""
+
+    def __init__(self, experts: DeviceExperts, rows: Tensor) -> None:
+        """rows: [B, n, K or N] as stored."""
+        self._experts, self._rows = experts, rows
+        self._rounded: Rounded | None = None
+
+    def by(self, projection: int, *, back: bool = False) -> Tensor:
+        """rows Wᵀ [B, n, N], or back: rows W [B, n, K]; float32."""
+        experts, matrix = self._experts, self._experts.matrices[projection]
+        matrix = matrix if back else matrix.mT
+        if not experts.float8 or not multiplies(*matrix.shape[-2:]):
+            return product(self._rows, matrix)
+        if self._rounded is None:
+            self._rounded = rounded(self._rows)
+        key = projection, back
+        if key not in experts._rounded:
+            experts._rounded[key] = rounded(matrix.mT)
+        return product8(self._rounded, experts._rounded[key])
+
+
 def _masked(z: Tensor, masks: Masks | None, projection: int) -> Tensor:
     return z.float() if masks is None else z * masks(projection, z.shape[-1])
 
 
-def _linear(experts: DeviceExperts, projection: int, z: Tensor, masks: Masks | None) -> Tensor:
-    """W z + s B A m(z) + b in float32."""
-    out = product(z, experts.matrices[projection].mT)
+def _linear(
+    experts: DeviceExperts, projection: int, z: Tensor, frozen: _Frozen, masks: Masks | None
+) -> Tensor:
+    """W z + s B A m(z) + b in float32. frozen: of z."""
+    out = frozen.by(projection)
     if experts.lora:
         a, b = experts.adapter(projection)
         out.baddbmm_(_masked(z, masks, projection) @ a.mT, b.mT, alpha=experts.scale)
@@ -71,8 +100,12 @@ def _linear(experts: DeviceExperts, projection: int, z: Tensor, masks: Masks | N
 
 def project_in(experts: DeviceExperts, x: Tensor, masks: Masks | None) -> tuple[Tensor | None, Tensor]:
     """g and u [B, n, I] as stored, of x [B, n, H] as stored."""
-    gate = _linear(experts, GATE, x, masks).to(experts.stored) if GATE in experts.matrices else None
-    return gate, _linear(experts, UP, x, masks).to(experts.stored)
+    frozen = _Frozen(experts, x)
+
+    def linear(projection: int) -> Tensor:
+        return _linear(experts, projection, x, frozen, masks).to(experts.stored)
+
+    return linear(GATE) if GATE in experts.matrices else None, linear(UP)
 
 
 def _activated(experts: DeviceExperts, gate: Tensor | None, up: Tensor) -> Tensor:
@@ -82,7 +115,8 @@ def _activated(experts: DeviceExperts, gate: Tensor | None, up: Tensor) -> Tenso
 
 def project_out(experts: DeviceExperts, gate: Tensor | None, up: Tensor, masks: Masks | None) -> Tensor:
     """o [B, n, H] float32, not yet weighted, of g and u as stored."""
-    return _linear(experts, DOWN, _activated(experts, gate, up), masks)
+    act = _activated(experts, gate, up)
+    return _linear(experts, DOWN, act, _Frozen(experts, act), masks)
 
 
 @dataclass(frozen=True)
@@ -113,7 +147,7 @@ def backward(
     """
     act = _activated(experts, gate, up)
     stored_dy, w = dy.to(experts.stored), weight.unsqueeze(-1)
-    dact = product(stored_dy, experts.matrices[DOWN])
+    dact = _Frozen(experts, stored_dy).by(DOWN, back=True)
     grads: dict[str, Tensor] = {}
     if experts.lora:
         grads |= _through_adapter(experts, DOWN, act, stored_dy, dact, masks, w)
@@ -127,7 +161,7 @@ def backward(
         if wide is None:
             continue
         d = wide.to(experts.stored)
-        own = product(d, experts.matrices[projection])
+        own = _Frozen(experts, d).by(projection, back=True)
         dx = own if dx is None else dx.add_(own)
         if experts.lora:
             grads |= _through_adapter(experts, projection, x, d, dx, masks, None)

@@ -356,8 +356,9 @@ class LayerKind:
     def gated(self) -> bool:
         return GATE in self.stored
 
-    def unpack(self, tensors: Mapping[str, Tensor], scale: float) -> DeviceExperts:
-        """A batch's numbers, from its tensors [B, ...] on the device; scale: of the adapter."""
+    def unpack(self, tensors: Mapping[str, Tensor], scale: float, *, float8: bool = False) -> DeviceExperts:
+        """A batch's numbers, from its tensors [B, ...] on the device; scale: of the adapter. float8: whether
+        frozen products are computed in FP8."""
         matrices, biases = {}, {}
         for number in (GATE, UP, DOWN):
             if number not in self.stored:
@@ -370,4 +371,4 @@ class LayerKind:
             if f"{name}_bias" in tensors:
                 biases[number] = tensors[f"{name}_bias"]
         lora = {n.removeprefix("lora_"): t for n, t in tensors.items() if n.startswith("lora_")}
-        return DeviceExperts(matrices, biases, self.formula, lora, scale)
+        return DeviceExperts(matrices, biases, self.formula, lora, scale, float8)

@@ -89,7 +89,7 @@ _MASKED = (
     "FlashAttention-2's 53 and 52 TFLOP/s: 43 and 27 at width 64; beside 50 and 43: 31 and 12 at width 128 "
     "(Dao-AILab/flash-attention issue 416; the card is not named)"
 )
-_UNKNOWN_GPU = GpuSheet(0, 100e12, 900e9, 20e9)
+_UNKNOWN_GPU = GpuSheet(0, 100e12, 900e9, 20e9, 200e12)
 
 _HIDDEN, _INTER, _RANK = 7168, 2048, 8  # DeepSeek-V3's experts
 
@@ -134,9 +134,10 @@ def defaults(hardware: Hardware) -> dict[str, Figure]:
 
 def _gpu_defaults(name: str) -> dict[str, Figure]:
     known = gpu_named(name)
-    _, flops, memory, pcie = known or _UNKNOWN_GPU
+    _, flops, memory, pcie, float8 = known or _UNKNOWN_GPU
     source = f"data sheet of {name}" if known else "assumed: an unknown GPU"
-    return {
+    more = {"gpu_float8": Figure(float8, f"{source}: dense FP8, float32 sums")} if float8 else {}
+    return more | {
         "gpu_bf16": Figure(flops, f"{source}: dense bf16"),
         "gpu_gemm": Figure(0.7, "assumed: part of the peak that large matrix products reach"),
         "gpu_flash": Figure(0.55, f"assumed: {_FLASH}"),
@@ -287,6 +288,10 @@ def _cpu(figures: Mapping[str, Figure], isa: str, threads: int) -> DeviceRate:
 def _gpu(figures: Mapping[str, Figure], name: str) -> DeviceRate:
     top, part = figures["gpu_bf16"], figures["gpu_gemm"]
     gemm = top.scaled(part.value, part.source)
+    float8 = {}
+    if "gpu_float8" in figures:
+        reached = figures["gpu_float8"].scaled(part.value, part.source)
+        float8["float8"] = constant(reached.value, reached.source)
 
     def attention(name: str, factor: float, why: str) -> Figure:
         return top.scaled(figures[name].value * factor, f"{figures[name].source}; {why}")
@@ -299,6 +304,7 @@ def _gpu(figures: Mapping[str, Figure], name: str) -> DeviceRate:
         gemm={
             "bfloat16": constant(gemm.value, gemm.source),
             "float32": constant(gemm.value / 4, f"{gemm.source}; assumed: float32 at a quarter"),
+            **float8,
         },
         memory=figures["gpu_memory"],
         sdpa=attention("gpu_flash", CAUSAL, seen),

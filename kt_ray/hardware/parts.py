@@ -28,12 +28,14 @@ class Cpu:
 
 
 class GpuSheet(NamedTuple):
-    """A card: GiB that CUDA gives, dense bf16 FLOP/s with float32 sums, bytes/s of memory and of PCIe."""
+    """A card: GiB that CUDA gives, dense bf16 FLOP/s with float32 sums, bytes/s of memory and of PCIe, and
+    dense FP8 FLOP/s with float32 sums; 0 = it has no FP8 products."""
 
     gib: float
     flops: float
     memory: float
     pcie: float
+    float8: float = 0.0
 
 
 def _cpu(
@@ -98,13 +100,13 @@ CPUS: dict[str, Cpu] = {
 
 # A part of the card's name -> its data sheet.
 GPUS: dict[str, GpuSheet] = {
-    "4090": GpuSheet(23.6, 165.2e12, 1008e9, 25e9),
-    "5090": GpuSheet(31.3, 209.5e12, 1792e9, 50e9),
+    "4090": GpuSheet(23.6, 165.2e12, 1008e9, 25e9, 330.3e12),
+    "5090": GpuSheet(31.3, 209.5e12, 1792e9, 50e9, 419e12),
     "3090": GpuSheet(23.7, 71e12, 936e9, 25e9),
     "A100": GpuSheet(39.4, 312e12, 1555e9, 25e9),
-    "H100": GpuSheet(79.1, 989e12, 3350e9, 50e9),
-    "H200": GpuSheet(139.8, 989e12, 4800e9, 50e9),
-    "L40": GpuSheet(44.4, 181e12, 864e9, 25e9),
+    "H100": GpuSheet(79.1, 989e12, 3350e9, 50e9, 1979e12),
+    "H200": GpuSheet(139.8, 989e12, 4800e9, 50e9, 1979e12),
+    "L40": GpuSheet(44.4, 181e12, 864e9, 25e9, 362e12),
 }
 
 _HOST = re.compile(

@@ -4,11 +4,11 @@ Bytes of a lane, for each of its devices but for the two lines of the socket. Le
 of a stored activation, P parameters of one expert, r LoRA rank.
     experts           the device's resident experts as stored (on a GPU: taken off the socket)
     workspace         two buffers for a batch of experts and their adapters; carried experts that are held;
-                      a batch's matrices as numbers,
-                      with 16 bytes per element of its largest ones while quantised ones are decoded; x, dy
-                      and dx of the group (T_g H (s + 8)); a batch's rows, filled up to its longest
-                      expert's, at most LANE_ROWS: 24 (H + I) each, 8 I for gates and ups on their way
-                      from or to the host, with dropout 24 bytes per input more
+                      a batch's matrices as numbers, with 16 bytes per element of its largest ones while
+                      quantised ones are decoded, and with float8 products once more for each direction;
+                      x, dy and dx of the group (T_g H (s + 8)); a batch's rows, filled up to its longest
+                      expert's, at most LANE_ROWS: 24 (H + I) each (float8: 27), 8 I for gates and ups on
+                      their way from or to the host, with dropout 24 bytes per input more
     runtime           a GPU's: the CUDA context of the expert actor's process
     kept activations  (socket) x, which all devices share, and 36 bytes per row; with a GPU its gates and ups
                       once more, as torch rounds page-locked blocks up to powers of two
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kt_ray.config.schema import Config, RuleConfig
@@ -28,6 +28,7 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.parts import gpu_named
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.lane_share import (
     LANE_ROWS,
@@ -82,6 +83,29 @@ def lane_devices(config: Config, hardware: Hardware) -> tuple[str, ...]:
     )
 
 
+def check_products(config: Config, dims: ModelDims, hardware: Hardware, devices: Collection[str]) -> None:
+    """Whether these devices can multiply as rule.experts.gpu_products says.
+
+    Raises:
+        UserError: FP8 is asked for, and weights are float32 or a GPU is known to have no FP8 products.
+    """
+    if config.rule.experts.gpu_products != "float8":
+        return
+    cards = [gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" in devices]
+    sheets = {gpu.name: gpu_named(gpu.name) for gpu in cards}
+    without = [name for name, sheet in sheets.items() if sheet is not None and not sheet.float8]
+    if dims.expert_format == "f32" and config.rule.experts.backend not in BACKEND_STORAGE:
+        what, observed, required = "float32 experts are multiplied in float32", "float32", "another format"
+    elif without:
+        what, observed = "the GPU has no FP8 products", ", ".join(without)
+        required = "compute capability 8.9 or higher (RTX 4090, L40, H100 and later)"
+    else:
+        return
+    where = "rule.experts.gpu_products=float8"
+    remedy = "set rule.experts.gpu_products=bfloat16"
+    raise UserError(what, where=where, observed=observed, required=required, remedy=remedy)
+
+
 def devices_of(devices: tuple[str, ...], actor: int, actors: int) -> tuple[str, ...]:
     """The part of a host's GPUs that its `actor`-th of `actors` expert actors computes on.
 
@@ -112,15 +136,16 @@ def plan_lanes(
         hosts: the first so many, whose GPUs are used.
 
     Raises:
-        UserError: a GPU that is not there; more resident experts than a layer has.
+        UserError: a GPU that is not there; more resident experts than a layer has; as `check_products`.
     """
     rule = config.rule.experts
     if not lane_wanted(config.rule):
-        unused = rule.lane_device != "auto"
-        note = (
-            f"rule.experts.lane_device={rule.lane_device} changes nothing: no expert is resident or streamed"
-        )
-        return actors, [note] if unused else []
+        keys = (("lane_device", rule.lane_device, "auto"), ("gpu_products", rule.gpu_products, "bfloat16"))
+        return actors, [
+            f"rule.experts.{key}={value} changes nothing: no expert is resident or streamed"
+            for key, value, default in keys
+            if value != default
+        ]
     if rule.gpu_resident > dims.num_experts:
         raise UserError(
             "more experts would stay on the GPU than a layer has",
@@ -130,6 +155,7 @@ def plan_lanes(
             remedy=f"set rule.experts.gpu_resident={dims.num_experts} or less",
         )
     devices, notes = lane_devices(config, hardware), []
+    check_products(config, dims, hardware, devices)
     there = ", ".join(devices)
     own = actors if "cpu" in devices else tuple(actor for actor in actors if actor.host < hosts)
     if len(own) < len(actors):
@@ -179,7 +205,7 @@ def lane_shares(
     Args:
         tokens: of the largest call. where: who carries, or where to, for the notes.
     """
-    asked, off = config.rule.experts.stream, LanePlan(())
+    asked, off = config.rule.experts.stream, LanePlan((), float8=config.rule.experts.gpu_products == "float8")
     if asked == "off":
         return off, []
     if not isinstance(asked, str):
@@ -315,9 +341,10 @@ def lane_buffers(dims: ModelDims, config: Config, lane: LanePlan, size: LaneMemo
     """
     width, inter, element = dims.expert_width, dims.expert_intermediate, 4 if size.float32 else 2
     batch = min(batch_size(1, dims.expert_params), experts)
-    matrices = batch * (dims.expert_params * element + (0 if size.plain else 16 * width * inter))
+    decoded = 0 if size.plain else 16 * width * inter
+    matrices = batch * (dims.expert_params * (element + (2 if lane.float8 else 0)) + decoded)
     at_once = min(size.group * batch, LANE_ROWS)
-    rows = at_once * (24 * (width + inter) + 8 * inter)
+    rows = at_once * ((27 if lane.float8 else 24) * (width + inter) + 8 * inter)
     if config.lora.experts and config.lora.dropout > 0:
         rows += at_once * 24 * (2 * width + inter)
     # A resident that is a batch of its own is computed where it lies.

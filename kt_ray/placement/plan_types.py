@@ -35,6 +35,8 @@ class LanePlan:
     # whether gates and ups of carried and resident experts are computed again in backward, whatever the
     # engine does with its own: else they go to host memory and come back
     recompute: bool = False
+    # whether frozen products are computed in FP8 (rule.experts.gpu_products)
+    float8: bool = False
     # the GPUs' names in CUDA_VISIBLE_DEVICES, where the actor has a process of its own; "" = left as it is
     visible: str = ""
 

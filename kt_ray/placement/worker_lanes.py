@@ -28,6 +28,7 @@ from kt_ray.placement.expert_load import touched
 from kt_ray.placement.lane_plan import (
     HELD_ROOM,
     LaneMemory,
+    check_products,
     expert_sizes,
     lane_buffers,
     lane_devices,
@@ -81,9 +82,11 @@ def plan_worker_lanes(
             None = nothing was measured. replicas: on each host.
 
     Raises:
-        UserError: experts that stay on GPUs, layers by ranges, or another device than the workers' own.
+        UserError: experts that stay on GPUs, layers by ranges, or another device than the workers' own;
+            as `check_products`.
     """
     _check(workers, config, hardware)
+    check_products(config, dims, hardware, {worker.device for worker in workers})
     own = experts_near(workers[0], actors)
     tokens = -(-config.trainer.batch_size // config.rule.replica_count) * config.data.max_length
     of_worker = None if rates is None else rates.of_worker(replicas)

@@ -53,10 +53,10 @@ def test_slopes_are_the_derivatives(name: str) -> None:
 
 
 def run_in_lane(
-    case: Case, *, recompute: bool = False, devices: tuple[str, ...] = ("cpu",)
+    case: Case, *, recompute: bool = False, devices: tuple[str, ...] = ("cpu",), float8: bool = False
 ) -> dict[str, Tensor]:
     """Forward and backward of a case, every expert streamed through the lane; named as `Case.run` does."""
-    lane = Lane(LanePlan(devices, (), ((0, 1.0),)), 1, recompute=recompute)
+    lane = Lane(LanePlan(devices, (), ((0, 1.0),), float8=float8), 1, recompute=recompute)
     weights, lora = case.weights, case.lora[0] if case.lora else None
     try:
         lane.add_layer(weights.layer, weights.expert_ids, [weights])

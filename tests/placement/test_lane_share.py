@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 from kt_ray.config.checks import check
 from kt_ray.config.schema import Config
 from kt_ray.dims.config_json import dims_from_config
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_from_file
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.placement import lane_share
 from kt_ray.placement.balance import residents_of
 from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.lane_plan import LaneMemory, lane_buffers
 from kt_ray.placement.lane_share import (
     LANE_ROWS,
     ExpertSizes,
@@ -155,6 +158,7 @@ def test_plans() -> None:
         "later": [],
         "ahead": 0,
         "recompute": False,
+        "float8": False,
     }
     assert "lane" not in plan_to_dict(planned())["experts"][0]
 
@@ -310,6 +314,18 @@ def test_a_batch_of_experts_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert four - one >= 3 * (2 * (expert + adapter) + 2 * params)
 
 
+def test_float8_takes_memory_of_the_device() -> None:
+    """Matrices of both directions, and rows."""
+    size = LaneMemory(V3.expert_bytes() / 58, 0.0, LANE_ROWS, LANE_ROWS, 8.0, GPU_RUNTIME, False, False)
+
+    def buffers(float8: bool) -> float:
+        lane = LanePlan(("cuda:0",), (), ((0, 0.5),), float8=float8)
+        return lane_buffers(V3, make_config(), lane, size, 256)
+
+    rows = 3 * (V3.expert_width + V3.expert_intermediate) * LANE_ROWS
+    assert buffers(True) - buffers(False) == 2 * V3.expert_params + rows
+
+
 def test_refusals_name_the_remedy() -> None:
     for rule, seen in (({"gpu_resident": 2}, "none"), ({"stream": 0.5, "lane_device": "cuda:3"}, "cuda:0")):
         with pytest.raises(UserError) as caught:
@@ -329,8 +345,31 @@ def test_refusals_name_the_remedy() -> None:
     check(
         make_config(rule={"experts": {"stream": 0.3, "gpu_resident": 2, "backend": "AMXINT4"}}, model=model)
     )
-    note = "rule.experts.lane_device=cpu changes nothing"
-    assert any(note in line for line in planned(lane_device="cpu").notes)
+    for key, value in (("lane_device", "cpu"), ("gpu_products", "float8")):
+        note = f"rule.experts.{key}={value} changes nothing"
+        assert any(note in line for line in planned(**{key: value}).notes)
+
+
+@pytest.mark.parametrize("stream_to", ["actors", "workers"])
+def test_float8_needs_cards_and_weights_for_it(stream_to: str) -> None:
+    """Cards of data sheets are known; of others the lane finds out when it starts."""
+
+    def plan(card: str, dims: ModelDims = V3) -> Plan:
+        experts = {"stream": 0.5, "stream_to": stream_to, "gpu_products": "float8"}
+        config = make_config(rule={"experts": experts})
+        hardware = make_hardware(gpus=2, memory=4096 * GIB)
+        cards = tuple(replace(gpu, name=card) for gpu in hardware.gpus)
+        return make_plan(dims, config, replace(hardware, gpus=cards))
+
+    for card in ("NVIDIA GeForce RTX 3090", "A100"):
+        with pytest.raises(UserError, match=rf"no FP8 products.*{card}.*8\.9.*gpu_products=bfloat16"):
+            plan(card)
+    with pytest.raises(UserError, match=r"float32 experts.*gpu_products=bfloat16"):
+        plan("H100", replace(V3, expert_storage=replace(V3.expert_storage, format="f32")))
+    for card in ("NVIDIA L40S", "RTX 5090", "another"):
+        made = plan(card)
+        lanes = [part.lane for part in (made.workers if stream_to == "workers" else made.experts)]
+        assert all(lane is not None and lane.float8 for lane in lanes)
 
 
 def test_rates_of_a_described_machine_decide() -> None:
