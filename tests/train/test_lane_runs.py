@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.devices import DEVICES, layers_on
 from tests.helpers.hf_reference import build_checkpoint, random_rows
@@ -75,6 +76,19 @@ def test_workers_lanes_give_the_same_curve(tmp_path: Path, name: str, replicas: 
     assert expected[-1] != pytest.approx(expected[0], rel=0.02), "a curve that goes nowhere says nothing"
     found = curve(path, *keys, *WORKERS, *WORKERS_LANES[name])
     assert found == pytest.approx(expected, rel=1e-4 if device == "cpu" else 1e-3)
+
+
+def test_float8_products_learn_as_much(tmp_path: Path) -> None:
+    """Another curve than that of bfloat16 from the first step on, and near it; the same of both kinds of lanes."""
+    sizes = {"hidden_size": 48, "moe_intermediate_size": 32}  # cards multiply multiples of 16
+    path = build_checkpoint(tmp_path, "deepseek_v3", dtype=torch.bfloat16, residual_scale=0.3, **sizes)
+    all_of_it = (lane_on("cpu"), "rule.experts.stream=0.99")
+    float8 = (*all_of_it, "rule.experts.gpu_products=float8")
+    expected, found = curve(path, *all_of_it), curve(path, *float8)
+    assert found[0] != expected[0] and found == pytest.approx(expected, rel=0.03)
+    assert found[-1] < 0.9 * found[0]
+    assert curve(path, *float8) == found, "the same bits again"
+    assert curve(path, *float8, *WORKERS) == pytest.approx(found, rel=1e-4)
 
 
 def test_workers_lanes_of_two_stages(tmp_path: Path) -> None:
