@@ -231,12 +231,19 @@ class DescribedDriver(Driver):
         return made
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
+        self._multiply(a, b)
+        return super().product(a, b)
+
+    def product8(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+        self._multiply(a, b.mT)
+        return super().product8(a, a_scale, b, b_scale)
+
+    def _multiply(self, a: Tensor, b: Tensor) -> None:
         used = getattr(self._used, "stream", None)  # attention's are counted by layers
         if used is not None:
             card = self.cards[used.device]
             seconds = card.product(*a.shape[:-2] or (1,), a.shape[-2], a.shape[-1], b.shape[-1])
             used.work(card.name, seconds, "product")
-        return super().product(a, b)
 
     def compute(self, device: torch.device, seconds: float, name: str) -> None:
         """Let the thread's stream compute."""

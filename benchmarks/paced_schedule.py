@@ -57,6 +57,7 @@ from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import Graph, MicroState
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
+from kt_ray.timing.lane_products import lane_flops
 from kt_ray.timing.lane_rates import from_rates
 from kt_ray.timing.seats import machine_of, waves_of_rows
 from kt_ray.timing.simulate import Micro, Simulated, simulate
@@ -219,7 +220,7 @@ class Planned:
         if self.plan.workers[0].lane is not None:  # a call of a card's lane has one replica's tokens
             tokens /= self.plan.replicas
         rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
-        rate = gpu.gemm["bfloat16"](rows)
+        rate = lane_flops(gpu, dims, self.config, rows)
 
         def product(count: int, _: int, inner: int, outer: int) -> float:
             return 2.0 * count * rows * inner * outer / rate

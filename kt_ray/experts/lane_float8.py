@@ -13,6 +13,7 @@ KIND = torch.float8_e4m3fn
 LARGEST = 448.0  # of its values
 # Cards' FP8 products want as many columns of both operands, and rows of the second (torch._scaled_mm).
 MULTIPLE = 16
+_LEAST = torch.tensor(torch.finfo(torch.float32).tiny)
 
 
 class Rounded(NamedTuple):
@@ -37,8 +38,8 @@ def rounded(matrix: Tensor) -> Rounded:
     A row of zeros stays one. A row with an infinity or NaN becomes NaN throughout.
     """
     largest = torch.linalg.vector_norm(matrix, ord=torch.inf, dim=-1, dtype=torch.float32)
-    # The least normal number, as 0 / 0 and what a card may flush to 0 must not be divided by.
-    scale = (largest / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+    # The least normal number more, which only shows where a scale would be 0 or flushed to it; in one kernel.
+    scale = torch.add(_LEAST, largest, alpha=1 / LARGEST)
     values = torch.empty(matrix.shape, dtype=KIND, device=matrix.device)
     torch.div(matrix, scale.unsqueeze(-1), out=values)  # one pass, which also turns a transposed one around
     return Rounded(values, scale)

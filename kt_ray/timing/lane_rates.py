@@ -11,6 +11,7 @@ from kt_ray.placement.lane_plan import lane_devices
 from kt_ray.placement.lane_share import LaneRates
 from kt_ray.placement.lora_sizes import expert_rank
 from kt_ray.placement.memory import held_format
+from kt_ray.timing.lane_products import lane_flops
 
 
 def lane_rates(
@@ -46,13 +47,11 @@ def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims
     rank = expert_rank(dims, config.lora)
     shape = dims.expert_width, dims.expert_intermediate
     expert = rates.expert(rule.isa, held_format(dims, rule.backend), *shape)
-    kind = "float32" if dims.expert_format == "f32" else "bfloat16"
-    gemm = rates.gpu.gemm[kind]
     gpus = len(lane_devices(config, hardware))
     sharing = -(-actors // gpus)
     return LaneRates(
         link=rates.link.to_device.value / sharing,
-        gpu=gemm(max(1.0, rows)) / sharing,
+        gpu=lane_flops(rates.gpu, dims, config, max(1.0, rows)) / sharing,
         cpu=2 / sum(1 / expert.flops(way, max(1.0, rows), threads, rank) for way in ("forward", "backward")),
         memory=rates.memory.read_all.value / neighbours,
         source=rates.source,

@@ -23,6 +23,7 @@ from kt_ray.placement.lane_share import ExpertSizes, batch_size, lane_parts, who
 from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.memory import reached_part
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan
+from kt_ray.timing.lane_products import lane_flops
 from kt_ray.timing.layer_work import dispatch_seconds
 from kt_ray.timing.simulate import LaneCall
 
@@ -30,6 +31,11 @@ from kt_ray.timing.simulate import LaneCall
 KERNELS = {"forward": 25.0, "backward": 71.0}
 # activations=recompute: gate and up do not travel, and are computed once more
 KERNELS_AGAIN = {"forward": -4.0, "backward": 4.0}
+# float8 products: each matrix that is rounded takes three kernels (5 of them in forward, 6 in backward, 3 for
+# gate and up once more), and a product two per expert (itself, and the conversion) in place of one for all
+FLOAT8_KERNELS = {"forward": 5 * 3 - 3.0, "backward": 6 * 3 - 3.0}
+FLOAT8_AGAIN = {"forward": 0.0, "backward": 3 * 3 - 2.0}
+FLOAT8_EACH = 2.0  # per product and expert; a call has three products, five where gate and up come again
 # And per expert: copies of three matrices and three adapters, and one that adds its rows to the tokens'.
 KERNELS_EACH = 10.0
 # Bytes per element of what goes to every device (x in bfloat16; backward dy in float32 besides) and back, of
@@ -58,18 +64,24 @@ def computed(
     rows: float,
     *,
     recompute: bool,
+    float8: bool,
 ) -> Computed:
-    """Args: experts, batches: that the GPU computes. rows: of each expert. recompute: gates and ups."""
+    """Args: experts, batches: that the GPU computes. rows: of each expert. recompute: gates and ups. float8:
+    `LanePlan.float8`."""
     assert rates.gpu is not None
-    kernels, products, kept = KERNELS[direction], 1.0, 0.0
+    again = recompute and direction == "backward"
+    kernels, each, products, kept = KERNELS[direction], KERNELS_EACH, 1.0, 0.0
+    if float8:
+        kernels += FLOAT8_KERNELS[direction] + (FLOAT8_AGAIN[direction] if recompute else 0.0)
+        each += FLOAT8_EACH * (5 if again else 3)
     if recompute:
         kernels += KERNELS_AGAIN[direction]
-        if direction == "backward":
+        if again:
             products += 2 / 3 if dims.gated else 1 / 2
     else:
         element = ELEMENT_BYTES["float32" if dims.expert_format == "f32" else "bfloat16"]
         kept = experts * rows * (2 if dims.gated else 1) * dims.expert_intermediate * element
-    started = kernels * batches + KERNELS_EACH * experts
+    started = kernels * batches + each * experts
     return Computed(dispatch_seconds(started, rates.gpu, rates.cpu_one), products, kept)
 
 
@@ -114,7 +126,7 @@ class LaneSeconds:
         stays, others, carried = self._counts(actor, layer, tokens, call=call)
         link = self.rates.link.to_device.value
         rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
-        gpu = self.rates.gpu.gemm["float32" if dims.expert_format == "f32" else "bfloat16"](rows)
+        gpu = lane_flops(self.rates.gpu, dims, self.config, rows)
         together = batch_size(int(rows), dims.expert_params)
         copies = products = 0.0
         experts = batches = 0
@@ -137,7 +149,8 @@ class LaneSeconds:
         if not experts:
             return ()
         recompute = here.activations == "recompute" or here.lane.recompute
-        of_batches = computed(dims, self.rates, direction, experts, batches, rows, recompute=recompute)
+        how = {"recompute": recompute, "float8": here.lane.float8}
+        of_batches = computed(dims, self.rates, direction, experts, batches, rows, **how)
         products *= of_batches.products
         # Gate and up go to host memory and come back.
         leaving = of_batches.kept / self.rates.link.to_host.value if direction == "forward" else 0.0

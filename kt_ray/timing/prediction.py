@@ -25,6 +25,7 @@ from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan, WorkerPlan
 from kt_ray.timing.choose import choice_of, with_choice
+from kt_ray.timing.lane_products import lane_gemm
 from kt_ray.timing.lane_rates import lane_rates
 from kt_ray.timing.seats import even_waves, machine_of
 from kt_ray.timing.simulate import Simulated, WaveShape, simulate
@@ -213,7 +214,7 @@ def _terms(
     terms.append(Term("experts, forward", calls["forward"], expert.forward_all.source))
     terms.append(Term("experts, backward", calls["backward"], expert.backward_all.source))
     if on_gpu and rates.gpu is not None:
-        terms.append(Term("experts on the GPU", on_gpu, _source(rates.gpu.gemm, plan.dtype)))
+        terms.append(Term("experts on the GPU", on_gpu, lane_gemm(rates.gpu, plan.dims, config).source))
     pcie = rates.link.to_device.source if rates.link else ""
     for kind, source in (("network", transport.network_bytes.source), ("pcie", pcie)):
         shares = [share for name, share in simulated.used.items() if name.startswith(kind)]

@@ -19,6 +19,7 @@ from kt_ray.placement.lane_share import ExpertSizes, batch_size, lane_parts, who
 from kt_ray.placement.memory import home_socket
 from kt_ray.placement.plan_types import LanePlan, Plan
 from kt_ray.placement.worker_lanes import experts_near
+from kt_ray.timing.lane_products import lane_flops
 from kt_ray.timing.lane_seconds import ROUTED_SECONDS, adapter_bytes, computed
 from kt_ray.timing.simulate import WorkerLaneCall
 
@@ -79,13 +80,13 @@ class WorkerLaneSeconds:
         into, out = self.rates.link.to_device.value, self.rates.link.to_host.value
         element = ELEMENT_BYTES["float32" if dims.expert_format == "f32" else "bfloat16"]
         rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
-        gpu = self.rates.gpu.gemm["float32" if dims.expert_format == "f32" else "bfloat16"](rows)
+        gpu = lane_flops(self.rates.gpu, dims, self.config, rows)
         products = lane_parts(self._sizes.work(tokens), into, gpu, carried).products
         there = self._there(tokens, call)
         ahead = min(lane.ahead, carried) if not call else 0
         batches = -(-carried // batch_size(int(rows), dims.expert_params))
-        again = lane.recompute
-        found = computed(dims, self.rates, direction, carried, batches, rows, recompute=again)
+        how = {"recompute": lane.recompute, "float8": lane.float8}
+        found = computed(dims, self.rates, direction, carried, batches, rows, **how)
         products *= found.products
         adapters = carried * self._adapter / into
         x = tokens * dims.expert_width * element

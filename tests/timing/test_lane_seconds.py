@@ -13,6 +13,7 @@ from kt_ray.config.schema import Config
 from kt_ray.experts import lane_math
 from kt_ray.experts.device_lane import DeviceLane
 from kt_ray.experts.lane_device import LaneDevice
+from kt_ray.experts.lane_float8 import Rounded
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.placement import lane_share
 from kt_ray.placement.expert_load import touched
@@ -22,7 +23,16 @@ from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timing.lane_rates import from_rates, lane_rates
-from kt_ray.timing.lane_seconds import BACK, ENTERING, KERNELS, KERNELS_AGAIN, KERNELS_EACH
+from kt_ray.timing.lane_seconds import (
+    BACK,
+    ENTERING,
+    FLOAT8_AGAIN,
+    FLOAT8_EACH,
+    FLOAT8_KERNELS,
+    KERNELS,
+    KERNELS_AGAIN,
+    KERNELS_EACH,
+)
 from kt_ray.timing.prediction import Prediction, neighbours, predict
 from kt_ray.timing.seats import even_waves, machine_of
 from kt_ray.timing.step_costs import PlanDurations
@@ -194,22 +204,33 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_kernels_are_those_of_the_lane(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted on the stand-in, where a product of bfloat16 is three, and transfers are none: here they are
-    clones. Uneven rows, as with any routing."""
+def test_kernels_are_those_of_the_lane(
+    recompute: bool, float8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted on the stand-in, where a product of bfloat16 is three, one of FP8 others than a card's two for
+    each expert, and transfers are none: here they are clones. Uneven rows, as with any routing."""
     calls: list[int] = []
     timed = DeviceLane._timed
 
     def counting(self: DeviceLane, *args: Any) -> Any:
         with Kernels() as kernels:
+            counted.append(kernels)
             made = timed(self, *args)
             kernels.count -= widened.pop() if widened else 0
         calls.append(kernels.count)
         return made
 
+    def multiplied8(a: Rounded, b: Rounded) -> torch.Tensor:
+        before = counted[-1].count
+        made = product8(a, b)
+        counted[-1].count = before + 2 * len(a.values)
+        return made
+
+    counted: list[Kernels] = []
     widened: list[int] = []
-    product = lane_math.product
+    product, product8 = lane_math.product, lane_math.product8
 
     def multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         widened.append((widened.pop() if widened else 0) + 2)
@@ -217,6 +238,7 @@ def test_kernels_are_those_of_the_lane(recompute: bool, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(DeviceLane, "_timed", counting)
     monkeypatch.setattr(lane_math, "product", multiplied)
+    monkeypatch.setattr(lane_math, "product8", multiplied8)
     for transfer in ("upload", "download"):
         monkeypatch.setattr(LaneDevice, transfer, lambda _, tensor: tensor.clone())
 
@@ -224,18 +246,22 @@ def test_kernels_are_those_of_the_lane(recompute: bool, monkeypatch: pytest.Monk
         """Forward and backward, the e-th of the experts with e rows."""
         monkeypatch.setattr(lane_share, "LANE_BATCH", batch)
         rows = torch.arange(1, experts + 1)
-        case = make_case(Shape(tokens=int(rows.sum()), slots=1, experts=experts), torch.bfloat16)
+        case = make_case(Shape(int(rows.sum()), 1, experts, 48, 32), torch.bfloat16)
         case.ids = torch.arange(experts).repeat_interleave(rows).unsqueeze(1)
         calls.clear()
-        run_in_lane(case, recompute=recompute)
+        run_in_lane(case, recompute=recompute, float8=float8)
         return tuple(calls)
 
     once, twice, in_four = count(8, 8), count(16, 8), count(16, 4)
     for way, (direction, wanted) in enumerate(KERNELS.items()):
         per_batch = (in_four[way] - twice[way]) / 2
         each = (twice[way] - once[way] - per_batch) / 8
-        assert per_batch == wanted + (KERNELS_AGAIN[direction] if recompute else 0)
-        assert each == KERNELS_EACH
+        more = FLOAT8_KERNELS[direction] if float8 else 0
+        if recompute:
+            more += KERNELS_AGAIN[direction] + (FLOAT8_AGAIN[direction] if float8 else 0)
+        assert per_batch == wanted + more
+        products = 5 if recompute and direction == "backward" else 3
+        assert each == KERNELS_EACH + (FLOAT8_EACH * products if float8 else 0)
 
 
 def test_no_lane_no_call() -> None:

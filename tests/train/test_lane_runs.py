@@ -79,7 +79,7 @@ def test_workers_lanes_give_the_same_curve(tmp_path: Path, name: str, replicas: 
 
 
 def test_float8_products_learn_as_much(tmp_path: Path) -> None:
-    """Another curve than that of bfloat16 from the first step on, and near it; the same of both kinds of lanes."""
+    """A curve near that of bfloat16, and another from the first step on; the same of both kinds of lanes."""
     sizes = {"hidden_size": 48, "moe_intermediate_size": 32}  # cards multiply multiples of 16
     path = build_checkpoint(tmp_path, "deepseek_v3", dtype=torch.bfloat16, residual_scale=0.3, **sizes)
     all_of_it = (lane_on("cpu"), "rule.experts.stream=0.99")
