@@ -550,8 +550,16 @@ class ActorCluster(ABC):
         readers = [h for h in present if lent_experts(self.plan, h.address[1])]
         lent = {rank for h in readers for rank in lent_experts(self.plan, h.address[1])}
         owners = [h for h in self.experts if h.address[1] in lent and h.address not in lost]
-        if readers:
-            self._call(readers, "take_experts", self._call(owners, "export_experts"))
+        if not readers:
+            return
+        exports = self._call(owners, "export_experts")
+        try:
+            self._call(readers, "take_experts", exports)
+        except ActorLost:
+            raise
+        except Exception:
+            self._call(owners, "export_experts")  # raises ActorLost where one is gone, and its memory with it
+            raise
 
     # -- after a death ------------------------------------------------------------------------
 

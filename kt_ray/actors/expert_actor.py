@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor, worker_of_layer
 from kt_ray.actors.generation_session import GenerationReport
+from kt_ray.actors.specs import lent_experts
 from kt_ray.batch import PassSpec
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
 from kt_ray.experts.local_experts import Alloc, new_memory
@@ -157,8 +158,7 @@ class ExpertActor(PlainActor):
         for layer, group in calls:
             self._awaited.remove((layer, group))
             for replica in self._replicas:
-                worker = self.plan.workers[worker_of_layer(self.plan, layer, replica)[1]]
-                if worker.lane is None or worker.host != self.experts.spec.host:
+                if self.rank not in lent_experts(self.plan, worker_of_layer(self.plan, layer, replica)[1]):
                     continue
                 with recorder.span("wait gradients", "wait", layer, group):
                     message = self.mailbox.take(("lane gradients", number, layer, group, replica))

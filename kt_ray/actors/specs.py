@@ -18,6 +18,7 @@ from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.memory import embedding_on_host, shares_weights
 from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.worker_lanes import experts_near
 from kt_ray.transport.messages import Address
 
 CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -194,7 +195,8 @@ def lent_experts(plan: Plan, rank: int) -> tuple[int, ...]:
     worker = plan.workers[rank]
     if worker.lane is None:
         return ()
-    return tuple(a for a in plan.experts_of(worker.replica) if plan.experts[a].host == worker.host)
+    actors = [plan.experts[actor] for actor in plan.experts_of(worker.replica)]
+    return tuple(actor.rank for actor in experts_near(worker, actors))
 
 
 def own_lane(spec: LocalExpertsSpec, cards: Mapping[str, str]) -> LocalExpertsSpec:

@@ -25,7 +25,7 @@ from kt_ray.placement.plan_types import LanePlan
 
 
 class Lane:
-    """One expert actor's lane: its devices, and what they share.
+    """The lane of an expert actor or attention worker: its devices, and what they share.
 
     Args:
         plan: the devices, the experts that stay there, and how many others are carried there per call.
@@ -102,10 +102,10 @@ class Lane:
         """In which the lane multiplies."""
         return self.parts[0].kind(layer).compute
 
-    def lock(self, tensors: Iterable[Tensor]) -> None:
-        """Page-lock what calls copy from."""
+    def lock(self, tensors: Iterable[Tensor], *, parts: bool = False) -> None:
+        """Page-lock what calls copy from: the storages of these tensors, or their own bytes alone (parts)."""
         before = self._locked.refusal
-        self._locked.add(tensors)
+        (self._locked.add_parts if parts else self._locked.add)(tensors)
         if self._locked.refusal is not None and before is None:
             self.notes.append(f"lane: host memory stays pageable ({self._locked.refusal}); copies are slower")
 

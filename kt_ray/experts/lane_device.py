@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kt_ray.errors import UserError
 from kt_ray.gpu import driver
+from kt_ray.pulse import beat
 
 FLOAT8_FROM = (8, 9)  # compute capability
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
@@ -156,32 +157,42 @@ class PinnedWeights:
 
     def __init__(self, device: LaneDevice) -> None:
         self._device = device
-        self._held: list[int] = []
-        self.bytes = 0
+        self._held: dict[int, int] = {}  # address -> bytes
         self.refusal: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._held.values())
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Register the storages of these host tensors; nothing on the CPU, nothing after a refusal."""
-        if not self._device.is_cuda:
-            return
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         for address, size in storages.items():
-            if self.refusal is not None or not size or address in self._held:
-                continue
-            error = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
-            if error:
-                self.refusal = f"cudaHostRegister of {size} bytes: error {error}"
-                self._forget_error()
-                continue
-            self._held.append(address)
-            self.bytes += size
+            self._register(address, size)
+
+    def add_parts(self, parts: Iterable[Tensor]) -> None:
+        """Register the bytes of these tensors, and not the rest of what they are views of."""
+        for part in parts:
+            self._register(part.data_ptr(), part.nbytes)
+
+    def _register(self, address: int, size: int) -> None:
+        if not self._device.is_cuda or self.refusal is not None or not size or address in self._held:
+            return
+        error = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+        if error:
+            self.refusal = f"cudaHostRegister of {size} bytes: error {error}"
+            self._forget_error()
+        else:
+            self._held[address] = size
+        beat()  # it takes its time: the kernel walks all pages
 
     def remove(self, tensor: Tensor) -> None:
-        """Give one back, before its memory goes and with no copy under way."""
-        address = tensor.untyped_storage().data_ptr()
-        if address in self._held:
-            self._held.remove(address)
-            self.bytes -= tensor.untyped_storage().nbytes()
+        """Give back a tensor's storage, or all parts of it, before its memory goes and with no copy under
+        way."""
+        storage = tensor.untyped_storage()
+        first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for address in [held for held in self._held if first <= held < last]:
+            del self._held[address]
             torch.cuda.cudart().cudaHostUnregister(address)
 
     def _forget_error(self) -> None:

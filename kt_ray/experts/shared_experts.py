@@ -7,8 +7,9 @@ pages. So a worker sees every update of the LoRA, without a message.
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from kt_ray.native import ExpertLora, ExpertMatrix, ExpertWeights, MemoryFile
 from kt_ray.native.pages import map_whole
 
 Adapter = bool | str  # True = the LoRA that is trained, else the name of a kept one
+PART = 1 << 30  # bytes: what is page-locked at once takes less than a second
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class OpenExperts:
 
     Attributes:
         memory: uint8, the whole file; all tensors are views of it.
+        parts: the whole of it in pieces of whole pages, PART or more bytes each, that no tensor lies across.
         weights: MoE layer -> global ids in local order, and their weights.
         adapters: True and the names of kept ones -> MoE layer -> LoRA.
 
@@ -112,6 +115,9 @@ class OpenExperts:
         self._resident = 0
         same = before is not None and before.maps(exported)
         self.memory: Tensor = before.memory if before is not None and same else _mapped(exported)
+        self.parts: list[Tensor] = (
+            before.parts if before is not None and same else _parts(self.memory, exported)
+        )
         self.weights: dict[int, tuple[tuple[int, ...], ExpertWeights]] = {
             layer: (ids, _opened(laid, self.memory)) for layer, (ids, laid) in exported.weights.items()
         }
@@ -141,6 +147,35 @@ class OpenExperts:
             elif inside and key == "Rss:":
                 resident += int(value.split()[0]) << 10
         return resident
+
+
+def _parts(memory: Tensor, exported: ExportedExperts) -> list[Tensor]:
+    cuts, reached = [0], 0
+    for begin, end in sorted(_extents(exported)):
+        if begin >= max(reached, cuts[-1] + PART) and begin % mmap.PAGESIZE == 0:
+            cuts.append(begin)
+        reached = max(reached, end)
+    ends = [*cuts[1:], memory.numel()]
+    return [memory[begin:end] for begin, end in zip(cuts, ends, strict=True)]
+
+
+def _extents(exported: ExportedExperts) -> Iterator[tuple[int, int]]:
+    """First byte of every tensor and the one after its last."""
+
+    def of(place: Any) -> Iterator[tuple[int, int]]:
+        if isinstance(place, Laid):
+            for _, value in place.fields:
+                yield from of(value)
+        elif isinstance(place, TensorPlace):
+            dtype: torch.dtype = getattr(torch, place.dtype)
+            last = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
+            yield place.offset, place.offset + (last + 1) * dtype.itemsize
+
+    for _, weights in exported.weights.values():
+        yield from of(weights)
+    for adapter in exported.adapters.values():
+        for lora in adapter.values():
+            yield from of(lora)
 
 
 def _file(exported: ExportedExperts) -> tuple[str, str, int, int]:

@@ -33,7 +33,6 @@ from kt_ray.gpu import aside, driver
 from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
 from kt_ray.native import DropoutSpec
 from kt_ray.placement.plan_types import LanePlan
-from kt_ray.pulse import beat
 
 
 class LaneLink(ExpertExchange, Protocol):
@@ -94,6 +93,9 @@ class WorkerLane:
     def take(self, held: Mapping[int, OpenExperts], layers: Iterable[int]) -> None:
         """Take the experts of these layers from actors of this host, by rank."""
         self.held = dict(held)
+        if self.lane.plan.streams:
+            for experts in held.values():
+                self.lane.lock(experts.parts, parts=True)
         for layer in layers:
             found = [experts.weights[layer] for experts in held.values() if layer in experts.weights]
             ids = [e for own, _ in found for e in own]
@@ -103,7 +105,6 @@ class WorkerLane:
             local = torch.full((self.num_experts + 1,), len(ids), dtype=torch.int64)
             local[ids] = torch.arange(len(ids))
             self._layers[layer] = _Layer(torch.tensor(ids), local)
-            beat()  # page-locking takes its time
 
     def layer(self, layer: int) -> _Layer:
         return self._layers[layer]

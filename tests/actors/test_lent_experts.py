@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -153,6 +153,35 @@ def test_a_death_in_the_hand_over_at_the_start(tmp_path: Path) -> None:
     with started(path, config, plan, MortalCluster, *deaths) as cluster:
         assert cast(Any, cluster).happened == 2
         assert [open_files(worker) for worker in workers(cluster)] == [files(cluster)] * 2
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_memory_that_went_with_its_owner(tmp_path: Path, dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that dies between its export and the opening is replaced; else the error is told."""
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    config = config_for(path, *TWO_ACTORS, "trainer.recoveries=1")
+    plan = with_lanes(plan_for(path, config))
+    cluster = MortalCluster(plan, actor_specs(plan, config, str(path)))
+    take, failed = AttentionWorker.take_experts, list[int]()
+
+    def take_experts(worker: AttentionWorker, exports: Sequence[ExportedExperts]) -> None:
+        if exports and not failed:
+            failed.append(worker.rank)
+            cast(Any, cluster.experts[0]).dead = dead
+            raise RuntimeError("the memory cannot be opened")
+        take(worker, exports)
+
+    monkeypatch.setattr(AttentionWorker, "take_experts", take_experts)
+    try:
+        if dead:
+            cluster.start()
+            assert cluster.recoveries == 1
+            assert [open_files(worker) for worker in workers(cluster)] == [files(cluster)] * 2
+        else:
+            with pytest.raises(RuntimeError, match="cannot be opened"):
+                cluster.start()
+    finally:
+        cluster.shutdown()
 
 
 def test_kept_adapters(tmp_path: Path) -> None:

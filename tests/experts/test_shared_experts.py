@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import mmap
 import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
+from kt_ray.experts.lane_weights import expert_tensors
 from kt_ray.experts.shared_experts import Adapter, ExportedExperts, OpenExperts
 from kt_ray.native import ExpertFormula, ExpertLora, ExpertMatrix, ExpertWeights
 from tests.helpers import gguf_files, tiny_moe
@@ -165,6 +168,33 @@ def test_another_process_has_the_same_bytes(tmp_path: Path, ask: Ask, case: str)
     assert kinds == {"ids", "weights", True} and expected["ids", 1] == (0, 2)
     assert untouched == 0 and 0 < resident <= exported.size
     made.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_are_whole_pages_that_no_tensor_lies_across(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA copies from what was registered at once, and refuses a page that was registered before."""
+    made = CASES[case](tmp_path)
+    assert len(OpenExperts(made.export()).parts) == 1
+    monkeypatch.setattr("kt_ray.experts.shared_experts.PART", 1)
+    opened = OpenExperts(made.export())
+    first = opened.memory.data_ptr()
+    starts = [part.data_ptr() - first for part in opened.parts]
+    ends = [start + part.nbytes for start, part in zip(starts, opened.parts, strict=True)]
+    assert starts == [0, *ends[:-1]] and ends[-1] == opened.memory.nbytes
+    assert all(start % mmap.PAGESIZE == 0 for start in starts)
+    found = set()
+    for _, weights in opened.weights.values():
+        for expert in range(weights.E):
+            for tensor in expert_tensors(weights, expert).values():
+                begin = tensor.data_ptr() - first
+                part = bisect.bisect(starts, begin) - 1
+                assert begin + tensor.nbytes <= ends[part]
+                found.add(part)
+    assert len(found) > 2, "there is more than one"
+    again = OpenExperts(made.export(), opened)
+    assert again.parts is opened.parts
 
 
 def test_no_byte_differs_from_experts_that_are_not_shared(tmp_path: Path) -> None:
