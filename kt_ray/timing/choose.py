@@ -118,7 +118,7 @@ def choose_plan(
     if to_workers is None or best.seconds < NEAR * to_workers.seconds:
         ends.append(search.best_from(best))
     if to_workers is not None and to_workers.seconds < NEAR * best.seconds:
-        ends.append(search.tuned(search.climbed(to_workers)))
+        ends.append(search.best_from(to_workers))
     best = _faster(ends[0], ends[1:], TUNED_GAIN)
     plan = _explained(best, search.simulations, search.rates.source)
     return plan if before is None else _beside_resumed(plan, before)
@@ -198,8 +198,11 @@ class _Search:
             return None
         changed = with_keys(best.config, {"rule.experts.stream_to": "workers"})
         tried = [changed]
-        if rule.resident_layers == "auto":  # GPU memory may serve experts better
+        # GPU memory may serve experts better than layers, or hidden states
+        if rule.resident_layers == "auto":
             tried.append(with_keys(changed, {"rule.resident_layers": 0}))
+        if rule.activations == "auto":
+            tried.append(with_keys(changed, {"rule.activations": "host"}))
         found = []
         for tuning in (UNTUNED,) if self.lane is None else (UNTUNED, EVERYTHING):
             own = [one for one in self.fitting(tried, tuning) if one.plan.stream_to == "workers"]

@@ -113,8 +113,8 @@ class LaneCall(NamedTuple):
     """What a GPU does of an expert actor's call, beside the CPU, in seconds alone on its resource.
 
     device: "cuda:i". ahead: on the link, and routing: on a core of the actor's, before anything is computed.
-    copies: on the link, products: on the GPU, dispatch: on a core, and kept: on the link to the host, all at
-    the same time. last: on the GPU, after the copies. back: on the link to the host, after all that.
+    dispatch: on a core, after routing. copies: on the link, products: on the GPU, kept: on the link to the
+    host, all at once. last: on the GPU, after the copies. back: on the link to the host, after all that.
     """
 
     device: str
@@ -439,9 +439,9 @@ class _Step(EventLoop):
             self.send(("lane ahead", *about), Carriage((Leg(into, call.ahead),)))
             self.send(("lane routing", *about), Carriage((Leg(c.seat.resource, call.routing),)))
             yield Wait(("lane routing", *about), "dispatch")
+            self.send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
             yield Wait(("lane ahead", *about), "transfer")
             self.send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
-            self.send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
             self.send(("lane kept", *about), Carriage((Leg(back, call.kept),)))
             yield Busy(f"{direction} {layer}.{g}", "lane", call.products)
             yield Wait(("lane copies", *about), "transfer")
