@@ -175,13 +175,13 @@ def _rule(c: Config) -> Iterator[Fault]:
     several = bool(lanes) and all(map(_DEVICE.fullmatch, lanes)) and len(set(lanes)) == len(lanes)
     if lanes != ("auto",) and set(lanes) != {"cpu"} and not (several and "cpu" not in lanes):
         yield Fault("rule.experts.lane_device", "is not a device", "auto, cuda:1, [cuda:0,cuda:1], … or cpu")
-    for key, off in (("rule.experts.gpu_resident", 0), ("rule.experts.stream", "off")):
-        if value_of(c, key) != off and experts.backend == "AMXINT8":
+    for key, off in (("rule.experts.gpu_resident", (0,)), ("rule.experts.stream", ("off", "auto"))):
+        if value_of(c, key) not in off and experts.backend == "AMXINT8":
             yield Fault(
                 key,
                 "clashes with rule.experts.backend=AMXINT8: the engine then multiplies in int8, a GPU "
                 "would multiply the same experts in bfloat16",
-                remedy=f"set rule.experts.backend=auto (weights stored as int8 stay so), or {key}={off}",
+                remedy=f"set rule.experts.backend=auto (weights stored as int8 stay so), or {key}={off[0]}",
             )
     if c.rule.replica_count > rows:
         yield Fault(

@@ -41,7 +41,7 @@ class ExpertsRule:
     placement: str = "auto"
     load: str | None = None
     gpu_resident: int = 0
-    stream: float | str = "off"
+    stream: float | str = "auto"
     stream_to: str = "auto"
     lane_device: str | list[str] = "auto"
     gpu_products: str = "bfloat16"

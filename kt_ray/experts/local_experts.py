@@ -27,6 +27,7 @@ from kt_ray.checkpoint.load_experts import Target
 from kt_ray.experts.device_lane import LaneBackward, LaneForward, LaneInput, LaneSaved
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
 from kt_ray.experts.lane import Lane
+from kt_ray.experts.lane_check import check_lane
 from kt_ray.experts.process_memory import prefer_node
 from kt_ray.experts.shared_experts import ExportedExperts, export_experts, put_into
 from kt_ray.model.lora import init_lora_a, initial_lora
@@ -165,7 +166,11 @@ class LocalExperts:
                 if self.lane is not None:
                     in_memory = [] if stored[0] is None else [stored[0]]
                     self.lane.add_layer(layer, self.order[layer], in_memory, stored[1])
-                matrices = next(weights for weights in stored if weights is not None).projections()
+                some = next(weights for weights in stored if weights is not None)
+                if self.lane is not None and not done:
+                    for device in self.lane.plan.devices:
+                        check_lane(device, some, float8=self.lane.plan.float8)
+                matrices = some.projections()
                 shapes[layer] = {name: (int(m.shape[1]), int(m.shape[2])) for name, m in matrices.items()}
                 self.names[layer] = [layout.names(layer, e, spec.root) for e in self.order[layer]]
                 done += len(ids) * layout.expert_bytes[layer]

@@ -27,6 +27,7 @@ from kt_ray.experts.device_lane import (
     Room,
 )
 from kt_ray.experts.lane import Lane
+from kt_ray.experts.lane_check import check_lane
 from kt_ray.experts.lane_weights import Adapter, JoinedLora
 from kt_ray.experts.shared_experts import OpenExperts
 from kt_ray.gpu import aside, driver
@@ -80,6 +81,7 @@ class WorkerLane:
         self.num_experts = num_experts
         self.held: dict[int, OpenExperts] = {}
         self._layers: dict[int, _Layer] = {}
+        self._checked = False
 
     def keep_only(self, held: Mapping[int, OpenExperts]) -> None:
         """Let go of all but these actors' memory; `take` comes next."""
@@ -101,6 +103,9 @@ class WorkerLane:
             ids = [e for own, _ in found for e in own]
             if not ids:  # a layer without experts, or without an actor until it is loaded again
                 continue
+            if not self._checked:
+                check_lane(self.lane.plan.devices[0], found[0][1], float8=self.lane.plan.float8)
+                self._checked = True
             self.lane.add_layer(layer, ids, [weights for _, weights in found])
             local = torch.full((self.num_experts + 1,), len(ids), dtype=torch.int64)
             local[ids] = torch.arange(len(ids))

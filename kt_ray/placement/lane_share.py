@@ -128,6 +128,7 @@ class Tuning(NamedTuple):
 
 
 UNTUNED = Tuning()
+NOTHING = Tuning(0.0)  # is streamed
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class LaneRates:
     tuning: Tuning = UNTUNED  # that `tuned` made
 
     def tuned(self, tuning: Tuning) -> LaneRates:
-        """For another split than these rates lead to."""
+        """For another split than these rates lead to; not of those by which NOTHING is streamed."""
         speed = tuning.speed / self.tuning.speed
         return replace(self, link=self.link * speed, gpu=self.gpu * speed, tuning=tuning)
 

@@ -26,7 +26,7 @@ from kt_ray.placement.devices import (
 )
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates, room, step_tokens
-from kt_ray.placement.lane_plan import plan_lanes, with_held
+from kt_ray.placement.lane_plan import plan_lanes, with_held, with_stream
 from kt_ray.placement.lane_share import UNTUNED, LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layout_of, layouts, with_layout
 from kt_ray.placement.memory import budgets, layer_weight_bytes, staged
@@ -66,6 +66,7 @@ def make_plan(
             is not known, or a lane on a GPU that is not there.
     """
     hardware = with_gpus(config.rule, hardware)
+    config = with_stream(config, hardware)
     asked = config.rule.resident_layers
     choices = layouts(dims, config, hardware)
 

@@ -255,8 +255,15 @@ def choice_text(choice: Choice) -> str:
     held += ", experts streamed to attention workers" if choice.stream_to == "workers" else ""
     again = {None: "", True: ", experts on the GPU recomputed", False: ", experts on the GPU retained"}
     held += again[choice.tuning.recompute]
-    held += "" if choice.tuning.speed == 1 else f", the GPU's part for {choice.tuning.speed:g} of its speed"
+    held += _tuning_text(choice.tuning.speed)
     return f"{layout}, {groups}, waves of {counted(choice.wave, 'micro-batch')}, {held}"
+
+
+def _tuning_text(speed: float) -> str:
+    """Of what is streamed; the plan of a rule that streams nothing has no rates that are tuned."""
+    if speed == 0:
+        return ", nothing streamed"
+    return "" if speed == 1 else f", streamed as by GPUs {speed:g} times as fast"
 
 
 def counted(number: int, noun: str) -> str:

@@ -27,7 +27,8 @@ from kt_ray.hardware.rates import Rates
 from kt_ray.placement.devices import with_gpus
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
-from kt_ray.placement.lane_share import UNTUNED, LaneRates, Tuning
+from kt_ray.placement.lane_plan import with_stream
+from kt_ray.placement.lane_share import NOTHING, UNTUNED, LaneRates, Tuning
 from kt_ray.placement.layout import Layout, layout_is_auto, layout_of, layouts, with_layout
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
@@ -75,8 +76,11 @@ def choose_plan(
         UserError: as `make_plan` and `rates_for`.
     """
     hardware = with_gpus(config.rule, hardware)
+    config = with_stream(config, hardware)
     lane = lane_rates(config, hardware, dims, rates)
     plan = make_plan(dims, config, hardware, load, lane)
+    if lane is not None and not plan.fits:
+        plan = make_plan(dims, config, hardware, load, lane.tuned(NOTHING))
     if generates(config) or dims.refusal or not plan.fits:
         return plan
     search = _Search(dims, hardware, load, lane, rates or rates_for(config, hardware))
@@ -113,6 +117,7 @@ def choose_plan(
     of_layouts = tuple(search.simulations)
     search.fitting(other for one in of_layouts for other in _other_residents(one, (0.0,)))
     best = _faster(best, [one for one in search.simulations if one is not best])
+    unstreamed = search.unstreamed(best, config)
     to_workers = search.to_workers(best)
     ends = []
     if to_workers is None or best.seconds < NEAR * to_workers.seconds:
@@ -120,6 +125,8 @@ def choose_plan(
     if to_workers is not None and to_workers.seconds < NEAR * best.seconds:
         ends.append(search.best_from(to_workers))
     best = _faster(ends[0], ends[1:], TUNED_GAIN)
+    if unstreamed is not None and unstreamed.seconds < NEAR * best.seconds:
+        best = _faster(search.best_from(unstreamed), [best])
     plan = _explained(best, search.simulations, search.rates.source)
     return plan if before is None else _beside_resumed(plan, before)
 
@@ -185,6 +192,14 @@ class _Search:
                 break
             end = better
         return end
+
+    def unstreamed(self, best: _Candidate, config: Config) -> _Candidate | None:
+        """The same with all streamed experts computed by the CPU, or as memory has it where there is nothing
+        to stream; None where rates do not decide. config: with nothing chosen."""
+        if self.lane is None:
+            return None
+        found = self.fitting([best.config, config], NOTHING)
+        return min(found, key=lambda one: one.seconds, default=None)
 
     def to_workers(self, best: _Candidate) -> _Candidate | None:
         """The same with streamed experts computed by attention workers; None where they may not be.

@@ -225,7 +225,10 @@ def small_dims(family: str = "deepseek_v3", **changes: Any) -> ModelDims:
 def make_config(
     *, rule: dict[str, Any] | None = None, mode: str = "plan", cluster: str = "ray", **groups: dict[str, Any]
 ) -> Config:
-    """A whole configuration with defaults; `groups` overrides keys of lora, trainer, data, model, ..."""
+    """A whole configuration with defaults; `groups` overrides keys of lora, trainer, data, model, ...
+
+    Experts are not streamed where the rule does not say so: most plans here are about something else.
+    """
     defaults: dict[str, dict[str, Any]] = {
         "model": {"name": "small"},
         "data": {"max_length": 16},
@@ -237,12 +240,14 @@ def make_config(
         "accept": {},
         "run": {},
     }
+    rule = rule or {}
+    rule = {**rule, "experts": {"stream": "off", **rule.get("experts", {})}}
     merged = {group: {**values, **groups.get(group, {})} for group, values in defaults.items()}
     return from_dict(
         {
             "mode": mode,
             "seed": 0,
-            "rule": {"name": "test", **(rule or {})},
+            "rule": {"name": "test", **rule},
             "cluster": {"name": cluster},
             **merged,
         }

@@ -257,9 +257,11 @@ def test_a_gpu_serves_the_actors_of_its_host() -> None:
 
 
 def test_stream_auto_asks_the_rates() -> None:
-    plan = planned(gpus=1, stream="auto")
+    plan = planned(gpus=1, stream="auto", lane_device="cuda:0")
     assert plan.experts[0].lane is None and any("off, as no rates" in note for note in plan.notes)
-    plan = planned(gpus=1, stream="auto", rates=RATES)  # a tiny model's experts never pay
+    plan = planned(
+        gpus=1, stream="auto", lane_device="cuda:0", rates=RATES
+    )  # a tiny model's experts never pay
     assert plan.experts[0].lane is None and any("it would save" in note for note in plan.notes)
     experts = {"sockets": 2, "stream": "auto"}
     config = make_config(
@@ -340,8 +342,9 @@ def test_refusals_name_the_remedy() -> None:
     model = {"config": {}}
     with pytest.raises(UserError, match="is not a device"):
         check(make_config(rule={"experts": {"gpu_resident": 1, "lane_device": "gpu"}}, model=model))
-    with pytest.raises(UserError, match="AMXINT8"):
-        check(make_config(rule={"experts": {"stream": "auto", "backend": "AMXINT8"}}, model=model))
+    for asked in ({"stream": 0.5}, {"gpu_resident": 1}):
+        with pytest.raises(UserError, match="AMXINT8"):
+            check(make_config(rule={"experts": {**asked, "backend": "AMXINT8"}}, model=model))
     check(
         make_config(rule={"experts": {"stream": 0.3, "gpu_resident": 2, "backend": "AMXINT4"}}, model=model)
     )

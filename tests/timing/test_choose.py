@@ -18,8 +18,9 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.describe import hardware_for
 from kt_ray.hardware.machine import GPU_FREE, Gpu, Hardware
 from kt_ray.hardware.nominal import nominal_rates
-from kt_ray.hardware.rates import Figure
+from kt_ray.hardware.rates import Figure, Rates
 from kt_ray.modes.plan import model_dims
+from kt_ray.placement.lane_share import NOTHING
 from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
@@ -302,3 +303,72 @@ def test_hosts_get_a_copy_of_the_experts_each() -> None:
         sockets=tuple(dataclasses.replace(s, memory_bytes=s.memory_bytes // 4) for s in hardware.sockets),
     )
     assert choose_plan(dims, config, small).copies == 1
+
+
+def described(model: str, hardware: str, batch_size: int, *keys: str) -> Config:
+    size = f"trainer.batch_size={batch_size}"
+    return compose(
+        [
+            "mode=plan",
+            "rule=auto",
+            f"model={model}",
+            f"plan.hardware={hardware}",
+            size,
+            "data.max_length=2048",
+            *keys,
+        ]
+    )
+
+
+def plan_for(config: Config, before: Choice | None = None) -> Plan:
+    return choose_plan(model_dims(config.model), config, hardware_for(config), before=before)
+
+
+def streams(plan: Plan) -> bool:
+    return any(lane is not None and lane.streams for lane in (plan.lane, plan.experts[0].lane))
+
+
+def test_experts_are_streamed_where_that_is_faster() -> None:
+    """Nobody has to ask; a step without is simulated, too, and a resumed run that had none keeps that."""
+    config = described("qwen3_30b_a3b", "1x4090_1x7950x", 16)
+    plan = plan_for(config)
+    assert config.rule.experts.stream == "auto" and streams(plan)
+    without = min((c for c in plan.compared if c.tuning == NOTHING), key=lambda c: c.seconds)
+    assert without.seconds > 2 * plan.compared[0].seconds
+    off = plan_for(with_keys(config, {"rule.experts.stream": "off"}))
+    assert off.compared[0].seconds == pytest.approx(without.seconds, rel=0.05) and not streams(off)
+    again = plan_for(config, before=without)
+    assert not streams(again) and again.tuning == NOTHING
+    assert "are those of the run that is resumed" in again.notes[-1]
+
+
+def test_nothing_is_streamed_where_that_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gain of less than 5 % is none."""
+    config = described("qwen3_30b_a3b", "1x4090_1x7950x", 16)
+    simulated = choose.step_seconds
+
+    def slow(plan: Plan, config: Config, rates: Rates) -> float:
+        return simulated(plan, config, rates) * (1.0 if not streams(plan) else 10.0)
+
+    monkeypatch.setattr(choose, "step_seconds", slow)
+    plan = plan_for(config)
+    assert not streams(plan) and plan.tuning == NOTHING
+    assert any("nothing streamed" in note for note in plan.notes)
+
+
+def test_a_lane_that_leaves_no_room_is_left_out() -> None:
+    """Memory for a batch of experts would be the GiB that is lacking."""
+    for gpu_memory in (6, 5, 4.5, 4, 3.5, 3):
+        plans = [
+            plan_for(described("qwen3_30b_a3b", "1x4090_1x7950x", 16, f"rule.gpu_memory={gpu_memory}", *key))
+            for key in ((), ("rule.experts.stream=off",))
+        ]
+        assert plans[0].fits == plans[1].fits, f"{gpu_memory} GiB"
+
+
+@pytest.mark.parametrize("changed", ["rule.device=cpu", "rule.experts.backend=AMXINT8", "mode=predict"])
+def test_stream_auto_is_off_where_it_cannot_help(changed: str) -> None:
+    key, _, value = changed.partition("=")
+    config = with_keys(described("qwen3_30b_a3b", "1x4090_1x8488c_512gb", 16), {key: value})
+    plan = plan_for(config)
+    assert not streams(plan) and not any("rule.experts.stream" in note for note in plan.notes)

@@ -308,7 +308,7 @@ def lane_seconds(*calls: LaneCall) -> Simulated:
         (LaneCall("cuda:0", 0.1, 0.2, 0.3, 0.1, 0.1), 1.0),  # hidden behind the CPU
         (LaneCall("cuda:0", 0.5, 2.0, 1.0, 0.5, 0.25), 2.75),  # copies
         (LaneCall("cuda:0", 0.5, 1.0, 2.0, 0.5, 0.25), 2.75),  # products
-        (LaneCall("cuda:0", 0.5, 1.0, 1.0, 3.0, 0.25), 3.75),  # dispatch
+        (LaneCall("cuda:0", 0.5, 1.0, 1.0, 3.0, 0.25), 3.25),  # dispatch, also while x comes
         (LaneCall("cuda:0", 0.5, 2.0, 1.0, 0.5, 0.25, last=0.5), 3.25),  # computed after the copies
         (LaneCall("cuda:0", 0.5, 1.0, 2.0, 0.5, 0.25, last=0.5, kept=1.5), 3.25),  # behind the products
         (LaneCall("cuda:0", 0.5, 1.0, 1.0, 0.5, 0.25, kept=2.0), 2.75),  # before the results go
