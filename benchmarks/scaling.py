@@ -138,7 +138,13 @@ def machines() -> list[Record]:
         for layout, rule in LAYOUTS.items():
             if (hardware == EPYC) != (layout in ("4 stages x 2", "8 stages")):
                 continue
-            given = [*overrides, f"plan.hardware={hardware}", "rule.groups=2", *rule]
+            given = [
+                *overrides,
+                f"plan.hardware={hardware}",
+                "rule.groups=2",
+                "rule.experts.stream=off",
+                *rule,
+            ]
             found, fits = predicted(given)
             record = record_of("machine", given, found, fits, model=label, layout=layout, published=published)
             records.append(record)
