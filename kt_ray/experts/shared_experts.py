@@ -102,7 +102,7 @@ class OpenExperts:
 
     Attributes:
         memory: uint8, the whole file; all tensors are views of it.
-        parts: the whole of it in pieces of whole pages, PART or more bytes each, that no tensor lies across.
+        parts: the whole of it in pieces of whole pages, PART or more bytes each, that no layer lies across.
         weights: MoE layer -> global ids in local order, and their weights.
         adapters: True and the names of kept ones -> MoE layer -> LoRA.
 
@@ -160,7 +160,8 @@ def _parts(memory: Tensor, exported: ExportedExperts) -> list[Tensor]:
 
 
 def _extents(exported: ExportedExperts) -> Iterator[tuple[int, int]]:
-    """First byte of every tensor and the one after its last."""
+    """First byte of every layer's weights, and of every layer's LoRA, and the one after its last: what lies
+    together there may be copied at once."""
 
     def of(place: Any) -> Iterator[tuple[int, int]]:
         if isinstance(place, Laid):
@@ -171,11 +172,10 @@ def _extents(exported: ExportedExperts) -> Iterator[tuple[int, int]]:
             last = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
             yield place.offset, place.offset + (last + 1) * dtype.itemsize
 
-    for _, weights in exported.weights.values():
-        yield from of(weights)
-    for adapter in exported.adapters.values():
-        for lora in adapter.values():
-            yield from of(lora)
+    layers = [weights for _, weights in exported.weights.values()]
+    for layer in (*layers, *(lora for adapter in exported.adapters.values() for lora in adapter.values())):
+        begins, ends = zip(*of(layer), strict=True)
+        yield min(begins), max(ends)
 
 
 def _file(exported: ExportedExperts) -> tuple[str, str, int, int]:

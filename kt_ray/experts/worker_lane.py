@@ -34,6 +34,7 @@ from kt_ray.gpu import aside, driver
 from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
 from kt_ray.native import DropoutSpec
 from kt_ray.placement.plan_types import LanePlan
+from kt_ray.pulse import beat
 
 
 class LaneLink(ExpertExchange, Protocol):
@@ -95,6 +96,10 @@ class WorkerLane:
     def take(self, held: Mapping[int, OpenExperts], layers: Iterable[int]) -> None:
         """Take the experts of these layers from actors of this host, by rank."""
         self.held = dict(held)
+        some = next((weights for e in held.values() for _, weights in e.weights.values()), None)
+        if some is not None and not self._checked:
+            check_lane(self.lane.plan.devices[0], some, float8=self.lane.plan.float8)
+            self._checked = True
         if self.lane.plan.streams:
             for experts in held.values():
                 self.lane.lock(experts.parts, parts=True)
@@ -103,13 +108,11 @@ class WorkerLane:
             ids = [e for own, _ in found for e in own]
             if not ids:  # a layer without experts, or without an actor until it is loaded again
                 continue
-            if not self._checked:
-                check_lane(self.lane.plan.devices[0], found[0][1], float8=self.lane.plan.float8)
-                self._checked = True
             self.lane.add_layer(layer, ids, [weights for _, weights in found])
             local = torch.full((self.num_experts + 1,), len(ids), dtype=torch.int64)
             local[ids] = torch.arange(len(ids))
             self._layers[layer] = _Layer(torch.tensor(ids), local)
+            beat()
 
     def layer(self, layer: int) -> _Layer:
         return self._layers[layer]

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kt_ray.config.schema import RuleConfig
+from kt_ray.config.mapping import with_keys
+from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import stages_named
 from kt_ray.hardware.machine import Hardware
+from kt_ray.placement.generation_memory import generates
 from kt_ray.placement.lane_plan import lane_wanted
 from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.placement.render import counted
@@ -44,6 +46,18 @@ def with_gpus(rule: RuleConfig, hardware: Hardware) -> Hardware:
             remedy=f"set {other}, or mode=plan to see the plan",
         )
     return replace(hardware, gpus=hardware.gpus[: rule.gpus])
+
+
+def with_stream(config: Config, hardware: Hardware) -> Config:
+    """The configuration with rule.experts.stream=auto as off where nothing can be streamed: without a GPU, or
+    beside attention on the CPU; to a stand-in; for answers, which have few tokens at a time; by experts in
+    int8, which a GPU would multiply otherwise. hardware: as `with_gpus` leaves it."""
+    asked = config.rule.experts
+    possible = bool(hardware.gpus) and resolve_device(config.rule, hardware) == "cuda"
+    possible &= "cpu" not in asked.lane_devices and asked.backend != "AMXINT8" and not generates(config)
+    if asked.stream != "auto" or possible:
+        return config
+    return with_keys(config, {"rule.experts.stream": "off"})
 
 
 def resolve_device(rule: RuleConfig, hardware: Hardware) -> str:

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
@@ -31,7 +30,6 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.parts import gpu_named
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.placement.generation_memory import generates
 from kt_ray.placement.lane_share import (
     LANE_ROWS,
     NOTHING,
@@ -50,25 +48,10 @@ HELD_ROOM = 0.9  # of a GPU's free memory that held experts may take
 
 
 def lane_wanted(rule: RuleConfig) -> bool:
-    """Whether the rule asks for a lane at all, where there is a GPU."""
+    """Whether the rule asks for a lane; rule.experts.stream=auto does where attention may be on GPUs."""
     asked = rule.experts
-    on_gpus = rule.device != "cpu" or asked.lane_devices != ("auto",)
-    return (
-        asked.gpu_resident > 0 or asked.stream not in ("off", "auto") or (asked.stream == "auto" and on_gpus)
-    )
-
-
-def with_stream(config: Config, hardware: Hardware) -> Config:
-    """The configuration with rule.experts.stream=auto as off where nothing can be streamed: without a GPU, or
-    beside attention on the CPU; for answers, which have few tokens at a time; by experts in int8, which a GPU
-    would multiply otherwise."""
-    asked = config.rule.experts
-    if asked.stream != "auto":
-        return config
-    wanted = lane_wanted(config.rule) and (bool(hardware.gpus) or asked.lane_devices != ("auto",))
-    if wanted and not generates(config) and asked.backend != "AMXINT8":
-        return config
-    return with_keys(config, {"rule.experts.stream": "off"})
+    streams = rule.device != "cpu" if asked.stream == "auto" else asked.stream != "off"
+    return asked.gpu_resident > 0 or streams
 
 
 def lane_devices(config: Config, hardware: Hardware) -> tuple[str, ...]:

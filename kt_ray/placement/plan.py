@@ -23,10 +23,11 @@ from kt_ray.placement.devices import (
     shared_devices,
     stage_devices,
     with_gpus,
+    with_stream,
 )
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates, room, step_tokens
-from kt_ray.placement.lane_plan import plan_lanes, with_held, with_stream
+from kt_ray.placement.lane_plan import plan_lanes, with_held
 from kt_ray.placement.lane_share import UNTUNED, LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layout_of, layouts, with_layout
 from kt_ray.placement.memory import budgets, layer_weight_bytes, staged

@@ -276,6 +276,11 @@ class Plan:
         return next((lane for lane in lanes if lane is not None), None)
 
     @property
+    def streams(self) -> bool:
+        """Whether experts are carried to GPUs, or to a stand-in."""
+        return self.lane is not None and self.lane.streams
+
+    @property
     def stream_to(self) -> str:
         """Whose tokens a lane computes: "workers" = every attention worker its own; else "actors"."""
         return "workers" if any(worker.lane for worker in self.workers) else "actors"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.parse import read_json
 from kt_ray.placement.expert_load import FILE, ExpertLoad, read_load
-from kt_ray.placement.lane_share import Tuning
+from kt_ray.placement.lane_share import NOTHING, Tuning
 from kt_ray.placement.plan_types import Choice
 from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints
 
@@ -49,6 +50,12 @@ def resumed_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
     return read_load(checkpoint, dims) if checkpoint is not None else None
 
 
+def _streams(plan: dict[str, Any]) -> bool:
+    """Whether a plan.json has experts that are carried to GPUs."""
+    lanes = [part.get("lane") for part in (*plan["workers"], *plan["experts"])]
+    return any(lane and lane["shares"] for lane in lanes)
+
+
 def resumed_choice(config: Config) -> Choice | None:
     """Layout, groups, waves and activations of the resumed run, from its plan.json.
 
@@ -75,7 +82,7 @@ def resumed_choice(config: Config) -> Choice | None:
             seconds=0.0,
             copies=int(plan.get("copies", 1)),
             hosts=int(plan.get("attention_hosts", 1)),
-            tuning=Tuning(*plan.get("tuning", ())),
+            tuning=Tuning(*plan.get("tuning", ())) if _streams(plan) else NOTHING,
             stream_to=str(plan.get("stream_to", "actors")),
             resident=None if plan.get("resident") is None else int(plan["resident"]),
         )

@@ -24,10 +24,9 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
-from kt_ray.placement.devices import with_gpus
+from kt_ray.placement.devices import with_gpus, with_stream
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
-from kt_ray.placement.lane_plan import with_stream
 from kt_ray.placement.lane_share import NOTHING, UNTUNED, LaneRates, Tuning
 from kt_ray.placement.layout import Layout, layout_is_auto, layout_of, layouts, with_layout
 from kt_ray.placement.plan import make_plan
@@ -195,8 +194,8 @@ class _Search:
 
     def unstreamed(self, best: _Candidate, config: Config) -> _Candidate | None:
         """The same with all streamed experts computed by the CPU, or as memory has it where there is nothing
-        to stream; None where rates do not decide. config: with nothing chosen."""
-        if self.lane is None:
+        to stream; None where nothing is streamed, or rates do not decide. config: with nothing chosen."""
+        if self.lane is None or not best.plan.streams:
             return None
         found = self.fitting([best.config, config], NOTHING)
         return min(found, key=lambda one: one.seconds, default=None)
@@ -403,7 +402,8 @@ def _other_tunings(best: _Candidate) -> Iterator[Tuning]:
 def _beside_resumed(plan: Plan, before: Choice) -> Plan:
     """The plan of a resumed run, with a note of whether it adds up as before."""
     now = choice_of(plan)
-    if (now[:5], now.copies, now.ranges, now.stream_to) == (
+    streams_anew = plan.streams and before.tuning == NOTHING
+    if not streams_anew and (now[:5], now.copies, now.ranges, now.stream_to) == (
         *(before[:5], before.copies, before.ranges, before.stream_to),
     ):
         note = "layout, groups, waves and activations are those of the run that is resumed"

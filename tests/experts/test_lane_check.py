@@ -72,10 +72,15 @@ def _refused(_: Tensor) -> Tensor:
     raise RuntimeError("CUDA error: no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
 
 
+def _mistaken(_: Tensor) -> Tensor:
+    raise TypeError("_scaled_mm() got an unexpected keyword argument")
+
+
 FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "every eighth row": (_lost_rows, r"a GPU computes experts wrongly; at cpu, .* of 16 tokens"),
     "a tenth": (lambda out: out * 1.1, "a relative error of .*; required at most 5%"),
     "not a number": (_not_a_number, "a relative error of nan%"),
+    "another torch": (_mistaken, "a GPU fails where it is to compute experts; at cpu; found _scaled_mm"),
     "no kernel": (
         _refused,
         "a GPU fails where it is to compute experts; at cpu; found CUDA error: no kernel",
@@ -97,6 +102,23 @@ def test_what_is_wrong_does_not(fault: str) -> None:
     with faulty(broken), pytest.raises(UserError, match=message) as refused:
         check_lane("cpu", weights)
     assert "set rule.experts.stream=off rule.experts.gpu_resident=0" in str(refused.value)
+
+
+def test_what_a_checkpoint_has_wrong_is_not_the_gpu_s() -> None:
+    weights = make_case(SMALL, torch.bfloat16).weights
+    assert isinstance(weights.up, Tensor)
+    weights.up[0, 0, 0] = torch.inf
+    check_lane("cpu", weights)
+
+
+def test_the_default_type_is_another_s() -> None:
+    """In one process a worker that builds its model changes it meanwhile."""
+    weights = make_case(SMALL, torch.bfloat16).weights
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        check_lane("cpu", weights, float8=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,13 @@ def test_shares_begin_where_they_pay_and_grow() -> None:
 
 
 def planned(
-    load: ExpertLoad | None = None, gpus: int = 0, rates: LaneRates | None = None, **rule: Any
+    load: ExpertLoad | None = None,
+    gpus: int = 0,
+    rates: LaneRates | None = None,
+    device: str = "cpu",
+    **rule: Any,
 ) -> Plan:
-    config = make_config(rule={"device": "cpu", "experts": {"sockets": 2, **rule}})
+    config = make_config(rule={"device": device, "experts": {"sockets": 2, **rule}})
     return make_plan(small_dims(), config, make_hardware(gpus=gpus), load, rates)
 
 
@@ -138,7 +142,11 @@ def test_plans() -> None:
     assert expert_row(plan, plan.experts[0])[-1] == "cpu: 2 stay"
     slots = dict.fromkeys(layers, (0, 9, 0, 0, 0, 8, 7, 0))
     plan = planned(
-        ExpertLoad(5, slots, "run/x"), gpu_resident=3, stream=0.25, lane_device="cpu", placement="contiguous"
+        load=ExpertLoad(5, slots, "run/x"),
+        gpu_resident=3,
+        stream=0.25,
+        lane_device="cpu",
+        placement="contiguous",
     )
     assert [actor.lane.resident[0][1] for actor in plan.experts if actor.lane] == [(1,), (5, 6)]
     assert all(actor.lane is not None and actor.lane.shares == ((0, 0.25),) for actor in plan.experts)
@@ -257,11 +265,9 @@ def test_a_gpu_serves_the_actors_of_its_host() -> None:
 
 
 def test_stream_auto_asks_the_rates() -> None:
-    plan = planned(gpus=1, stream="auto", lane_device="cuda:0")
+    plan = planned(gpus=1, stream="auto", device="cuda")
     assert plan.experts[0].lane is None and any("off, as no rates" in note for note in plan.notes)
-    plan = planned(
-        gpus=1, stream="auto", lane_device="cuda:0", rates=RATES
-    )  # a tiny model's experts never pay
+    plan = planned(gpus=1, stream="auto", device="cuda", rates=RATES)  # a tiny model's experts never pay
     assert plan.experts[0].lane is None and any("it would save" in note for note in plan.notes)
     experts = {"sockets": 2, "stream": "auto"}
     config = make_config(

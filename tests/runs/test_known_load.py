@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kt_ray.placement.lane_share import NOTHING
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.render import plan_to_dict
 from kt_ray.runs import known_load
@@ -25,7 +26,7 @@ def test_the_choice_of_the_plan_before(
     (tmp_path / "plan.json").write_text(json.dumps(plan_to_dict(plan)))
     checkpoint = tmp_path / "checkpoints" / "step_000001"
     monkeypatch.setattr(known_load, "checkpoint_to_resume", lambda config: checkpoint)
-    assert known_load.resumed_choice(make_config()) == choice_of(plan)
+    assert known_load.resumed_choice(make_config()) == choice_of(plan)._replace(tuning=NOTHING)
     assert choice_of(plan)[2:5] == (3, 6, "recompute") and choice_of(plan).attention == activations
     assert choice_of(plan).resident == (2 if activations == "host" else None)
 
@@ -40,3 +41,17 @@ def test_plans_of_earlier_versions_and_none(tmp_path: Path, monkeypatch: pytest.
     assert choice is not None and choice.attention == "group" and choice.resident is None
     (tmp_path / "plan.json").write_text("{}")
     assert known_load.resumed_choice(make_config()) is None
+
+
+def test_whether_experts_were_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run without streamed experts goes on without, whatever is the default now."""
+    monkeypatch.setattr(
+        known_load, "checkpoint_to_resume", lambda config: tmp_path / "checkpoints" / "step_1"
+    )
+    for stream_to in ("actors", "workers"):
+        experts = {"stream": 0.5, "stream_to": stream_to, "lane_device": "cpu"}
+        config = make_config(rule={"device": "cpu", "experts": experts})
+        plan = make_plan(small_dims(), config, make_hardware())
+        assert plan.streams and plan.stream_to == stream_to
+        (tmp_path / "plan.json").write_text(json.dumps(plan_to_dict(plan)))
+        assert known_load.resumed_choice(make_config()) == choice_of(plan)

@@ -324,21 +324,17 @@ def plan_for(config: Config, before: Choice | None = None) -> Plan:
     return choose_plan(model_dims(config.model), config, hardware_for(config), before=before)
 
 
-def streams(plan: Plan) -> bool:
-    return any(lane is not None and lane.streams for lane in (plan.lane, plan.experts[0].lane))
-
-
 def test_experts_are_streamed_where_that_is_faster() -> None:
     """Nobody has to ask; a step without is simulated, too, and a resumed run that had none keeps that."""
     config = described("qwen3_30b_a3b", "1x4090_1x7950x", 16)
     plan = plan_for(config)
-    assert config.rule.experts.stream == "auto" and streams(plan)
+    assert config.rule.experts.stream == "auto" and plan.streams
     without = min((c for c in plan.compared if c.tuning == NOTHING), key=lambda c: c.seconds)
     assert without.seconds > 2 * plan.compared[0].seconds
     off = plan_for(with_keys(config, {"rule.experts.stream": "off"}))
-    assert off.compared[0].seconds == pytest.approx(without.seconds, rel=0.05) and not streams(off)
+    assert off.compared[0].seconds == pytest.approx(without.seconds, rel=0.05) and not off.streams
     again = plan_for(config, before=without)
-    assert not streams(again) and again.tuning == NOTHING
+    assert not again.streams and again.tuning == NOTHING
     assert "are those of the run that is resumed" in again.notes[-1]
 
 
@@ -348,11 +344,11 @@ def test_nothing_is_streamed_where_that_is_slower(monkeypatch: pytest.MonkeyPatc
     simulated = choose.step_seconds
 
     def slow(plan: Plan, config: Config, rates: Rates) -> float:
-        return simulated(plan, config, rates) * (1.0 if not streams(plan) else 10.0)
+        return simulated(plan, config, rates) * (1.0 if not plan.streams else 10.0)
 
     monkeypatch.setattr(choose, "step_seconds", slow)
     plan = plan_for(config)
-    assert not streams(plan) and plan.tuning == NOTHING
+    assert not plan.streams and plan.tuning == NOTHING
     assert any("nothing streamed" in note for note in plan.notes)
 
 
@@ -366,9 +362,26 @@ def test_a_lane_that_leaves_no_room_is_left_out() -> None:
         assert plans[0].fits == plans[1].fits, f"{gpu_memory} GiB"
 
 
-@pytest.mark.parametrize("changed", ["rule.device=cpu", "rule.experts.backend=AMXINT8", "mode=predict"])
-def test_stream_auto_is_off_where_it_cannot_help(changed: str) -> None:
-    key, _, value = changed.partition("=")
-    config = with_keys(described("qwen3_30b_a3b", "1x4090_1x8488c_512gb", 16), {key: value})
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rule.device": "cpu"},
+        {"rule.device": "cpu", "rule.experts.gpu_resident": 8},
+        {"rule.layers": [{"layers": "0-47", "device": "cpu"}]},
+        {"rule.experts.lane_device": "cpu"},
+        {"rule.experts.backend": "AMXINT8"},
+        {"mode": "predict"},
+    ],
+    ids=str,
+)
+def test_stream_auto_is_off_where_it_cannot_help(changed: dict[str, Any]) -> None:
+    config = with_keys(described("qwen3_30b_a3b", "1x4090_1x8488c_512gb", 16), changed)
     plan = plan_for(config)
-    assert not streams(plan) and not any("rule.experts.stream" in note for note in plan.notes)
+    assert not plan.streams and not any("rule.experts.stream" in note for note in plan.notes)
+
+
+def test_a_run_that_streamed_nothing_says_so_where_it_now_does() -> None:
+    config = described("qwen3_30b_a3b", "1x4090_1x7950x", 16)
+    before = plan_for(with_keys(config, {"rule.experts.stream": "off"})).compared[0]
+    plan = plan_for(with_keys(config, {"rule.experts.stream": 0.5}), before._replace(tuning=NOTHING))
+    assert plan.streams and "to rounding, not bit for bit" in plan.notes[-1]
