@@ -79,7 +79,8 @@ def choose_plan(
     lane = lane_rates(config, hardware, dims, rates)
     plan = make_plan(dims, config, hardware, load, lane)
     if lane is not None and not plan.fits:
-        plan = make_plan(dims, config, hardware, load, lane.tuned(NOTHING))
+        without = make_plan(dims, config, hardware, load, lane.tuned(NOTHING))
+        plan = without if without.fits else plan
     if generates(config) or dims.refusal or not plan.fits:
         return plan
     search = _Search(dims, hardware, load, lane, rates or rates_for(config, hardware))
