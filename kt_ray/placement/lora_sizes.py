@@ -13,8 +13,12 @@ from kt_ray.dims.model_dims import ModelDims
 
 def lora_params(dims: ModelDims, lora: LoraConfig, layer: int) -> int:
     """LoRA parameters of layer `layer` outside the routed experts."""
-    magnitude = 1 if lora.dora else 0
-    return sum(rank * (i + o) + magnitude * o for i, o, rank in adapted(dims, lora, layer))
+    return _params(adapted(dims, lora, layer), lora.dora)
+
+
+@cache
+def _params(sizes: tuple[tuple[int, int, int], ...], dora: bool) -> int:
+    return sum(rank * (n_in + n_out) + dora * n_out for n_in, n_out, rank in sizes)
 
 
 def adapted(dims: ModelDims, lora: LoraConfig, layer: int) -> tuple[tuple[int, int, int], ...]:

@@ -411,8 +411,9 @@ def worker_items(
     ends = 1 if dims.tie_embeddings and first and last else first + last
     looked_up = int(embedding_on_host(dims, worker, stages))
     adapters = sum(lora_params(dims, config.lora, layer) for layer in own)
-    all_adapters = sum(lora_params(dims, config.lora, layer) for layer in range(dims.num_layers))
     root, copies = worker.rank == 0, config.rule.experts.copy_count
+    # Whose gradients it sends, or in worker 0 adds up.
+    reduced = sum(lora_params(dims, config.lora, n) for n in (range(dims.num_layers) if root else own))
     far = config.rule.replica_count * (hosts - 1) // hosts  # replicas on other hosts than worker 0
     outputs = int(load.outputs)  # each as wide as one stream of the hidden state
     states = (stop - start) * load.replica * (dims.hidden_streams + outputs) * hidden * element
@@ -434,13 +435,15 @@ def worker_items(
     unpacked = element * max((q.largest for q in _kept_quantised(dims, config)[start:stop]), default=0)
     unpacked += max((dora_bytes(dims, config, layer) for layer in own), default=0)
     gpu = worker.device != "cpu"
-    kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype, gpu=gpu) for layer in own}
+    # One layer of each kind: a plan asks for every layer of every layout that it compares.
+    kinds = {layer_kind(dims, config, layer): layer for layer in reversed(own)}.values()
+    kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype, gpu=gpu) for layer in kinds}
     scratch = {
         layer: max(
             adapter_scratch_bytes(dims, config, layer, dtype, gpu=gpu),
             index_scratch_bytes(dims, load.row, layer, dtype),
         )
-        for layer in own
+        for layer in kinds
     }
     at_once: dict[int, float] = {
         layer: load.recomputed * size + load.micro * scratch[layer] + load.replica * hidden * 8
@@ -461,8 +464,8 @@ def worker_items(
         + worker.slots * max(away, default=0)
         + element * (dims.outside_params if last else 0),
         "embedding and head": element * dims.embedding_params * (ends - looked_up),
-        "LoRA": lora_bytes(config) * adapters + (8 * all_adapters if root else 0),
-        "optimizer": 8 * all_adapters if root else 0,
+        "LoRA": lora_bytes(config) * adapters + (8 * reduced if root else 0),
+        "optimizer": 8 * reduced if root else 0,
         "kept activations": kept,
         "hidden states": states if load.on_host else 0,
         "streamed weights": sum(away) if keeps_weights(worker, config, hosts) else 0,
@@ -476,11 +479,11 @@ def worker_items(
             sent=part_of(load.replica, left_of(worker, dims, load.own_group, max(1, hosts // copies)).tokens),
             stages=stages,
             workers=stages * config.rule.replica_count,
-            adapters=all_adapters if root else adapters,
+            adapters=reduced,
             dtype=dtype,
         ),
         # Those of workers on other hosts wait in worker 0 until it adds them up.
-        "gradients": 4 * all_adapters * far if root else 0,
+        "gradients": 4 * reduced * far if root else 0,
     }
 
     def generating(config: Config) -> dict[str, float]:
@@ -495,6 +498,19 @@ def worker_items(
         free = sum(items[name] for name in answering if name in items)  # training no longer needs it
         items["answers"] = max(0.0, sum(answering.values()) - free)
     return items
+
+
+def layer_kind(dims: ModelDims, config: Config, layer: int) -> object:
+    """What layers have in common that need the same bytes."""
+    of_layer = (dims.pair_widths, dims.indexes, dims.cache_widths, dims.quantised)
+    return (
+        dims.attention_params[layer],
+        dims.dense_params[layer],
+        dims.lora_in_out[layer],
+        layer in dims.moe_layers,
+        adapted(dims, config.lora, layer),
+        *(own[layer] for own in of_layer if own),
+    )
 
 
 def embedding_on_host(dims: ModelDims, worker: WorkerPlan, stages: int) -> bool:

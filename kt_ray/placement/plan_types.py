@@ -110,7 +110,8 @@ class HoldsExperts:
 
     def counts(self, layers: Iterable[int]) -> tuple[int, ...]:
         """Number of experts held in each of these MoE layers."""
-        return tuple(len(self.experts_of(layer)) for layer in layers)
+        held, usual = {layer: len(ids) for layer, ids in self.by_layer}, len(self.experts)
+        return tuple(held.get(layer, usual) for layer in layers)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from itertools import accumulate, pairwise
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
-from kt_ray.placement.lora_sizes import adapted
-from kt_ray.placement.memory import GPU_RUNTIME, ON_HOST, worker_items
+from kt_ray.placement.memory import GPU_RUNTIME, ON_HOST, layer_kind, worker_items
 from kt_ray.placement.plan_types import Held, WorkerPlan
 from kt_ray.placement.wave import choose_groups, micro_batches
 from kt_ray.placement.wave_tokens import HELD, Load, load_of
@@ -127,14 +126,7 @@ def layer_sizes(dims: ModelDims, config: Config, load: Load, stages: int, dtype:
     kinds: dict[object, tuple[float, float]] = {}
     sizes = []
     for layer in range(n):
-        kind = (
-            dims.attention_params[layer],
-            dims.dense_params[layer],
-            dims.lora_in_out[layer],
-            layer in dims.moe_layers,
-            dims.quantised[layer] if dims.quantised else None,
-            adapted(dims, config.lora, layer),
-        )
+        kind = layer_kind(dims, config, layer)
         if kind not in kinds:
             kinds[kind] = items(layer, 1, 1, 3)  # neither the first stage nor the last
         sizes.append(kinds[kind])

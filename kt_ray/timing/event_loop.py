@@ -245,8 +245,8 @@ class EventLoop:
         resource = self.resources.get(name)
         if resource is None:
             resource = self.resources[name] = Resource(self.capacity.get(name, 1.0))
-        resource.begin(next(self.order), seconds, width, end, self.now)
-        resource.foresee(self._at)
+        if resource.begin(next(self.order), seconds, width, end, self.now):
+            resource.foresee(self._at)
 
     def _at(self, when: float, call: Callable[[float], None]) -> None:
         heapq.heappush(self.queue, (when, next(self.order), lambda: call(self.now)))

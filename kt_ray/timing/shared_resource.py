@@ -33,11 +33,17 @@ class Resource:
         self.used += step * self.demand
         self.since = now
 
-    def begin(self, number: int, seconds: float, width: float, end: Callable[[], None], now: float) -> None:
-        """A task that would take `seconds` alone. number: orders tasks that end at once."""
+    def begin(self, number: int, seconds: float, width: float, end: Callable[[], None], now: float) -> bool:
+        """A task that would take `seconds` alone. number: orders tasks that end at once.
+
+        Returns whether the next end must be foreseen anew.
+        """
         self.advance(now)
+        rate = self.rate
         self.demand += width
-        heapq.heappush(self.tasks, (self.served + seconds, number, width, end))
+        task = (self.served + seconds, number, width, end)
+        heapq.heappush(self.tasks, task)
+        return self.tasks[0] is task or self.rate != rate
 
     def foresee(self, ending: Callable[[float, Callable[[float], None]], None]) -> None:
         """Say when the next task ends, to `ending` with what to call then; a change before makes it void."""
