@@ -80,10 +80,6 @@ FORMAT_BYTES = {
     "q4_0": 18 / 32,
 }
 
-_FLASH = (
-    "part of the peak for pairs that are seen. Published of FlashAttention-2: 0.73 and 0.63 on an RTX A5000 "
-    "(width 64, 2,048 positions: gpu-mode/ring-attention issue 10), 0.5 to 0.73 on an A100 (arXiv 2307.08691)"
-)
 _MASKED = (
     "part of the peak of the memory-efficient kernel, which takes a mask. Published of xformers' beside "
     "FlashAttention-2's 53 and 52 TFLOP/s: 43 and 27 at width 64; beside 50 and 43: 31 and 12 at width 128 "
@@ -134,14 +130,17 @@ def defaults(hardware: Hardware) -> dict[str, Figure]:
 
 def _gpu_defaults(name: str) -> dict[str, Figure]:
     known = gpu_named(name)
-    _, flops, memory, pcie, float8 = known or _UNKNOWN_GPU
+    _, flops, memory, pcie, float8, reached = known or _UNKNOWN_GPU
     source = f"data sheet of {name}" if known else "assumed: an unknown GPU"
-    more = {"gpu_float8": Figure(float8, f"{source}: dense FP8, float32 sums")} if float8 else {}
+    more = {}
+    if float8:
+        more["gpu_float8"] = Figure(float8, f"{source}: dense FP8, float32 sums")
+        more["gpu_float8_gemm"] = Figure(0.7, "assumed: part of the FP8 peak that large products reach")
     return more | {
         "gpu_bf16": Figure(flops, f"{source}: dense bf16"),
-        "gpu_gemm": Figure(0.7, "assumed: part of the peak that large matrix products reach"),
-        "gpu_flash": Figure(0.55, f"assumed: {_FLASH}"),
-        "gpu_flash_backward": Figure(0.45, f"assumed: {_FLASH}"),
+        "gpu_gemm": Figure(reached.gemm, reached.gemm_source),
+        "gpu_flash": Figure(reached.flash, reached.flash_source),
+        "gpu_flash_backward": Figure(reached.flash_backward, reached.flash_source),
         "gpu_masked": Figure(0.4, f"assumed: {_MASKED}"),
         "gpu_masked_backward": Figure(0.2, f"assumed: {_MASKED}"),
         "gpu_memory": Figure(0.8 * memory, f"{source}: memory, 80 % of it"),
@@ -290,6 +289,7 @@ def _gpu(figures: Mapping[str, Figure], name: str) -> DeviceRate:
     gemm = top.scaled(part.value, part.source)
     float8 = {}
     if "gpu_float8" in figures:
+        part = figures["gpu_float8_gemm"]
         reached = figures["gpu_float8"].scaled(part.value, part.source)
         float8["float8"] = constant(reached.value, reached.source)
 

@@ -27,15 +27,51 @@ class Cpu:
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
 
+class Reached(NamedTuple):
+    """Part of a card's bf16 FLOP/s that large matrix products and flash attention reach, and who says so."""
+
+    gemm: float
+    flash: float
+    flash_backward: float
+    gemm_source: str
+    flash_source: str
+
+
+_TORCH_SQUARES = (
+    "torch's bf16 products of squares of 4,096 to 10,240 (zzc0721/torch-performance-test-data issues"
+)
+_FLASH = (
+    "part of the peak for pairs that are seen. Published of FlashAttention-2: 0.73 and 0.63 on an RTX A5000 "
+    "(width 64, 2,048 positions: gpu-mode/ring-attention issue 10), 0.5 to 0.73 on an A100 (arXiv 2307.08691)"
+)
+DATA_CENTRE = Reached(
+    0.7,
+    0.55,
+    0.45,
+    f"published 0.68 to 0.75 on an A100, 0.73 to 0.81 on an H100: {_TORCH_SQUARES} 108, 79)",
+    f"assumed: {_FLASH}",
+)
+# Cards whose tensor cores add in float32 at half their rate (GeForce, and L20 and L40 of the same chip).
+GEFORCE = Reached(
+    0.85,
+    0.65,
+    0.5,
+    "published 0.92 to 0.97 on an RTX 4090, 0.86 to 1.15 on three RTX 5090 and 0.64 to 0.85 on a fourth, "
+    f"1.03 to 1.09 on an RTX 3080, 0.9 to 0.95 on an L20: {_TORCH_SQUARES} 78, 96, 124, 15, 200, 114, 107)",
+    f"assumed: {_FLASH}",
+)
+
+
 class GpuSheet(NamedTuple):
     """A card: GiB that CUDA gives, dense bf16 FLOP/s with float32 sums, bytes/s of memory and of PCIe, and
-    dense FP8 FLOP/s with float32 sums; 0 = it has no FP8 products."""
+    dense FP8 FLOP/s with float32 sums; 0 = it has no FP8 products. `reached`: parts of those bf16 FLOP/s."""
 
     gib: float
     flops: float
     memory: float
     pcie: float
     float8: float = 0.0
+    reached: Reached = DATA_CENTRE
 
 
 def _cpu(
@@ -100,13 +136,13 @@ CPUS: dict[str, Cpu] = {
 
 # A part of the card's name -> its data sheet.
 GPUS: dict[str, GpuSheet] = {
-    "4090": GpuSheet(23.6, 165.2e12, 1008e9, 25e9, 330.3e12),
-    "5090": GpuSheet(31.3, 209.5e12, 1792e9, 50e9, 419e12),
-    "3090": GpuSheet(23.7, 71e12, 936e9, 25e9),
+    "4090": GpuSheet(23.6, 165.2e12, 1008e9, 25e9, 330.3e12, GEFORCE),
+    "5090": GpuSheet(31.3, 209.5e12, 1792e9, 50e9, 419e12, GEFORCE),
+    "3090": GpuSheet(23.7, 71e12, 936e9, 25e9, reached=GEFORCE),
     "A100": GpuSheet(39.4, 312e12, 1555e9, 25e9),
     "H100": GpuSheet(79.1, 989e12, 3350e9, 50e9, 1979e12),
     "H200": GpuSheet(139.8, 989e12, 4800e9, 50e9, 1979e12),
-    "L40": GpuSheet(44.4, 181e12, 864e9, 25e9, 362e12),
+    "L40": GpuSheet(44.4, 181e12, 864e9, 25e9, 362e12, GEFORCE),
 }
 
 _HOST = re.compile(

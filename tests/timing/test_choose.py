@@ -37,7 +37,7 @@ def host(gpus: int, gib: float, memory: int = 2048 * GIB) -> Hardware:
     """Cards with `gib` to plan with."""
     hardware = make_hardware(sockets=2, cores=48, memory=memory, isa="amx")
     size = math.ceil(gib * GIB / (1 - GPU_FREE))
-    return dataclasses.replace(hardware, gpus=tuple(Gpu(i, "RTX 4090", size) for i in range(gpus)))
+    return dataclasses.replace(hardware, gpus=tuple(Gpu(i, "RTX 3090", size) for i in range(gpus)))
 
 
 def v3_config(batch_size: int = 16, **rule: Any) -> Config:

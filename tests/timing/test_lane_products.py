@@ -60,4 +60,4 @@ def test_it_pays_from_hundreds_of_rows_on() -> None:
         rows: lane_flops(rate, V3, FLOAT8, rows) / lane_flops(rate, V3, BFLOAT16, rows)
         for rows in (256, 1024, 2048, 8192)
     }
-    assert gains[256] < 1 and list(gains.values()) == sorted(gains.values()) and gains[8192] > 1.2
+    assert gains[256] < 1 and list(gains.values()) == sorted(gains.values()) and gains[8192] > 1.1

@@ -13,6 +13,7 @@ from kt_ray.dims.config_json import dims_from_config
 from kt_ray.hardware.describe import hardware_from_file
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.hardware.rates import Figure
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.plan import make_plan
 from kt_ray.timing.prediction import Prediction, neighbours, predict
@@ -24,7 +25,9 @@ V3 = dims_from_config(DEEPSEEK_V3, "DeepSeek-V3")
 TWO_GPUS = hardware_from_file(Path(__file__).parents[2] / "conf/hardware/2x4090_2x8488c.yaml")
 # Cards so slow that attention limits the step.
 SLOW_GPUS = replace(
-    TWO_GPUS, gpus=tuple(replace(g, name="RTX 3090", memory_bytes=64 << 30) for g in TWO_GPUS.gpus)
+    TWO_GPUS,
+    gpus=tuple(replace(g, memory_bytes=64 << 30) for g in TWO_GPUS.gpus),
+    rates=(*TWO_GPUS.rates, ("gpu_bf16", Figure(50e12, "a slow card"))),
 )
 STEP: dict[str, Any] = {
     "model": {"name": "v3", "path": "/models/v3"},
