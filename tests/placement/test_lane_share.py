@@ -323,7 +323,7 @@ def test_a_batch_of_experts_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_float8_takes_memory_of_the_device() -> None:
-    """Matrices of both directions, and rows."""
+    """Matrices of both directions of two experts, and rows."""
     size = LaneMemory(V3.expert_bytes() / 58, 0.0, LANE_ROWS, LANE_ROWS, 8.0, GPU_RUNTIME, False, False)
 
     def buffers(float8: bool) -> float:
@@ -331,7 +331,7 @@ def test_float8_takes_memory_of_the_device() -> None:
         return lane_buffers(V3, make_config(), lane, size, 256)
 
     rows = 3 * (V3.expert_width + V3.expert_intermediate) * LANE_ROWS
-    assert buffers(True) - buffers(False) == 2 * V3.expert_params + rows
+    assert buffers(True) - buffers(False) == 2 * 2 * V3.expert_params + rows
 
 
 def test_refusals_name_the_remedy() -> None:

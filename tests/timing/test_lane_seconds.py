@@ -121,8 +121,8 @@ def test_the_first_batch_is_waited_for_and_the_last_one_comes_after_the_copies()
     _, durations = made(stream=0.5, activations="recompute")
     (call,) = durations.lane(0, LAYER, "forward", 16384)
     weights = call.ahead - entering(16384)
-    assert weights == pytest.approx((weights + call.copies) / 128)
-    assert call.last == pytest.approx((call.products + call.last) / 128)  # V3's experts go one by one
+    assert weights == pytest.approx((weights + call.copies) / 64)
+    assert call.last == pytest.approx((call.products + call.last) / 64)  # V3's experts go by twos
 
 
 def test_the_cpu_keeps_the_rest() -> None:
@@ -181,10 +181,13 @@ def test_experts_of_a_batch_share_their_dispatch() -> None:
     per_batch, each = KERNELS["forward"], KERNELS_EACH
     for tokens in (4096, 65536):
         rows = tokens * 8 // 256
-        runtime = lane_share.batches(range(128), [rows] * 256, dims.expert_params)
-        (one,), (batched,) = (d.lane(0, LAYER, "forward", tokens) for d in (large, small))
-        expected = (len(runtime) * per_batch + 128 * each) / (128 * (per_batch + each))
-        assert batched.dispatch == pytest.approx(expected * one.dispatch)
+        twos, eights = (
+            len(lane_share.batches(range(128), [rows] * 256, d.expert_params)) for d in (V3, dims)
+        )
+        assert twos > eights
+        (of_large,), (of_small,) = (d.lane(0, LAYER, "forward", tokens) for d in (large, small))
+        expected = (eights * per_batch + 128 * each) / (twos * per_batch + 128 * each)
+        assert of_small.dispatch == pytest.approx(expected * of_large.dispatch)
 
 
 # What torch calls that starts nothing on a device.
