@@ -34,7 +34,7 @@ torch_environment:
 gpu: [torch]
 config: errors parse
 dims: errors parse
-hardware: errors disk parse config
+hardware: errors disk parse native config
 placement: errors parse config dims hardware
 timing: errors config dims hardware placement
 optim: errors pulse config [torch]

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -87,8 +87,8 @@ def package(name: str, wanted: str, installed: str | None = None, *, needed: boo
     return passed(name, installed + (f" (supported {wanted})" if wanted else ""))
 
 
-def native(hardware: Hardware, rule: RuleConfig) -> Check:
-    """The C++ engine, and that it sees what the CPU has."""
+def native(has: Sequence[str], rule: RuleConfig) -> Check:
+    """The C++ engine, and that it can use the instruction sets that the CPU `has`."""
     try:
         from kt_ray.native import FORMATS, available_isas, select_isa
     except ImportError as error:
@@ -104,7 +104,7 @@ def native(hardware: Hardware, rule: RuleConfig) -> Check:
         f"{', '.join(isas)}; {isa} chosen: {reason}; computes {len(FORMATS)} weight formats on each, "
         f"of which checkpoints may hold {', '.join(loaded)}"
     )
-    missing = [name for name in hardware.isas if name not in isas]
+    missing = [name for name in has if name not in isas]
     if missing:
         remedy = (
             "rebuild with a newer compiler (gcc 12 or clang 16), or allow AMX in the kernel or hypervisor"

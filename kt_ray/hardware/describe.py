@@ -58,8 +58,9 @@ def this_host(root: str | Path = "/") -> Hardware:
     quota, cores = cpu_quota(base), sum(s.cores for s in sockets)
     if quota is not None and quota < cores:  # more threads than the time allowed would only wait
         sockets = tuple(replace(s, cores=max(1, int(s.cores * quota / cores))) for s in sockets)
-    gpus = _gpus() if base == Path("/") else ()
-    return Hardware("this host", sockets, gpus, isas_of(set(_cpuinfo(base, "flags").split())))
+    if base != Path("/"):
+        return Hardware("this host", sockets, (), cpu_isas(base))
+    return Hardware("this host", sockets, _gpus(), _usable_isas())
 
 
 def hardware_from_file(path: str | Path) -> Hardware:
@@ -177,8 +178,22 @@ def hardware_for(config: Config) -> Hardware:
 
 
 def isas_of(flags: set[str]) -> tuple[str, ...]:
-    """Instruction sets the CPU flags allow, best last."""
+    """Instruction sets the CPU flags allow, the newest last."""
     return tuple(isa for isa in ISAS if _FLAGS[isa] <= flags)
+
+
+def cpu_isas(root: str | Path = "/") -> tuple[str, ...]:
+    """Instruction sets that the CPU says it has, the newest last."""
+    return isas_of(set(_cpuinfo(root, "flags").split()))
+
+
+def _usable_isas() -> tuple[str, ...]:
+    """Those that the engine can use here, the fastest last; what the CPU says where there is no engine."""
+    try:
+        from kt_ray.native.isa import available_isas
+    except ImportError:
+        return cpu_isas()
+    return available_isas()
 
 
 def memory_limit(root: str | Path = "/") -> int | None:

@@ -19,7 +19,7 @@ from kt_ray.doctor import measure_rates as doctor_rates
 from kt_ray.doctor import software_checks as software
 from kt_ray.doctor.check import FAIL, PASS, WARN, Check, failed
 from kt_ray.errors import UserError
-from kt_ray.hardware.describe import cpu_name, this_host
+from kt_ray.hardware.describe import cpu_isas, cpu_name, this_host
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import NOMINAL
 from kt_ray.hardware.wizard import write_own
@@ -65,7 +65,7 @@ def _measure(config: Config, hardware: Hardware, console: Console) -> Path | Non
     except UserError:  # a check has said so; its shape is then not among those measured
         dims = None
     try:
-        import kt_ray.native  # noqa: F401
+        import kt_ray.native._native  # noqa: F401
     except ImportError:
         console.print("rates not measured: the native engine is not built", markup=False)
         return None
@@ -98,7 +98,7 @@ def examine(config: Config) -> list[Check]:
         machine.huge_pages,
         lambda: machine.shared_memory(plan),
         lambda: software.gpus(hardware, config.rule),
-        lambda: software.native(hardware, config.rule),
+        lambda: software.native(cpu_isas(), config.rule),
         *software.packages(config),
         software.threads_environment,
         machine.open_files,

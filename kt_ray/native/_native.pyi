@@ -21,6 +21,8 @@ LoraArg = tuple[TensorArg | None, TensorArg | None, TensorArg, TensorArg, Tensor
 """(gate_a, gate_b, up_a, up_b, down_a, down_b, scale); the first two None where there is no gate"""
 
 def isas() -> list[tuple[str, bool, str]]: ...
+def product_rates() -> list[tuple[str, float]]:
+    """(instruction set, FLOP/s of one core) of every available one but reference; measured once."""
 
 class Saved:
     """What backward needs of one forward; opaque but for its size."""

@@ -199,10 +199,9 @@ def test_what_was_tested_together_is_in_range() -> None:
 
 
 def test_native() -> None:
-    present = software.native(make_hardware(isa="reference"), AUTO)
+    present = software.native(("reference",), AUTO)
     verdict(present, PASS, "chosen")
-    everything = make_hardware(isa="amx")
-    check = software.native(everything, AUTO)
+    check = software.native(make_hardware(isa="amx").isas, AUTO)
     assert check.status in (PASS, WARN) and (check.status == PASS) == ("amx" in check.observed.split(";")[0])
 
 
@@ -210,7 +209,7 @@ def test_native_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "kt_ray.native", None)
-    verdict(software.native(make_hardware(), AUTO), FAIL, "not built", "pip install")
+    verdict(software.native(make_hardware().isas, AUTO), FAIL, "not built", "pip install")
 
 
 def test_native_forced_isa_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +219,7 @@ def test_native_forced_isa_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("amx is not available here")
 
     monkeypatch.setattr(kt_ray.native, "select_isa", refuse)
-    verdict(software.native(make_hardware(), AUTO), FAIL, "rule.experts.isa=auto")
+    verdict(software.native(make_hardware().isas, AUTO), FAIL, "rule.experts.isa=auto")
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ print(json.dumps(module.isas()))
 def test_what_is_available_is_ordered_and_never_invented() -> None:
     isas = available_isas()
     assert isas[0] == "reference"
-    assert list(isas) == [name for name in ALL if name in isas]
+    newest = isas[-1] == [name for name in ALL if name in isas][-1]
+    assert not newest or list(isas) == [name for name in ALL if name in isas]
     for name, flag in [("avx2", "avx2"), ("avx512", "avx512bw"), ("avx512_bf16", "avx512_bf16")]:
         assert (name in isas) == (flag in cpu_flags())
     assert "amx" not in isas or has_amx() or "KT_RAY_TEST_ASSUME_AMX" in os.environ
@@ -132,10 +133,39 @@ def test_forced_amx_is_taken_where_available_and_an_error_elsewhere(monkeypatch:
     others = [(name, True, "") for name in ALL[:-1]]
     monkeypatch.setenv("KT_RAY_ISA", "amx")
     monkeypatch.setattr(_native, "isas", lambda: [*others, ("amx", True, "")])
+    monkeypatch.setattr(_native, "product_rates", lambda: [(name, 1e9) for name in ALL[1:]])
     assert select_isa() == ("amx", "forced by KT_RAY_ISA=amx")
     assert select_isa("avx2")[0] == "avx2"
     monkeypatch.setattr(_native, "isas", lambda: [*others, ("amx", False, NO_AMX)])
     with pytest.raises(ValueError, match=rf"KT_RAY_ISA: instruction set 'amx' cannot .*amx \({NO_AMX}\)"):
         select_isa()
     monkeypatch.delenv("KT_RAY_ISA")
+    monkeypatch.setattr(_native, "product_rates", lambda: [(name, 1e9) for name in ALL[1:-1]])
     assert select_isa()[0] == "avx512_bf16"
+
+
+@pytest.mark.parametrize(
+    ("float32", "bfloat16", "chosen"),
+    [(117e9, 235e9, "avx512_bf16"), (175e9, 83e9, "avx512"), (100e9, 80e9, "avx512_bf16")],
+    ids=["Zen 4", "a Xeon without AMX", "too close to tell"],
+)
+def test_an_older_instruction_set_that_is_clearly_faster_is_taken(
+    monkeypatch: pytest.MonkeyPatch, float32: float, bfloat16: float, chosen: str
+) -> None:
+    monkeypatch.delenv("KT_RAY_ISA", raising=False)
+    monkeypatch.setattr(_native, "isas", lambda: [(name, name != "amx", "none") for name in ALL])
+    rates = [("avx2", 100e9), ("avx512", float32), ("avx512_bf16", bfloat16)]
+    monkeypatch.setattr(_native, "product_rates", lambda: rates)
+    assert (set(available_isas()), available_isas()[0], available_isas()[-1]) == (
+        set(ALL[:-1]),
+        "reference",
+        chosen,
+    )
+    isa, reason = select_isa()
+    assert isa == chosen and f"avx512 {float32 / 1e9:.0f}, avx512_bf16 {bfloat16 / 1e9:.0f}" in reason
+
+
+def test_rates_of_products_are_measured_once() -> None:
+    rates = dict(_native.product_rates())
+    assert set(rates) == set(available_isas()) - {"reference"} and all(1e8 < r < 1e14 for r in rates.values())
+    assert rates == dict(_native.product_rates())

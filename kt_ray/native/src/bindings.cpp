@@ -395,6 +395,9 @@ PYBIND11_MODULE(_native, m) {
             return list;
         },
         "(name, available, what is missing) of every instruction set of this build, slowest first.");
+    m.def("product_rates", &kt::product_rates, py::call_guard<py::gil_scoped_release>(),
+          "(name, FLOP/s of one core) of every available instruction set but reference, measured at the "
+          "first call.");
 
     py::class_<kt::Saved>(m, "Saved", "What backward needs of one forward; opaque but for its size.")
         .def_property_readonly("bytes", &kt::Saved::bytes)

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -99,7 +100,30 @@ constexpr int64_t kPackedBytes = 2 << 20;
 int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 int64_t padded(int64_t n, int64_t step) { return pieces(n, step) * step; }
 
+std::vector<std::pair<std::string, double>> measure_products() {
+    // In turn, so that all meet the same clock and the same neighbours; the best of each, since neighbours
+    // only slow.
+    constexpr int kRounds = 16, kRuns = 64;
+    std::vector<std::pair<std::string, double>> rates;
+    for (const IsaStatus& status : isa_statuses())
+        if (status.available && status.name != "reference") rates.emplace_back(status.name, 0.0);
+    for (int round = 0; round < kRounds; ++round)
+        for (auto& [isa, best] : rates) {
+            const Kernels& k = *kernels_of(isa)[1];
+            const auto begin = std::chrono::steady_clock::now();
+            const int64_t flop = k.products(kRuns);
+            const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+            best = std::max(best, static_cast<double>(flop) / seconds.count());
+        }
+    return rates;
+}
+
 }  // namespace
+
+const std::vector<std::pair<std::string, double>>& product_rates() {
+    static const std::vector<std::pair<std::string, double>> rates = measure_products();
+    return rates;
+}
 
 size_t Saved::bytes() const {
     const size_t index = routing.row_token.size() * (sizeof(int32_t) + sizeof(int64_t) + sizeof(float)) +

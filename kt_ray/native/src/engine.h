@@ -103,6 +103,10 @@ struct AddedRows {
     const float* values;
 };
 
+// (instruction set, FLOP/s at which one thread multiplies with it) of every available one but reference, for
+// weights that are not float32. Measured at the first call, in a few milliseconds.
+const std::vector<std::pair<std::string, double>>& product_rates();
+
 class Engine {
   public:
     // isa: a name of isa_statuses(), available (std::invalid_argument otherwise). int8_products: weights

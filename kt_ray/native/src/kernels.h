@@ -161,6 +161,8 @@ struct Kernels {
     void (*run)(const Pass&, Phase, int64_t task, void* scratch);
     // The expert (local number) a task works for, -1 when it works for several.
     int32_t (*expert_of)(const Pass&, Phase, int64_t task);
+    // FLOP of `runs` products of operands that lie in the L1 cache, done by the calling thread.
+    int64_t (*products)(int64_t runs);
 };
 
 // int8: for per-channel int8 weights, multiplied as integers with quantised activations.

@@ -89,6 +89,20 @@ struct Entry {
         }
     }
 
+    static int64_t products(int64_t runs) {
+        constexpr int64_t kRows = C::Micro::kMaxRows, kSlices = 4;
+        alignas(64) typename C::T left[kRows * kSlices * kSlice];
+        alignas(64) typename C::T panel[kSlices * slice_steps<C>() * step_size<typename C::T>()];
+        alignas(64) float tile[kRows * kColumns];
+        memset(left, 0, sizeof(left));
+        memset(panel, 0, sizeof(panel));
+        memset(tile, 0, sizeof(tile));
+        const Entered entered;
+        typename C::Ahead nothing;
+        for (int64_t i = 0; i < runs; ++i) C::run(nothing, kRows, left, kSlices, panel, tile, true, Touch{});
+        return runs * 2 * kRows * kSlices * kSlice * kColumns;
+    }
+
     static constexpr Kernels kernels{sizeof(typename C::T) == 2,
                                      C::Micro::kMaxRows,
                                      C::Micro::kRowStep,
@@ -97,5 +111,6 @@ struct Entry {
                                      tasks,
                                      scratch_bytes,
                                      run,
-                                     expert_of};
+                                     expert_of,
+                                     products};
 };
