@@ -3,7 +3,8 @@
 // next panel); the rank-sized expansions of LoRA and the adapters' gradients always run in float32.
 //
 // Bit-identical for any number of threads: a task owns its outputs, sums run in an order fixed by the
-// shapes and the routing alone, and scattering tasks own column slabs of all tokens.
+// shapes and the routing alone, and scattering tasks own column slabs of all tokens, one run of experts after
+// the other (turns.h).
 
 constexpr int64_t kColumns = 2 * kLanes;        // of a panel
 constexpr int64_t kRankLine = MicroF32::kLine;  // ranks in a line of the packed LoRA intermediates

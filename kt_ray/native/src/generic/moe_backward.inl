@@ -22,6 +22,9 @@ void dact(int64_t task) const {
         [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * kColumns;
+            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b))
+                touch_columns_of(lora->down_a + e * lora->rank * p.inter + i, p.inter,
+                                 min_of(kColumns, p.inter - i), lora->rank, touch);
             for (int64_t part = 0; part < p.parts; ++part)
                 for (int64_t k = 0; k < b.count; ++k) {
                     touch.add(packed_at(pair(b), b, k, part * p.inter_pad + i));
@@ -118,7 +121,13 @@ void dx(int64_t index) const {
         [&](int64_t j) { return blocks_of(spans[j / panels]); },
         [&](const RowBlock& b) { return dpair_frozen(b); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
-            touch_rows(p.dx + first + j % panels * kColumns, b, touch);
+            const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
+            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b)) {
+                const int64_t at = spans[j / panels].expert * lora->rank * p.hidden + h;
+                if (p.parts == 2) touch_columns_of(lora->gate_a + at, p.hidden, columns, lora->rank, touch);
+                touch_columns_of(lora->up_a + at, p.hidden, columns, lora->rank, touch);
+            }
+            touch_rows(p.dx + h, b, touch);
         },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);

@@ -33,8 +33,9 @@ void pack_tokens(const BlockRange& range, const RowOf& row_of) const {
 struct Expanded {
     int64_t item = -1, group = -1;
 
+    bool holds(int64_t j, const RowBlock& b) const { return j == item && b.group == group; }
     bool is_new(int64_t j, const RowBlock& b) {
-        const bool other = j != item || b.group != group;
+        const bool other = !holds(j, b);
         item = j;
         group = b.group;
         return other;
@@ -86,6 +87,12 @@ void gate_up(int64_t task) const {
         [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * width;
+            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b)) {
+                const int64_t at = (e * p.inter + i) * lora->rank,
+                              count = min_of(width, p.inter - i) * lora->rank;
+                if (gated) touch_rows_of(lora->gate_b + at, count, touch);
+                touch_rows_of(lora->up_b + at, count, touch);
+            }
             if (i % kLine != 0) return;  // two panels share a line
             for (int64_t k = 0; k < b.count; ++k) touch.add(packed_at(act(b), b, k, i));
             for (int64_t part = 0; p.pair != nullptr && part < p.parts; ++part)
@@ -213,7 +220,11 @@ void down(int64_t index) const {
         [&](int64_t j) { return blocks_of(spans[j / panels]); },
         [&](const RowBlock& b) { return act_frozen(b); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
-            touch_rows(p.y + first + j % panels * kColumns, b, touch);
+            const int64_t h = first + j % panels * kColumns;
+            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b))
+                touch_rows_of(lora->down_b + (spans[j / panels].expert * p.hidden + h) * lora->rank,
+                              min_of(kColumns, p.hidden - h) * lora->rank, touch);
+            touch_rows(p.y + h, b, touch);
         },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
@@ -230,6 +241,16 @@ void down(int64_t index) const {
                         tile[k * kColumns + c] += p.down_bias[e * p.hidden + h + c];
             scatter(b, tile, p.row_weight + b.begin, columns, p.y + h);
         });
+}
+
+// What an expansion will read of an adapter: lines that nothing else has fetched. As far as there is room
+// beside the rows' own.
+static void touch_rows_of(const float* b, int64_t count, Touch& touch) {
+    constexpr int64_t kRoom = C::Micro::kMaxRows * kTouchLines / 2, kFloats = 64 / sizeof(float);
+    for (int64_t i = 0; i < count && touch.count < kRoom; i += kFloats) touch.add(b + i);
+}
+static void touch_columns_of(const float* a, int64_t ld, int64_t count, int64_t rank, Touch& touch) {
+    for (int64_t q = 0; q < rank; ++q) touch_rows_of(a + q * ld, count, touch);
 }
 
 // The rows of y or dx that a block will be added to: far apart, so no hardware prefetcher finds them.
