@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from kt_ray.native import Engine, _native
+from tests.helpers import engine_cases
 from tests.helpers.native import Shape, make_case
 
 
@@ -203,6 +205,82 @@ print(set(codes))
 """
     )
     assert out.split() == ["{7}"]
+
+
+@pytest.mark.skipif(engine_cases.compiler() is None, reason="no C++ compiler")
+def test_a_fork_while_buffers_are_taken_leaves_the_child_usable(tmp_path: Path) -> None:
+    """In C++, where another thread can be made to hold the mutex at that moment."""
+    target = tmp_path / "fork_test"
+    sources = (engine_cases.DRIVER.parent / "fork_test.cpp", engine_cases.SOURCES / "buffers.cpp")
+    command = (engine_cases.compiler(), "-std=c++20", "-O1", "-I", engine_cases.SOURCES, *sources)
+    engine_cases.run([*map(str, command), "-pthread", "-o", str(target)])
+    assert engine_cases.run([str(target)]) == "child ok\n"
+
+
+def test_a_forked_child_can_drop_what_the_parent_saved() -> None:
+    """While the parent takes and gives buffers, and reads what was saved."""
+    out = in_child(
+        """
+import os, signal, threading, torch
+from kt_ray.native import Engine
+from tests.helpers.native import Shape, make_case
+case = make_case(Shape(tokens=100), torch.float32)
+engine, stop = Engine("reference", threads=2), threading.Event()
+_, saved = engine.forward(case.weights, case.x, case.ids, case.weights_TK, lora=case.lora)
+
+def caller():
+    while not stop.is_set():
+        engine.backward(case.weights, saved, case.dy, lora=case.lora)
+
+thread = threading.Thread(target=caller)
+thread.start()
+codes = []
+for _ in range(20):
+    before = engine.calls
+    while engine.calls == before:
+        pass
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        asked = saved.bytes > 0 and engine.busy_seconds == 0
+        saved.release()
+        asked = asked and saved.bytes == 0 and engine.scratch_bytes >= 0
+        del saved, engine
+        os._exit(7 if asked else 1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+stop.set()
+thread.join()
+print(set(codes))
+"""
+    )
+    assert out.split() == ["{7}"]
+
+
+def test_releasing_waits_for_a_backward_that_reads() -> None:
+    case = make_case(Shape(tokens=1500, hidden=256, inter=256), torch.float32)
+    with Engine("reference", threads=1) as engine:
+        want = case.run(engine)
+        for _ in range(3):
+            _, saved = engine.forward(case.weights, case.x, case.ids, case.weights_TK, lora=case.lora)
+            results: list[torch.Tensor] = []
+            before, calls = engine.busy_seconds, engine.calls
+
+            def backward(saved: _native.Saved = saved, into: list[torch.Tensor] = results) -> None:
+                into.extend(engine.backward(case.weights, saved, case.dy, lora=case.lora))
+
+            thread = threading.Thread(target=backward)
+            thread.start()
+            while engine.busy_seconds == before:  # its first phase is over, the long ones are not
+                time.sleep(0)
+            assert engine.calls == calls
+            saved.release()
+            assert engine.calls == calls + 1
+            thread.join()
+            assert torch.equal(results[0], want["dx"])
+            assert torch.equal(results[1], want["dw"])
+            assert saved.bytes == 0
+            with pytest.raises(ValueError, match="saved: was released"):
+                backward()
 
 
 def test_ctrl_c_arrives_between_calls() -> None:

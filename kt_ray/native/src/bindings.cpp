@@ -175,9 +175,9 @@ struct LoraTensors {
             if (first.empty()) {
                 matrix.shaped({w.experts, -1, w.hidden});
                 rank = matrix.shape[1];
-                if (rank < 1 || rank > 256)
-                    throw py::value_error(matrix.name + ": rank " + std::to_string(rank) +
-                                          ", required 1..256");
+                if (rank < 1 || rank > kt::kMaxRank)
+                    throw py::value_error(matrix.name + ": rank " + std::to_string(rank) + ", required 1.." +
+                                          std::to_string(kt::kMaxRank));
                 first = matrix.name;
             }
             const int64_t out = m == 5 ? w.hidden : w.inter, in = m == 4 ? w.inter : w.hidden;
@@ -287,7 +287,6 @@ void backward(kt::Engine& engine, const py::tuple& weights, const kt::Saved& sav
     const kt::Weights w = weights_from(weights);
     const std::vector<kt::LoraView> lora = lora_from(lora_arg, w);
     const std::vector<kt::LoraGradView> grads = grads_from(grads_arg, lora, w);
-    if (saved.released) throw py::value_error("saved: was released");
     if (saved.in_float32 != w.in_float32() || saved.experts != w.experts || saved.hidden != w.hidden ||
         saved.inter != w.inter || saved.parts != (w.activation.gated() ? 2 : 1))
         throw py::value_error("saved: belongs to a layer of other shape, dtype or activation than weights");
@@ -403,7 +402,8 @@ PYBIND11_MODULE(_native, m) {
         .def_property_readonly("bytes", &kt::Saved::bytes)
         .def_readonly("tokens", &kt::Saved::tokens)
         .def_readonly("slots", &kt::Saved::slots)
-        .def("release", &kt::Saved::release, "Gives the memory back to the engine at once.");
+        .def("release", &kt::Saved::release, py::call_guard<py::gil_scoped_release>(),
+             "Gives the memory back to the engine: at once, or when a running backward has read it.");
 
     py::class_<kt::Engine>(m, "Engine")
         .def(py::init<const std::string&, int, const std::vector<int>&, bool>(), py::arg("isa"),
@@ -412,12 +412,35 @@ PYBIND11_MODULE(_native, m) {
         .def("backward", &backward)
         .def("join", &join)
         .def("add_rows", &add_rows)
+        .def(
+            "scatter_tasks",
+            [](const kt::Engine& engine, int64_t hidden, int64_t inter, const std::vector<int64_t>& rows) {
+                std::vector<std::tuple<int64_t, int64_t, int64_t>> list;
+                for (const kt::ScatteredRows& task : engine.scattered_rows(hidden, inter, rows))
+                    list.emplace_back(task.slab, task.run, task.rows);
+                return list;
+            },
+            py::arg("hidden"), py::arg("inter"), py::arg("rows"),
+            "(slab, run, rows) of the tasks that add to tokens, in the order they are taken, for experts "
+            "with "
+            "so many rows each.")
         .def("close", &kt::Engine::close, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("isa", &kt::Engine::isa)
         .def_property_readonly("threads", &kt::Engine::threads)
         .def_property_readonly("calls", &kt::Engine::calls)
         .def_property_readonly("busy_seconds", &kt::Engine::busy_seconds)
         .def_property_readonly("scratch_bytes", &kt::Engine::scratch_bytes);
+
+    py::class_<kt::Turns>(m, "Turns", "Whose turn it is at a slab, by itself, for tests.")
+        .def(py::init([](int64_t slabs) {
+                 auto turns = std::make_unique<kt::Turns>();
+                 turns->begin(slabs);
+                 return turns;
+             }),
+             py::arg("slabs"))
+        .def("wait", &kt::Turns::wait, py::call_guard<py::gil_scoped_release>())
+        .def("done", &kt::Turns::done)
+        .def("fail", &kt::Turns::fail);
 
     py::class_<kt::ThreadPool, kt::ThreadPool::Owner>(m, "ThreadPool",
                                                       "The engine's threads by themselves, for tests.")

@@ -30,8 +30,13 @@ Buffer::Buffer(size_t bytes) {
 
 Buffer::~Buffer() { std::free(data_); }
 
+BufferCache::~BufferCache() {
+    if (forked()) new std::vector<Buffer>(std::move(free_));  // left alone
+}
+
 Buffer BufferCache::take(size_t bytes) {
     if (bytes == 0) return Buffer();
+    if (forked()) return Buffer(bytes);
     const size_t most = rounded(bytes + bytes / 4);
     Buffer evicted;  // freed outside the lock
     {
@@ -56,18 +61,20 @@ Buffer BufferCache::take(size_t bytes) {
 }
 
 void BufferCache::give(Buffer buffer) {
-    if (buffer.bytes() == 0) return;
+    if (buffer.bytes() == 0 || forked()) return;  // freed with the argument
     std::lock_guard lock(mutex_);
     if (!closed_) free_.push_back(std::move(buffer));
 }
 
 void BufferCache::close() {
+    if (forked()) return;
     std::lock_guard lock(mutex_);
     closed_ = true;
     free_.clear();
 }
 
 size_t BufferCache::kept_bytes() const {
+    if (forked()) return 0;
     std::lock_guard lock(mutex_);
     size_t sum = 0;
     for (const Buffer& b : free_) sum += b.bytes();

@@ -1,6 +1,9 @@
 // Memory of an engine: aligned, first touched by the threads that use it, reused between calls.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -41,8 +44,15 @@ class Buffer {
 // the last, and fresh pages cost more than the copy into them. A buffer in reuse is at most a quarter
 // larger than asked for, before rounding. A request that finds no fit frees one kept buffer first, so the
 // cache follows shapes that drift instead of growing.
+//
+// In a process forked later nothing is kept: a thread of the parent may have held the mutex, or been changing
+// the list, and is not there to go on.
 class BufferCache {
   public:
+    BufferCache() = default;
+    ~BufferCache();
+    BufferCache(const BufferCache&) = delete;
+    BufferCache& operator=(const BufferCache&) = delete;
     Buffer take(size_t bytes);
     void give(Buffer buffer);
     // Frees what is kept, and from now on what is given back.
@@ -50,6 +60,9 @@ class BufferCache {
     size_t kept_bytes() const;
 
   private:
+    bool forked() const { return getpid() != process_; }
+
+    const pid_t process_ = getpid();
     mutable std::mutex mutex_;
     std::vector<Buffer> free_;
     bool closed_ = false;

@@ -118,6 +118,22 @@ std::vector<std::pair<std::string, double>> measure_products() {
     return rates;
 }
 
+// Into how many runs to cut the spans, so that tasks of (run, slab) keep all threads busy to the end: 8 to 16
+// tasks for each, as many as leave the fewest threads without one at last. More would cost: each decodes its
+// first panel by itself.
+int64_t runs_of(int64_t slabs, int threads) {
+    if (threads == 1) return 1;
+    const int64_t fewest = pieces(8 * threads, slabs);
+    int64_t best = fewest;
+    const auto idle = [&](int64_t runs) {
+        const double tasks = static_cast<double>(runs * slabs);
+        return static_cast<double>(padded(runs * slabs, threads)) / tasks;
+    };
+    for (int64_t runs = fewest; runs <= 2 * fewest; ++runs)
+        if (idle(runs) < idle(best)) best = runs;
+    return best;
+}
+
 }  // namespace
 
 const std::vector<std::pair<std::string, double>>& product_rates() {
@@ -125,13 +141,22 @@ const std::vector<std::pair<std::string, double>>& product_rates() {
     return rates;
 }
 
+std::shared_lock<std::shared_mutex> Saved::reading() const {
+    std::shared_lock lock(mutex_, std::defer_lock);
+    if (getpid() == process_) lock.lock();
+    return lock;
+}
+
 size_t Saved::bytes() const {
+    const auto lock = reading();
     const size_t index = routing.row_token.size() * (sizeof(int32_t) + sizeof(int64_t) + sizeof(float)) +
                          routing.row_hash.size() * sizeof(uint32_t);
     return x.bytes() + pair.bytes() + lora_in.bytes() + lora_mid.bytes() + index;
 }
 
 void Saved::release() {
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (getpid() == process_) lock.lock();
     Lease(std::move(x));
     Lease(std::move(pair));
     Lease(std::move(lora_in));
@@ -173,6 +198,7 @@ size_t Engine::scratch_bytes() const {
 }
 
 double Engine::busy_seconds() const {
+    if (getpid() != process_) return 0;  // its threads are not here, nor the one that may hold the mutex
     std::lock_guard lock(pool_mutex_);
     return pool_ ? pool_->busy_seconds() : busy_at_close_;
 }
@@ -202,7 +228,7 @@ int64_t Engine::span_rows(const Weights& w, const Kernels& k) {
 
 void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t tokens,
                       const std::vector<LoraView>& lora, const Dropout& dropout) const {
-    const Kernels& k = kernels(w);
+    const Kernels& k = *kernels_[w.in_float32() ? 0 : 1];
     p.tokens = tokens;
     p.experts = w.experts;
     p.hidden = w.hidden;
@@ -242,12 +268,46 @@ void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t
     p.inter_slab = padded(pieces(w.inter, wanted), kDwColumns);
     const int64_t slab = w.hidden / (2 * threads_) / k.panel_columns * k.panel_columns;
     p.hidden_slab = std::clamp<int64_t>(slab, k.panel_columns, 1024);
+    p.scatter_runs = std::min(runs_of(scatter_slabs(p), threads_), std::max<int64_t>(p.num_spans, 1));
+}
+
+std::vector<ScatteredRows> Engine::scattered_rows(int64_t hidden, int64_t inter,
+                                                  const std::vector<int64_t>& rows) const {
+    Weights w{};
+    w.hidden = hidden;
+    w.inter = inter;
+    w.experts = static_cast<int64_t>(rows.size());
+    w.gate.first.format = w.up.first.format = w.down.first.format = Format::bf16;
+    const Kernels& k = *kernels_[1];
+    Routing routing;
+    int64_t end = 0;
+    for (size_t e = 0; e < rows.size(); ++e) {
+        if (rows[e] > 0) routing.groups.push_back({static_cast<int32_t>(e), -1, end, end + rows[e]});
+        end += rows[e];
+    }
+    routing.row_token.resize(end);
+    routing.cut(k.max_rows, k.row_step, span_rows(w, k));
+    Pass p{};
+    describe(p, w, routing, end, {}, {});
+    std::vector<ScatteredRows> tasks(k.tasks(p, Phase::down));
+    const auto begin_of = [&](int64_t run) {
+        const int64_t span = first_span(p, run);
+        return span == p.num_spans ? p.rows : p.blocks[p.spans[span].block_begin].begin;
+    };
+    for (size_t i = 0; i < tasks.size(); ++i) {
+        const ScatterTask task = scatter_task(p, static_cast<int64_t>(i));
+        tasks[i] = {task.slab, task.run, begin_of(task.run + 1) - begin_of(task.run)};
+    }
+    return tasks;
 }
 
 void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::vector<int64_t>& expert_ids,
                  Phase phase) {
     const size_t bytes = k.scratch_bytes(pass, phase);
+    const int64_t scattering = phase == Phase::down || phase == Phase::dx_grads ? scatter_tasks(pass) : 0;
+    if (scattering > 0) turns_.begin(scatter_slabs(pass));
     pool_->run(k.tasks(pass, phase), [&](int64_t task, int thread) {
+        const ScatterTask turn = scatter_task(pass, task);
         try {
             Buffer& scratch = thread_scratch_[thread];
             if (scratch.bytes() < bytes) {
@@ -256,8 +316,11 @@ void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::v
                 scratch = Buffer(bytes);
                 thread_scratch_bytes_ += static_cast<int64_t>(scratch.bytes());
             }
+            if (task < scattering && !turns_.wait(turn.slab, turn.run)) return;
             k.run(pass, phase, task, scratch.data());
+            if (task < scattering) turns_.done(turn.slab, turn.run);
         } catch (const std::bad_alloc&) {
+            if (scattering > 0) turns_.fail();
             const int32_t expert = k.expert_of(pass, phase, task);
             throw TaskOutOfMemory("layer " + std::to_string(layer) +
                                   (expert < 0 ? "" : ", expert " + std::to_string(expert_ids[expert])) +
@@ -333,6 +396,8 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
                       const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
                       float* dw, bool check_finite) {
     check_process();
+    const auto reading = saved.reading();
+    if (saved.released) throw std::invalid_argument("saved: was released");
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
     const Kernels& k = kernels(w);

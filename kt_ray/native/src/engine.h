@@ -2,6 +2,7 @@
 #pragma once
 
 #include <sys/types.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -9,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -16,6 +18,7 @@
 #include "kernels.h"
 #include "routing.h"
 #include "thread_pool.h"
+#include "turns.h"
 
 namespace kt {
 
@@ -80,8 +83,17 @@ struct Saved {
     Lease x, pair, lora_in, lora_mid;
 
     size_t bytes() const;
+    // Gives the memory back, once no backward reads it any more.
     void release();
     bool released = false;
+
+    // Held by whoever reads the memory. Not in a process forked after the forward, where a thread of the
+    // parent may have held it: there nobody else is left.
+    std::shared_lock<std::shared_mutex> reading() const;
+
+  private:
+    const pid_t process_ = getpid();
+    mutable std::shared_mutex mutex_;
 };
 
 struct ForwardInput {
@@ -107,6 +119,11 @@ struct AddedRows {
 // weights that are not float32. Measured at the first call, in a few milliseconds.
 const std::vector<std::pair<std::string, double>>& product_rates();
 
+// A task of the scattering phases, and for how many rows.
+struct ScatteredRows {
+    int64_t slab, run, rows;
+};
+
 class Engine {
   public:
     // isa: a name of isa_statuses(), available (std::invalid_argument otherwise). int8_products: weights
@@ -131,6 +148,10 @@ class Engine {
     // Ends the threads and frees the memory; further calls throw std::runtime_error. Nothing in a process
     // forked after construction, where calls throw std::runtime_error.
     void close();
+
+    // The tasks of the scattering phases in the order they are taken, for bfloat16 experts with so many rows.
+    std::vector<ScatteredRows> scattered_rows(int64_t hidden, int64_t inter,
+                                              const std::vector<int64_t>& rows) const;
 
     const std::string& isa() const { return isa_; }
     int threads() const { return threads_; }
@@ -168,6 +189,7 @@ class Engine {
     ThreadPool::Owner pool_;
     std::shared_ptr<BufferCache> cache_ = std::make_shared<BufferCache>();
     std::vector<Buffer> thread_scratch_;
+    Turns turns_;
     std::atomic<int64_t> thread_scratch_bytes_{0};
     mutable std::mutex pool_mutex_;  // held where the pool ends and where others ask it, during calls too
     std::atomic<int64_t> calls_{0};

@@ -124,9 +124,10 @@ struct Pass {
     void *act_int8, *dpair_int8;
     RowScale *act_scales, *dpair_scales;  // [R]
 
-    int64_t span_rows;    // at most, of a span
-    int64_t inter_slab;   // columns of I per task: a multiple of kDwColumns; does not affect results
-    int64_t hidden_slab;  // columns of H per task of the scattering phases; does not affect results
+    int64_t span_rows;     // at most, of a span
+    int64_t inter_slab;    // columns of I per task: a multiple of kDwColumns; does not affect results
+    int64_t hidden_slab;   // columns of H per task of the scattering phases; does not affect results
+    int64_t scatter_runs;  // and the runs that all spans are cut into there; does not affect results
 };
 
 // Steps of forward and backward: all tasks of one are done before the next begins.
@@ -135,19 +136,42 @@ enum class Phase : int32_t {
     lora_in,   // task = chunk: A_gate, A_up
     gate_up,   // task = (span, slab of I): gate, up, act
     lora_mid,  // task = chunk: A_down; INT8 products: act quantised
-    down,      // task = slab of H: y
+    down,      // task = (run of spans, slab of H): y
     store_dy,  // task = kTokenChunk tokens
     lora_out,  // task = chunk: B_down^T
     dact,      // task = (span, slab of I): gradients of gate, up; parts of dw
     dlora_in,  // task = chunk: B_gate^T, B_up^T; dw; INT8 products: gradients of gate, up quantised
-    dx_grads,  // tasks = slabs of H: dx; then (group, matrix, slab): gradients of the adapters
+    dx_grads,  // tasks = (run of spans, slab of H): dx; then (group, matrix, slab): gradients of the adapters
 };
+
+// A task of the scattering phases adds a run of spans to a slab of H, after all runs before it. They come run
+// by run. Always inlined, as ExpertMatrices::at.
+struct ScatterTask {
+    int64_t slab, run;
+};
+[[gnu::always_inline]] inline int64_t scatter_slabs(const Pass& p) {
+    return (p.hidden + p.hidden_slab - 1) / p.hidden_slab;
+}
+[[gnu::always_inline]] inline int64_t scatter_tasks(const Pass& p) {
+    return scatter_slabs(p) * p.scatter_runs;
+}
+[[gnu::always_inline]] inline ScatterTask scatter_task(const Pass& p, int64_t task) {
+    return {task % scatter_slabs(p), task / scatter_slabs(p)};
+}
+// The first span of a run: runs have about as many rows.
+[[gnu::always_inline]] inline int64_t first_span(const Pass& p, int64_t run) {
+    int64_t span = 0;
+    while (span < p.num_spans && p.blocks[p.spans[span].block_begin].begin < p.rows * run / p.scatter_runs)
+        ++span;
+    return span;
+}
 
 constexpr int64_t kTokenChunk = 64;
 constexpr int64_t kChunkRows = 128;  // at most, of a chunk
 constexpr int64_t kDwColumns = 128;  // columns of I whose part of dw is summed in one piece
 constexpr int64_t kGradSlab = 512;   // columns per task of the adapter gradients
 constexpr int kGradMatrices = 6;
+constexpr int64_t kMaxRank = 256;  // of an adapter
 
 // The kernels of one instruction set for one storage type.
 struct Kernels {

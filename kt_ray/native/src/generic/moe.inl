@@ -3,7 +3,8 @@
 // next panel); the rank-sized expansions of LoRA and the adapters' gradients always run in float32.
 //
 // Bit-identical for any number of threads: a task owns its outputs, sums run in an order fixed by the
-// shapes and the routing alone, and scattering tasks own column slabs of all tokens.
+// shapes and the routing alone, and scattering tasks own column slabs of all tokens, one run of experts after
+// the other (turns.h).
 
 constexpr int64_t kColumns = 2 * kLanes;        // of a panel
 constexpr int64_t kRankLine = MicroF32::kLine;  // ranks in a line of the packed LoRA intermediates
@@ -125,6 +126,17 @@ struct Moe {
         constexpr int64_t kElements = 64 / static_cast<int64_t>(sizeof(Element));
         return base + (column / kElements * b.count + i) * kElements + column % kElements;
     }
+    // The same column of the next row is this many elements on.
+    template <class Element>
+    static constexpr int64_t kNextRow = 64 / static_cast<int64_t>(sizeof(Element));
+
+    // Stores the value in storage type. A bfloat16 store rounds by itself, in the same way.
+    static void store_rounded(T* to, Vec v) {
+        if constexpr (sizeof(T) == sizeof(S))
+            vstore(to, v);
+        else
+            vstore(to, vthrough<S>(v));
+    }
     const LoraView* lora_of(const RowBlock& b) const {
         const int32_t adapter = p.groups[b.group].adapter;
         return adapter < 0 ? nullptr : p.lora + adapter;
@@ -141,9 +153,14 @@ struct Moe {
         for (int64_t i = 0; i < b.count; ++i) {
             const S* row = from(i);
             T* line = to + i * kLine;
-            for (int64_t k = 0; k < depth; k += kLine, line += b.count * kLine)
-                for (int64_t j = 0; j < kLine; ++j) line[j] = from_float<T>(to_float(row[k + j]));
+            for (int64_t k = 0; k < depth; k += kLine, line += b.count * kLine) pack_line(row + k, line);
         }
+    }
+    static void pack_line(const S* from, T* line) {
+        if constexpr (sizeof(S) == sizeof(T))
+            memcpy(line, from, kLine * sizeof(T));
+        else
+            widen(from, kLine, line);
     }
 
     // Products of packed rows with a sequence of panels, each decoded while the one before is used.

@@ -22,6 +22,9 @@ void dact(int64_t task) const {
         [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * kColumns;
+            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b))
+                touch_columns_of(lora->down_a + e * lora->rank * p.inter + i, p.inter,
+                                 min_of(kColumns, p.inter - i), lora->rank, touch);
             for (int64_t part = 0; part < p.parts; ++part)
                 for (int64_t k = 0; k < b.count; ++k) {
                     touch.add(packed_at(pair(b), b, k, part * p.inter_pad + i));
@@ -37,12 +40,7 @@ void dact(int64_t task) const {
                 add_expansion(b, lora_out(b), lora->rank, s.lora_panel, i, columns, kDown, tile);
             }
             float* dw = p.dw_parts + i / kDwColumns * p.rows + b.begin;
-            for_activation([&](auto kind) {
-                for (int64_t k = 0; k < b.count; ++k) {
-                    const float part = deactivate_row<decltype(kind)::value>(tile + k * kColumns, b, k, i);
-                    dw[k] = i % kDwColumns == 0 ? part : dw[k] + part;
-                }
-            });
+            for_activation([&](auto kind) { deactivate_block<decltype(kind)::value>(tile, b, i, dw); });
         });
 }
 
@@ -62,62 +60,79 @@ void add_expansion(const RowBlock& b, const float* left, int64_t rank, const flo
 }
 
 // From the unweighted gradient of act: weighted gradients of gate and up; act again, for the gradient
-// of A_down. Returns <act, dact> over these columns. Padding comes out as zero: dact is zero there.
+// of A_down; and <act, dact> over these columns to dw. Padding comes out as zero: dact is zero there.
 template <Activation A>
-float deactivate_row(const float* dact, const RowBlock& b, int64_t k, int64_t i) const {
+void deactivate_block(const float* tile, const RowBlock& b, int64_t i, float* dw) const {
     constexpr bool gated = A != Activation::relu2;
     const ActivationSpec spec = p.activation;
-    const Vec weight = vset1(p.row_weight[b.begin + k]);
-    Vec product[2] = {vset1(0.0f), vset1(0.0f)};
-    for (int64_t half = 0; half < 2; ++half) {
-        const int64_t j = half * kLanes;
-        if (i + j >= p.inter_pad) break;
-        const Vec d = vload(dact + j);
-        const Vec g = gated ? vload(packed_at(pair(b), b, k, i + j)) : vset1(0.0f);
-        const Vec u = vload(packed_at(pair(b), b, k, (gated ? p.inter_pad : 0) + i + j));
-        Vec dg, du;
-        const Vec a = vthrough<S>(deactivate<A>(spec, g, u, weight * d, &dg, &du));
-        product[half] = a * d;
-        vstore(packed_at(act(b), b, k, i + j), a);
-        if (gated) vstore(packed_at(dpair(b), b, k, i + j), vthrough<S>(dg));
-        vstore(packed_at(dpair(b), b, k, (gated ? p.inter_pad : 0) + i + j), vthrough<S>(du));
+    const int64_t count = b.count, up = gated ? p.inter_pad : 0;
+    const int64_t halves = i + kLanes < p.inter_pad ? 2 : 1;
+    const float* weight = p.row_weight + b.begin;
+    Vec products[C::Micro::kMaxRows];
+    for (int64_t half = 0; half < halves; ++half) {
+        const int64_t column = i + half * kLanes;
+        const S* from_g = packed_at(pair(b), b, 0, column);
+        const S* from_u = packed_at(pair(b), b, 0, up + column);
+        T* to = packed_at(act(b), b, 0, column);
+        T* to_g = packed_at(dpair(b), b, 0, column);
+        T* to_u = packed_at(dpair(b), b, 0, up + column);
+        for (int64_t k = 0; k < count; ++k) {
+            const Vec d = vload(tile + k * kColumns + half * kLanes);
+            const Vec g = gated ? vload(from_g + k * kNextRow<S>) : vset1(0.0f);
+            const Vec u = vload(from_u + k * kNextRow<S>);
+            Vec dg, du;
+            const Vec raw = deactivate<A>(spec, g, u, vset1(weight[k]) * d, &dg, &du);
+            store_rounded(to + k * kLine, raw);
+            if (gated) store_rounded(to_g + k * kLine, dg);
+            store_rounded(to_u + k * kLine, du);
+            const Vec product = vthrough<S>(raw) * d;
+            products[k] = half == 0 ? product : products[k] + product;
+        }
     }
-    if (i + kColumns >= p.inter)
+    for (int64_t k = 0; k < count; ++k) {
+        const float part = vsum(halves == 2 ? products[k] : products[k] + vset1(0.0f));
+        dw[k] = i % kDwColumns == 0 ? part : dw[k] + part;
+    }
+    if (i + kColumns < p.inter) return;
+    for (int64_t k = 0; k < count; ++k)
         for (int64_t part = 0; part < p.parts; ++part)
             pad_packed(dpair(b), b, k, part * p.inter_pad + min_of(i + kColumns, p.inter_pad),
                        (part + 1) * p.inter_pad);
-    alignas(64) float sum[kLanes];
-    vstore(sum, product[0] + product[1]);
-    for (int64_t half = kLanes / 2; half > 0; half /= 2)
-        for (int64_t j = 0; j < half; ++j) sum[j] += sum[j + half];
-    return sum[0];
 }
 
-// dx for a slab of H, over all experts in order.
-void dx(int64_t task) const {
-    const int64_t first = task * p.hidden_slab, last = min_of(p.hidden, first + p.hidden_slab);
-    for (int64_t t = 0; t < p.tokens; ++t)
-        memset(p.dx + t * p.hidden + first, 0, (last - first) * sizeof(float));
+// dx for a slab of H, from the experts of a run in order.
+void dx(int64_t index) const {
+    const ScatterTask task = scatter_task(p, index);
+    const int64_t first = task.slab * p.hidden_slab, last = min_of(p.hidden, first + p.hidden_slab);
+    clear(task, p.dx, first, last);
+    const Span* const spans = p.spans + first_span(p, task.run);
+    const int64_t count = p.spans + first_span(p, task.run + 1) - spans;
     const int64_t panels = pieces(last - first, kColumns), part_slices = p.inter_pad / kSlice;
     Expanded expanded;
     sweep(
-        p.num_spans * panels, p.parts * part_slices,
+        count * panels, p.parts * part_slices,
         [&](int64_t j) {
-            const int64_t e = p.spans[j / panels].expert, h = first + j % panels * kColumns;
+            const int64_t e = spans[j / panels].expert, h = first + j % panels * kColumns;
             if (p.parts == 1) return Source{{make_part(p.up.at(e), true, h, 0, 2, 0), Part()}, 1};
             return Source{{make_part(p.gate.at(e), true, h, 0, 2, 0),
                            make_part(p.up.at(e), true, h, 0, 2, part_slices)},
                           2};
         },
-        [&](int64_t j) { return blocks_of(p.spans[j / panels]); },
+        [&](int64_t j) { return blocks_of(spans[j / panels]); },
         [&](const RowBlock& b) { return dpair_frozen(b); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
-            touch_rows(p.dx + first + j % panels * kColumns, b, touch);
+            const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
+            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b)) {
+                const int64_t at = spans[j / panels].expert * lora->rank * p.hidden + h;
+                if (p.parts == 2) touch_columns_of(lora->gate_a + at, p.hidden, columns, lora->rank, touch);
+                touch_columns_of(lora->up_a + at, p.hidden, columns, lora->rank, touch);
+            }
+            touch_rows(p.dx + h, b, touch);
         },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
             if (const LoraView* lora = lora_of(b)) {
-                const int64_t rank = lora->rank, at = p.spans[j / panels].expert * rank * p.hidden + h;
+                const int64_t rank = lora->rank, at = spans[j / panels].expert * rank * p.hidden + h;
                 float* up_panel = s.lora_panel + p.rank_pad * kColumns;
                 if (expanded.is_new(j, b)) {
                     if (p.parts == 2)
@@ -131,7 +146,6 @@ void dx(int64_t task) const {
                 }
                 add_expansion(b, left, rank, up_panel, h, columns, kUp, tile);
             }
-            for (int64_t k = 0; k < b.count; ++k)
-                scatter(p.dx + p.row_token[b.begin + k] * p.hidden + h, tile + k * kColumns, 1.0f, columns);
+            scatter(b, tile, nullptr, columns, p.dx + h);
         });
 }

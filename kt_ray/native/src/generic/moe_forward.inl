@@ -33,27 +33,26 @@ void pack_tokens(const BlockRange& range, const RowOf& row_of) const {
 struct Expanded {
     int64_t item = -1, group = -1;
 
+    bool holds(int64_t j, const RowBlock& b) const { return j == item && b.group == group; }
     bool is_new(int64_t j, const RowBlock& b) {
-        const bool other = j != item || b.group != group;
+        const bool other = !holds(j, b);
         item = j;
         group = b.group;
         return other;
     }
 };
 
-// panel[q][n] = b[n][q] for a half panel: the rows of a [out, rank] matrix as columns.
-static void expand_rows(const float* b, int64_t count, int64_t rank, float* half) {
-    alignas(64) float square[kLanes * kLanes];
-    for (int64_t q = 0; q < rank; q += kLanes) {
-        memset(square, 0, sizeof(square));
-        for (int64_t n = 0; n < count; ++n)
-            memcpy(square + n * kLanes, b + n * rank + q, min_of(kLanes, rank - q) * sizeof(float));
-        transpose_block(square, kLanes, half + q * kColumns, kColumns);
-    }
+// panel[q][n] = b[n][q] for a half panel: the rows of a [out, rank] matrix as columns. Ranks beyond the last
+// get what lies there: the products stop before them.
+void expand_rows(const float* b, int64_t count, int64_t rank, float* half) const {
+    float* rows = s.split;  // copied, as the transposition reads whole vectors
+    memcpy(rows, b, count * rank * sizeof(float));
+    memset(rows + count * rank, 0, ((kLanes - count) * rank + kLanes) * sizeof(float));
+    for (int64_t q = 0; q < rank; q += kLanes) transpose_block(rows + q, rank, half + q * kColumns, kColumns);
 }
 
 // The same for a whole panel of `count` columns.
-static void expand_rows_of_panel(const float* b, int64_t count, int64_t rank, float* panel) {
+void expand_rows_of_panel(const float* b, int64_t count, int64_t rank, float* panel) const {
     expand_rows(b, min_of(kLanes, count), rank, panel);
     expand_rows(b + kLanes * rank, max_of(0, count - kLanes), rank, panel + kLanes);
 }
@@ -88,6 +87,12 @@ void gate_up(int64_t task) const {
         [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * width;
+            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b)) {
+                const int64_t at = (e * p.inter + i) * lora->rank,
+                              count = min_of(width, p.inter - i) * lora->rank;
+                if (gated) touch_rows_of(lora->gate_b + at, count, touch);
+                touch_rows_of(lora->up_b + at, count, touch);
+            }
             if (i % kLine != 0) return;  // two panels share a line
             for (int64_t k = 0; k < b.count; ++k) touch.add(packed_at(act(b), b, k, i));
             for (int64_t part = 0; p.pair != nullptr && part < p.parts; ++part)
@@ -103,10 +108,7 @@ void gate_up(int64_t task) const {
                 MicroF32::run_two(b.count, left, left + up_piece, lora->rank, s.lora_panel, tile);
             }
             add_bias(tile, b.count, e, i, columns);
-            for_activation([&](auto kind) {
-                for (int64_t k = 0; k < b.count; ++k)
-                    activate_row<decltype(kind)::value>(tile + k * kColumns, b, k, i);
-            });
+            for_activation([&](auto kind) { activate_block<decltype(kind)::value>(tile, b, i); });
         });
 }
 
@@ -152,24 +154,39 @@ void for_activation(const Body& body) const {
 // act from the stored gate and up, so that keeping or recomputing them is the same. Columns beyond I
 // come out as zero, which the padding of act must be.
 template <Activation A>
-void activate_row(const float* tile, const RowBlock& b, int64_t k, int64_t i) const {
+void activate_block(const float* tile, const RowBlock& b, int64_t i) const {
     constexpr bool gated = A != Activation::relu2;
     constexpr int64_t width = gated ? kLanes : kColumns;
     const ActivationSpec spec = p.activation;
-    const bool keep = p.pair != nullptr;
+    const int64_t count = b.count;
     for (int64_t j = 0; j < width; j += kLanes) {
-        const Vec g = vthrough<S>(vload(tile + j));
-        const Vec u = gated ? vthrough<S>(vload(tile + kLanes)) : g;
-        vstore(packed_at(act(b), b, k, i + j), vthrough<S>(activate<A>(spec, g, u)));
-        if (!keep) continue;
-        vstore(packed_at(pair(b), b, k, i + j), g);
-        if (gated) vstore(packed_at(pair(b), b, k, p.inter_pad + i), u);
+        const float* from = tile + j;
+        T* to = packed_at(act(b), b, 0, i + j);
+        if (p.pair == nullptr) {
+            for (int64_t k = 0; k < count; ++k, from += kColumns, to += kLine) {
+                const Vec g = vthrough<S>(vload(from));
+                const Vec u = gated ? vthrough<S>(vload(from + kLanes)) : g;
+                store_rounded(to, activate<A>(spec, g, u));
+            }
+            continue;
+        }
+        S* to_g = packed_at(pair(b), b, 0, i + j);
+        S* to_u = gated ? packed_at(pair(b), b, 0, p.inter_pad + i) : to_g;
+        for (int64_t k = 0; k < count; ++k, from += kColumns, to += kLine) {
+            const Vec raw_g = vload(from), raw_u = gated ? vload(from + kLanes) : raw_g;
+            const Vec g = vthrough<S>(raw_g), u = vthrough<S>(raw_u);
+            vstore(to_g + k * kNextRow<S>, raw_g);
+            if (gated) vstore(to_u + k * kNextRow<S>, raw_u);
+            store_rounded(to, activate<A>(spec, g, u));
+        }
     }
     const int64_t end = i + width;
-    if (end >= p.inter) pad_packed(act(b), b, k, end, p.inter_pad);
-    if (keep && end >= p.inter)
-        for (int64_t part = 0; part < p.parts; ++part)
+    if (end < p.inter) return;
+    for (int64_t k = 0; k < count; ++k) {
+        pad_packed(act(b), b, k, end, p.inter_pad);
+        for (int64_t part = 0; p.pair != nullptr && part < p.parts; ++part)
             pad_packed(pair(b), b, k, part * p.inter_pad + end, (part + 1) * p.inter_pad);
+    }
 }
 
 // Zeros in columns [from, to) of row k.
@@ -178,41 +195,62 @@ static void pad_packed(Element* base, const RowBlock& b, int64_t k, int64_t from
     for (int64_t j = from; j < to; ++j) *packed_at(base, b, k, j) = from_float<Element>(0.0f);
 }
 
-// y for a slab of H, over all experts in order.
-void down(int64_t task) const {
-    const int64_t first = task * p.hidden_slab, last = min_of(p.hidden, first + p.hidden_slab);
+// Zeros in a slab of y or dx before the first run adds to it.
+void clear(const ScatterTask& task, float* table, int64_t first, int64_t last) const {
+    if (task.run > 0) return;
     for (int64_t t = 0; t < p.tokens; ++t)
-        memset(p.y + t * p.hidden + first, 0, (last - first) * sizeof(float));
+        memset(table + t * p.hidden + first, 0, (last - first) * sizeof(float));
+}
+
+// y for a slab of H, from the experts of a run in order.
+void down(int64_t index) const {
+    const ScatterTask task = scatter_task(p, index);
+    const int64_t first = task.slab * p.hidden_slab, last = min_of(p.hidden, first + p.hidden_slab);
+    clear(task, p.y, first, last);
+    const Span* const spans = p.spans + first_span(p, task.run);
+    const int64_t count = p.spans + first_span(p, task.run + 1) - spans;
     const int64_t panels = pieces(last - first, kColumns);
     Expanded expanded;
     sweep(
-        p.num_spans * panels, p.inter_pad / kSlice,
+        count * panels, p.inter_pad / kSlice,
         [&](int64_t j) {
-            const Matrix w = p.down.at(p.spans[j / panels].expert);
+            const Matrix w = p.down.at(spans[j / panels].expert);
             return Source{{make_part(w, false, first + j % panels * kColumns, 0, 2, 0), Part()}, 1};
         },
-        [&](int64_t j) { return blocks_of(p.spans[j / panels]); },
+        [&](int64_t j) { return blocks_of(spans[j / panels]); },
         [&](const RowBlock& b) { return act_frozen(b); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
-            touch_rows(p.y + first + j % panels * kColumns, b, touch);
+            const int64_t h = first + j % panels * kColumns;
+            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b))
+                touch_rows_of(lora->down_b + (spans[j / panels].expert * p.hidden + h) * lora->rank,
+                              min_of(kColumns, p.hidden - h) * lora->rank, touch);
+            touch_rows(p.y + h, b, touch);
         },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
-            const int64_t e = p.spans[j / panels].expert;
+            const int64_t e = spans[j / panels].expert;
             if (const LoraView* lora = lora_of(b)) {
                 if (expanded.is_new(j, b))
                     expand_rows_of_panel(lora->down_b + (e * p.hidden + h) * lora->rank, columns, lora->rank,
                                          s.lora_panel);
                 MicroF32::run(b.count, lora_mid(b), lora->rank, s.lora_panel, tile, true);
             }
-            for (int64_t k = 0; k < b.count; ++k) {
-                if (p.down_bias != nullptr)
+            if (p.down_bias != nullptr)
+                for (int64_t k = 0; k < b.count; ++k)
                     for (int64_t c = 0; c < columns; ++c)
                         tile[k * kColumns + c] += p.down_bias[e * p.hidden + h + c];
-                scatter(p.y + p.row_token[b.begin + k] * p.hidden + h, tile + k * kColumns,
-                        p.row_weight[b.begin + k], columns);
-            }
+            scatter(b, tile, p.row_weight + b.begin, columns, p.y + h);
         });
+}
+
+// What an expansion will read of an adapter: lines that nothing else has fetched. As far as there is room
+// beside the rows' own.
+static void touch_rows_of(const float* b, int64_t count, Touch& touch) {
+    constexpr int64_t kRoom = C::Micro::kMaxRows * kTouchLines / 2, kFloats = 64 / sizeof(float);
+    for (int64_t i = 0; i < count && touch.count < kRoom; i += kFloats) touch.add(b + i);
+}
+static void touch_columns_of(const float* a, int64_t ld, int64_t count, int64_t rank, Touch& touch) {
+    for (int64_t q = 0; q < rank; ++q) touch_rows_of(a + q * ld, count, touch);
 }
 
 // The rows of y or dx that a block will be added to: far apart, so no hardware prefetcher finds them.
@@ -223,9 +261,17 @@ void touch_rows(const float* column, const RowBlock& b, Touch& touch) const {
     }
 }
 
-static void scatter(float* to, const float* tile, float weight, int64_t columns) {
-    if (columns == kColumns)
-        for (int64_t j = 0; j < kColumns; ++j) to[j] += weight * tile[j];
-    else
-        for (int64_t j = 0; j < columns; ++j) to[j] += weight * tile[j];
+// Adds the rows of a tile to their tokens' rows of y or dx, times their weights if there are any.
+void scatter(const RowBlock& b, const float* tile, const float* weights, int64_t columns,
+             float* column) const {
+    const int32_t* token = p.row_token + b.begin;
+    for (int64_t k = 0; k < b.count; ++k, tile += kColumns) {
+        float* to = column + token[k] * p.hidden;
+        const float weight = weights == nullptr ? 1.0f : weights[k];
+        if (columns == kColumns)
+            for (int64_t j = 0; j < kColumns; j += kLanes)
+                vstore(to + j, vload(to + j) + weight * vload(tile + j));
+        else
+            for (int64_t j = 0; j < columns; ++j) to[j] += weight * tile[j];
+    }
 }

@@ -5,6 +5,7 @@
 // of mantissa, times activations that are bfloat16 anyway.
 
 static constexpr int64_t kSplits = sizeof(T) == 2 ? 2 : 1;
+static constexpr int64_t kMostColumns = kSplits * 2 * kMaxRank;  // of a projection
 
 // One or two adapter matrices whose columns a projection's panels hold, one after the other.
 struct Projected {
@@ -49,26 +50,24 @@ void projection_panel(const Projected& w, int64_t first, int64_t begin, int64_t 
                 place_rows<T>(buffer, to + half * kLanes * pack_of<T>());
             }
         } else {
-            // The slice's rows of B lie together: split them at once, then cut them into columns.
-            const int64_t count = n_depth * w.rank;
-            for (int64_t which = 0; which < kSplits; ++which) {
-                float* part = s.split + which * kSlice * p.rank_pad;
-                memcpy(part, w.matrix[0] + k * w.rank, count * sizeof(float));
-                split(part, count, which, part);
-            }
-            for (int64_t q = 0; q < kSlice; q += pack_of<T>()) {
-                for (int64_t j = 0; j < pack_of<T>() * kColumns; ++j) buffer[j] = 0.0f;
-                for (int64_t r = 0; r < pack_of<T>() && q + r < n_depth; ++r)
-                    for (int64_t which = 0; which < kSplits; ++which) {
-                        const int64_t low = max_of(first, which * columns);
-                        const int64_t high = min_of(first + kColumns, (which + 1) * columns);
-                        const float* from =
-                            s.split + which * kSlice * p.rank_pad + (q + r) * w.rank - which * columns;
-                        float* row = buffer + r * kColumns - first;
-                        for (int64_t v = low; v < high; ++v) row[v] = from[v];
+            // The slice's rows of B lie together; copied, as whole vectors are read. What these write beyond
+            // a matrix' columns, the next one's or the zeros overwrite.
+            memcpy(s.split, w.matrix[0] + k * w.rank, n_depth * w.rank * sizeof(float));
+            alignas(64) float rows[kSlice][kLanes + kColumns + kLanes];
+            for (int64_t q = 0; q < kSlice; ++q) {
+                float* row = rows[q] + kLanes - first;
+                const int64_t there = q < n_depth ? kSplits * columns : 0;
+                for (int64_t which = 0; which * columns < there; ++which)
+                    for (int64_t c = 0; c < columns; c += kLanes) {
+                        const int64_t v = which * columns + c;
+                        if (v + kLanes > first && v < first + kColumns)
+                            split(s.split + q * w.rank + c, kLanes, which, row + v);
                     }
-                place_step<T>(buffer, kColumns, kColumns, q / pack_of<T>(), to);
+                for (int64_t v = max_of(first, there); v < first + kColumns; v += kLanes)
+                    vstore(row + v, vset1(0.0f));
             }
+            for (int64_t q = 0; q < kSlice; q += pack_of<T>())
+                place_step<T>(rows[q] + kLanes, kLanes + kColumns + kLanes, kColumns, q / pack_of<T>(), to);
         }
     }
 }
@@ -95,22 +94,22 @@ void project(const Chunk& chunk, const Projected& w, float scale, const LeftOf& 
     for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
         const RowBlock& b = p.blocks[q];
         for (int64_t k = 0; k < b.count; ++k) {
-            const int64_t row = b.begin - first_row + k;
-            const auto sum = [&](int64_t v) {
-                return s.sums[(v / kColumns * kChunkRows + row) * kColumns + v % kColumns];
-            };
+            alignas(64) float sums[kMostColumns + kColumns];  // of the row, side by side
+            for (int64_t panel = 0; panel < panels; ++panel)
+                memcpy(sums + panel * kColumns,
+                       s.sums + (panel * kChunkRows + b.begin - first_row + k) * kColumns,
+                       kColumns * sizeof(float));
             for (int64_t m = 0; m < w.count; ++m) {
                 float* to = out(b, m) + k * kRankLine;
-                for (int64_t line = 0; line < w.rank; line += kRankLine, to += b.count * kRankLine)
-                    for (int64_t j = 0; j < kRankLine; ++j) {
-                        const int64_t c = m * w.rank + line + j;
-                        float v = 0.0f;
-                        if (line + j < w.rank) {
-                            v = sum(c);
-                            if (kSplits == 2) v += sum(w.columns() + c);
-                        }
-                        to[j] = scale * v;
+                for (int64_t line = 0; line < w.rank; line += kRankLine, to += b.count * kRankLine) {
+                    const float* from = sums + m * w.rank + line;
+                    for (int64_t j = 0; j < kRankLine; j += kLanes) {
+                        Vec v = vload(from + j);
+                        if (kSplits == 2) v = v + vload(from + w.columns() + j);
+                        vstore(to + j, scale * v);
                     }
+                    for (int64_t j = w.rank - line; j < kRankLine; ++j) to[j] = 0.0f;
+                }
             }
         }
     }
@@ -141,8 +140,7 @@ void pack_masked(const Chunk& chunk, int64_t width, int64_t depth, Projection pr
 void pack_masked_x(const Chunk& chunk, Projection projection) const {
     pack_masked(chunk, p.hidden, p.hidden_pad, projection,
                 [&](const RowBlock& b, int64_t i, int64_t k, T* line) {
-                    const S* row = x_row(p.row_token[b.begin + i]) + k;
-                    for (int64_t j = 0; j < kLine; ++j) line[j] = from_float<T>(to_float(row[j]));
+                    pack_line(x_row(p.row_token[b.begin + i]) + k, line);
                 });
 }
 

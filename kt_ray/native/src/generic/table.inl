@@ -24,9 +24,9 @@ struct Entry {
             case Phase::dact:
                 return p.num_spans * pieces(p.inter, p.inter_slab);
             case Phase::down:
-                return pieces(p.hidden, p.hidden_slab);
+                return scatter_tasks(p);
             case Phase::dx_grads:
-                return pieces(p.hidden, p.hidden_slab) + grad_tasks(p);
+                return scatter_tasks(p) + grad_tasks(p);
         }
         return 0;
     }
@@ -64,8 +64,8 @@ struct Entry {
             case Phase::dlora_in:
                 return work.dlora_in(task);
             case Phase::dx_grads: {
-                const int64_t slabs = pieces(p.hidden, p.hidden_slab);
-                return task < slabs ? work.dx(task) : work.adapter_grads(task - slabs);
+                const int64_t scattering = scatter_tasks(p);
+                return task < scattering ? work.dx(task) : work.adapter_grads(task - scattering);
             }
         }
     }
@@ -81,8 +81,10 @@ struct Entry {
             case Phase::dlora_in:
                 return p.groups[p.chunks[task].group].expert;
             case Phase::dx_grads: {
-                const int64_t slabs = pieces(p.hidden, p.hidden_slab);
-                return task < slabs ? -1 : p.groups[(task - slabs) / Work::grad_tasks_per_group(p)].expert;
+                const int64_t scattering = scatter_tasks(p);
+                return task < scattering
+                           ? -1
+                           : p.groups[(task - scattering) / Work::grad_tasks_per_group(p)].expert;
             }
             default:
                 return -1;

@@ -33,6 +33,22 @@ inline Vec vthrough(Vec v) {
         return v;
 }
 
+// The sum of the lanes, as a tree: each half plus the other, down to one.
+template <int kCount>
+struct Halves {
+    typedef float Half __attribute__((vector_size(kCount * 2)));
+    Half low, high;
+};
+template <class V>
+inline float vsum(V v) {
+    using Two = Halves<sizeof(V) / sizeof(float)>;
+    const Two two = __builtin_bit_cast(Two, v);
+    if constexpr (sizeof(V) == 2 * sizeof(float))
+        return two.low[0] + two.high[0];
+    else
+        return vsum(two.low + two.high);
+}
+
 // exp with a relative error below 2e-7 on [-87.3, 88]; arguments beyond are clamped, NaN passes.
 // Range reduction by log 2 in two parts, then the degree-5 minimax polynomial of Cephes' expf.
 inline Vec vexp_clamped(Vec x) {
