@@ -1,6 +1,12 @@
 // The float32 micro-kernel, written once over the instruction set's vector: Vec of kLanes floats with
 // vload, vstore, vset1, vfma(a, b, c) = a * b + c.
 
+// Lines of memory that products ask for in passing, into the L2 cache.
+struct Fetch {
+    const char* from = nullptr;
+    int64_t step = 0, count = 0;
+};
+
 struct MicroF32 {
     using T = float;
     static constexpr int64_t kPack = 1;
@@ -13,6 +19,7 @@ struct MicroF32 {
     static void tile(const float* left0, const float* left1, int64_t piece_stride, int64_t steps,
                      const float* panel, float* to, bool accumulate) {
         Vec sum[N][2];
+#pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
             sum[i][0] = accumulate ? vload(to + i * 2 * kLanes) : vset1(0.0f);
             sum[i][1] = accumulate ? vload(to + i * 2 * kLanes + kLanes) : vset1(0.0f);
@@ -33,6 +40,7 @@ struct MicroF32 {
             left0 += piece_stride;
             left1 += piece_stride;
         }
+#pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
             vstore(to + i * 2 * kLanes, sum[i][0]);
             vstore(to + i * 2 * kLanes + kLanes, sum[i][1]);
@@ -50,6 +58,58 @@ struct MicroF32 {
             tiles[rows - 1](left0 + first * kLine, left1 + first * kLine, count * kLine, steps, panel,
                             to + first * 2 * kLanes, accumulate);
         }
+    }
+
+    // The same for whole lines of at most kMaxRows rows.
+    template <int N>
+    static void tile_lines(const float* left, int64_t steps, const float* panel, float* to, bool accumulate,
+                           Fetch fetch) {
+        Vec sum[N][2];
+#pragma GCC unroll 16
+        for (int i = 0; i < N; ++i) {
+            sum[i][0] = accumulate ? vload(to + i * 2 * kLanes) : vset1(0.0f);
+            sum[i][1] = accumulate ? vload(to + i * 2 * kLanes + kLanes) : vset1(0.0f);
+        }
+        const auto multiply = [&](int k) __attribute__((always_inline)) {
+            const Vec b0 = vload(panel + k * 2 * kLanes), b1 = vload(panel + k * 2 * kLanes + kLanes);
+#pragma GCC unroll 16
+            for (int i = 0; i < N; ++i) {
+                const Vec x = vset1(left[i * kLine + k]);
+                sum[i][0] = vfma(x, b0, sum[i][0]);
+                sum[i][1] = vfma(x, b1, sum[i][1]);
+            }
+        };
+        for (int64_t done = 0; done < steps; done += kLine) {
+            const float* const end = left + kLine;
+            for (; left < end; left += 2) {
+                if (fetch.count > 0) {
+                    __builtin_prefetch(fetch.from, 0, 2);
+                    fetch.from += fetch.step;
+                    --fetch.count;
+                }
+                multiply(0);
+                multiply(1);
+                panel += 2 * 2 * kLanes;
+            }
+            left += (N - 1) * kLine;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < N; ++i) {
+            vstore(to + i * 2 * kLanes, sum[i][0]);
+            vstore(to + i * 2 * kLanes + kLanes, sum[i][1]);
+        }
+    }
+    template <int... Counts>
+    static void dispatch_lines(int count, const float* left, int64_t steps, const float* panel, float* to,
+                               bool accumulate, Fetch fetch, std::integer_sequence<int, Counts...>) {
+        using Tile = void (*)(const float*, int64_t, const float*, float*, bool, Fetch);
+        static constexpr Tile tiles[] = {tile_lines<Counts + 1>...};
+        tiles[count - 1](left, steps, panel, to, accumulate, fetch);
+    }
+    static void run_lines(int count, const float* left, int64_t steps, const float* panel, float* to,
+                          bool accumulate, Fetch fetch) {
+        dispatch_lines(count, left, steps, panel, to, accumulate, fetch,
+                       std::make_integer_sequence<int, kMaxRows>());
     }
 
     // tile [count][2 * kLanes] (+)= packed left [.., steps] times panel [steps][2 * kLanes].

@@ -44,6 +44,47 @@ inline void transpose_block(const float* from, int64_t ld, float* to, int64_t st
     }
 }
 
+#define KT_UNITS
+
+using Dwords = uint32_t __attribute__((vector_size(32)));
+// 8 rows of kBytes, 16, 32 or 64: put(d, dwords d of all rows).
+template <int kBytes, class Put>
+[[gnu::always_inline]] inline void transpose_rows(const uint8_t* from, int64_t row_bytes, const Put& put) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kBytes / 16; ++c, from += 16) {
+        __m256i a[4];
+        for (int n = 0; n < 4; ++n) {
+            const auto row = [&](int64_t below) {
+                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + (n + below) * row_bytes));
+            };
+            a[n] = _mm256_inserti128_si256(_mm256_castsi128_si256(row(0)), row(4), 1);
+        }
+        const __m256i low0 = _mm256_unpacklo_epi32(a[0], a[1]), high0 = _mm256_unpackhi_epi32(a[0], a[1]);
+        const __m256i low1 = _mm256_unpacklo_epi32(a[2], a[3]), high1 = _mm256_unpackhi_epi32(a[2], a[3]);
+        put(4 * c, (Dwords)_mm256_unpacklo_epi64(low0, low1));
+        put(4 * c + 1, (Dwords)_mm256_unpackhi_epi64(low0, low1));
+        put(4 * c + 2, (Dwords)_mm256_unpacklo_epi64(high0, high1));
+        put(4 * c + 3, (Dwords)_mm256_unpackhi_epi64(high0, high1));
+    }
+}
+// A byte, or a nibble (the low one first), in every lane; above a nibble anything.
+inline Dwords load_bytes(const uint8_t* from) {
+    return (Dwords)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+inline Dwords load_nibbles(const uint8_t* from) {
+    int32_t few;
+    memcpy(&few, from, sizeof(few));
+    return (Dwords)_mm256_srlv_epi32(_mm256_set1_epi32(few), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+}
+inline bool any_bit(Dwords v) { return !_mm256_testz_si256((__m256i)v, (__m256i)v); }
+inline Vec vmin(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+// E2M1 in bits 0 to 3 of each lane.
+inline Vec fp4_values(Dwords v) {
+    const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+    const __m256 f = _mm256_permutevar8x32_ps(magnitudes, (__m256i)v);
+    return _mm256_or_ps(f, (__m256)(v << 28 & 0x80000000u));
+}
+
 // Pairs of 16 bits, or int32 sums.
 using IVec = __m256i;
 inline IVec iload(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
