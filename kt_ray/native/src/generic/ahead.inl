@@ -87,7 +87,8 @@ struct ComputeF32 {
         for (int64_t i = 0; i < touch.count; ++i) __builtin_prefetch(touch.lines[i], 0, 2);
         while (slices > 0) {
             const int64_t now = min_of(slices, ahead.wait);
-            MicroF32::run_lines(count, left, now * kSlice, panel, tile, accumulate, ahead.fetch());
+            Fetch fetch = ahead.fetch();
+            MicroF32::run_lines(count, left, now * kSlice, panel, tile, accumulate, fetch);
             ahead.step(now);
             accumulate = true;
             left += now * kSlice * count;

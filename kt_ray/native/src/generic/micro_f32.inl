@@ -1,10 +1,21 @@
 // The float32 micro-kernel, written once over the instruction set's vector: Vec of kLanes floats with
 // vload, vstore, vset1, vfma(a, b, c) = a * b + c.
 
-// Lines of memory that products ask for in passing, into the L2 cache.
+// Lines of memory that products ask for in passing, one in four depths, into the L2 cache.
 struct Fetch {
+    static constexpr int64_t kRows = 4;
+    struct Lines {
+        const char* from;
+        int64_t step;
+    };
     const char* from = nullptr;
-    int64_t step = 0, count = 0;
+    int64_t step_bytes = 0, count = 0;
+
+    Lines far() const { return {from, count > 0 ? step_bytes : 0}; }
+    void step() {
+        from += count > 0 ? kRows * step_bytes : 0;
+        count -= kRows;
+    }
 };
 
 struct MicroF32 {
@@ -60,10 +71,11 @@ struct MicroF32 {
         }
     }
 
-    // The same for whole lines of at most kMaxRows rows.
-    template <int N>
+    // The same for whole lines of at most kMaxRows rows; job.far() names lines of memory that the products of a
+    // line ask for one by one, job.step() runs after it.
+    template <int N, class Job>
     static void tile_lines(const float* left, int64_t steps, const float* panel, float* to, bool accumulate,
-                           Fetch fetch) {
+                           Job& job) {
         Vec sum[N][2];
 #pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
@@ -81,17 +93,18 @@ struct MicroF32 {
         };
         for (int64_t done = 0; done < steps; done += kLine) {
             const float* const end = left + kLine;
-            for (; left < end; left += 2) {
-                if (fetch.count > 0) {
-                    __builtin_prefetch(fetch.from, 0, 2);
-                    fetch.from += fetch.step;
-                    --fetch.count;
+            auto far = job.far();
+            for (int64_t q = 0; left < end; left += 4, ++q) {
+                if (Job::kRows == 4 || q < Job::kRows) {
+                    __builtin_prefetch(far.from, 0, 2);
+                    far.from += far.step;
                 }
-                multiply(0);
-                multiply(1);
-                panel += 2 * 2 * kLanes;
+#pragma GCC unroll 4
+                for (int k = 0; k < 4; ++k) multiply(k);
+                panel += 4 * 2 * kLanes;
             }
             left += (N - 1) * kLine;
+            job.step();
         }
 #pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
@@ -99,16 +112,17 @@ struct MicroF32 {
             vstore(to + i * 2 * kLanes + kLanes, sum[i][1]);
         }
     }
-    template <int... Counts>
+    template <class Job, int... Counts>
     static void dispatch_lines(int count, const float* left, int64_t steps, const float* panel, float* to,
-                               bool accumulate, Fetch fetch, std::integer_sequence<int, Counts...>) {
-        using Tile = void (*)(const float*, int64_t, const float*, float*, bool, Fetch);
-        static constexpr Tile tiles[] = {tile_lines<Counts + 1>...};
-        tiles[count - 1](left, steps, panel, to, accumulate, fetch);
+                               bool accumulate, Job& job, std::integer_sequence<int, Counts...>) {
+        using Tile = void (*)(const float*, int64_t, const float*, float*, bool, Job&);
+        static constexpr Tile tiles[] = {tile_lines<Counts + 1, Job>...};
+        tiles[count - 1](left, steps, panel, to, accumulate, job);
     }
+    template <class Job>
     static void run_lines(int count, const float* left, int64_t steps, const float* panel, float* to,
-                          bool accumulate, Fetch fetch) {
-        dispatch_lines(count, left, steps, panel, to, accumulate, fetch,
+                          bool accumulate, Job& job) {
+        dispatch_lines(count, left, steps, panel, to, accumulate, job,
                        std::make_integer_sequence<int, kMaxRows>());
     }
 

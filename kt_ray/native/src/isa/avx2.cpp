@@ -67,6 +67,17 @@ template <int kBytes, class Put>
         put(4 * c + 3, (Dwords)_mm256_unpackhi_epi64(high0, high1));
     }
 }
+// 16 bytes of rows 0, 4 in the 128-bit lanes.
+inline Dwords load_lanes(const uint8_t* from, int64_t row_bytes) {
+    const auto row = [&](int64_t n) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + n * row_bytes));
+    };
+    return (Dwords)_mm256_inserti128_si256(_mm256_castsi128_si256(row(0)), row(4), 1);
+}
+inline Dwords unpack_low_32(Dwords a, Dwords b) { return (Dwords)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b); }
+inline Dwords unpack_high_32(Dwords a, Dwords b) { return (Dwords)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b); }
+inline Dwords unpack_low_64(Dwords a, Dwords b) { return (Dwords)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b); }
+inline Dwords unpack_high_64(Dwords a, Dwords b) { return (Dwords)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
 // A byte, or a nibble (the low one first), in every lane; above a nibble anything.
 inline Dwords load_bytes(const uint8_t* from) {
     return (Dwords)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
@@ -99,6 +110,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
 #include "generic/ahead.inl"
+#include "generic/pieces.inl"
 #include "generic/activation.inl"
 #include "generic/int8.inl"
 #include "generic/micro_int8.inl"
@@ -107,7 +119,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 }  // namespace
 
 const Kernels f32 = Entry<float, ComputeF32>::kernels;
-const Kernels bf16 = Entry<Bf16, ComputeF32>::kernels;
+const Kernels bf16 = Entry<Bf16, ComputeF32Ahead>::kernels;
 const Kernels int8 =
     Entry<Bf16, ComputeInt8<ComputeF32, MicroInt8<int16_t, 0>, PlainInt8Ahead<0, int16_t>>>::kernels;
 

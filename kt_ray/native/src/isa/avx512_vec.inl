@@ -1,7 +1,7 @@
 // Shared by the AVX-512 instruction sets.
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kMaxRowsF32 = 14;
+constexpr int64_t kMaxRowsF32 = 10;
 
 using Vec = __m512;
 inline Vec vload(const float* p) { return _mm512_loadu_ps(p); }
@@ -103,6 +103,19 @@ template <int kBytes, class Put>
         }
     }
 }
+// 16 bytes of rows 0, 4, 8, 12 in the 128-bit lanes.
+inline Dwords load_lanes(const uint8_t* from, int64_t row_bytes) {
+    const auto row = [&](int64_t n) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + n * row_bytes));
+    };
+    __m512i v = _mm512_inserti32x4(_mm512_castsi128_si512(row(0)), row(4), 1);
+    v = _mm512_inserti32x4(v, row(8), 2);
+    return (Dwords)_mm512_inserti32x4(v, row(12), 3);
+}
+inline Dwords unpack_low_32(Dwords a, Dwords b) { return (Dwords)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
+inline Dwords unpack_high_32(Dwords a, Dwords b) { return (Dwords)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }
+inline Dwords unpack_low_64(Dwords a, Dwords b) { return (Dwords)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b); }
+inline Dwords unpack_high_64(Dwords a, Dwords b) { return (Dwords)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b); }
 // A byte, or a nibble (the low one first), in every lane; above a nibble anything.
 inline Dwords load_bytes(const uint8_t* from) {
     return (Dwords)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
