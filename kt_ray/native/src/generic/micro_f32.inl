@@ -75,7 +75,8 @@ struct MicroF32 {
     // line ask for one by one, job.step() runs after it.
     template <int N, class Job>
     static void tile_lines(const float* left, int64_t steps, const float* panel, float* to, bool accumulate,
-                           Job& job) {
+                           Job& whose) {
+        Job job = whose;  // in registers
         Vec sum[N][2];
 #pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
@@ -87,8 +88,8 @@ struct MicroF32 {
 #pragma GCC unroll 16
             for (int i = 0; i < N; ++i) {
                 const Vec x = vset1(left[i * kLine + k]);
-                sum[i][0] = vfma(x, b0, sum[i][0]);
-                sum[i][1] = vfma(x, b1, sum[i][1]);
+                sum[i][0] = vadd_product(sum[i][0], x, b0);
+                sum[i][1] = vadd_product(sum[i][1], x, b1);
             }
         };
         for (int64_t done = 0; done < steps; done += kLine) {
@@ -111,6 +112,7 @@ struct MicroF32 {
             vstore(to + i * 2 * kLanes, sum[i][0]);
             vstore(to + i * 2 * kLanes + kLanes, sum[i][1]);
         }
+        whose = job;
     }
     template <class Job, int... Counts>
     static void dispatch_lines(int count, const float* left, int64_t steps, const float* panel, float* to,

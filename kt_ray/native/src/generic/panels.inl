@@ -73,10 +73,6 @@ void place_step(const float* from, int64_t /*stride*/, int64_t width, int64_t st
 constexpr int64_t kUnits = 2;
 constexpr int64_t kUnitDepth = kSlice / kUnits;
 
-#ifdef KT_UNITS
-#include "generic/units.inl"
-#endif
-
 // Unit `unit` of slice s of a panel, at `slice`.
 template <Format F, class T>
 void decode_unit(const Part& part, int64_t s, int64_t unit, T* slice) {
@@ -89,23 +85,12 @@ void decode_unit(const Part& part, int64_t s, int64_t unit, T* slice) {
         if (half < 0 || half >= part.halves) return;
         const int64_t n_depth = min_of(kSlice, m.cols - depth);
         const int64_t columns = max_of(0, min_of(kLanes, part.count - half * kLanes));
-#ifdef KT_UNITS
-        if constexpr (sizeof(T) == sizeof(float) && Units<F>::kThere)
-            if (columns == kLanes && n_depth == kSlice && (F != Format::bf16 || m.col_bytes == 2))
-                if (place_strips<F>(m, part.at + half * kLanes, depth, slice + unit * kLanes)) return;
-#endif
         if (columns < kLanes || n_depth < kSlice) memset(buffer, 0, sizeof(buffer));
         for (int64_t n = 0; n < columns; ++n)
             strip<F>(m, part.at + half * kLanes + n, depth, n_depth, buffer + n * kSlice);
         place_rows<T>(buffer, slice + unit * kLanes * kPack);
     } else {
         const int64_t begin = unit * kUnitDepth, n_depth = m.rows - depth;
-#ifdef KT_UNITS
-        if constexpr (sizeof(T) == sizeof(float) && Units<F>::kThere)
-            if (part.count == 2 * kLanes && n_depth >= begin + kUnitDepth &&
-                (F != Format::bf16 || m.col_bytes == 2))
-                if (place_columns<F>(m, depth + begin, part.at, slice + begin * 2 * kLanes)) return;
-#endif
         const int64_t start = part.at / kSlice * kSlice, skip = part.at - start;
         for (int64_t q = begin; q < begin + kUnitDepth; q += kPack) {
             for (int64_t j = 0; j < kPack * 2 * kSlice; ++j) buffer[j] = 0.0f;

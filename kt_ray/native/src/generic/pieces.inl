@@ -12,11 +12,16 @@ struct PieceRun {
     int64_t pieces, slices;
 };
 
+constexpr int64_t kFarSlices = 4;  // between what is asked for and what is decoded
+// Where there are registers for both, pieces are decoded inside the micro-kernel; else after so many lines.
+constexpr bool kInside = kLanes == 16;
+constexpr int64_t kLinesBetween = 8;
+
 struct PieceState {
     PieceRun runs[2];
     int run = 0, count = 0;
     int64_t piece = 0;  // next, of the current run
-    int64_t quota = 0;  // pieces per line of products
+    int64_t quota = 0;  // pieces per line of products, or per kLinesBetween
     bool bad = false;   // an E4M3 NaN, which the vectors take for a number
 };
 
@@ -24,25 +29,27 @@ template <Format F, bool kAlongColumns>
 struct PieceJob {
     using U = Units<F>;
     static constexpr bool kFetches = true;
-    static constexpr int64_t kFar = 4;  // slices
     static constexpr int64_t kRows = kAlongColumns ? 4 : kLanes / 4;  // whose lines a step asks for
     // Along rows a piece is 16 bytes of kLanes rows, or half of their dwords where that makes 16 vectors or more.
     static constexpr int64_t kSplit = U::kBytes == 64 ? 1 : 2;
     static constexpr int64_t kOfSlice = kAlongColumns ? kSlice / 4 : U::kBytes / 16 * kSplit;
 
-    PieceState& state;
-    const PieceRun& run;
+    PieceRun run;
     int64_t piece, quota;
+    bool bad;
 
-    explicit PieceJob(PieceState& s) : state(s), run(s.runs[s.run]), piece(s.piece), quota(s.quota) {}
-    ~PieceJob() { state.piece = piece; }
+    explicit PieceJob(const PieceState& s) : run(s.runs[s.run]), piece(s.piece), quota(s.quota), bad(s.bad) {}
+    void end(PieceState& s) const {
+        s.piece = piece;
+        s.bad = bad;
+    }
 
     struct Lines {
         const char* from;
         int64_t step;
     };
     [[gnu::always_inline]] Lines far() const {
-        int64_t s = piece / kOfSlice + kFar;
+        int64_t s = piece / kOfSlice + kFarSlices;
         const bool over = s >= run.slices;
         if (over) s -= run.slices;
         const uint8_t* from = over ? run.after : run.from;
@@ -77,7 +84,7 @@ struct PieceJob {
                 vstore(to + kLanes, U::row(from + kBytes, scale));
                 if constexpr (F == Format::fp8)
                     if (any_bit((((load_bytes(from) & 0x7fu) + 1u) | ((load_bytes(from + kBytes) & 0x7fu) + 1u)) & 0x80u)) [[unlikely]]
-                        state.bad = true;
+                        bad = true;
             }
         } else {
             const uint8_t* from = run.from + s * run.slice_bytes + q / kSplit * 16;
@@ -96,7 +103,7 @@ struct PieceJob {
                 U::each(d + 1, v1, scales, put);
                 if constexpr (F == Format::fp8)
                     if (any_bit((((v0 & 0x7f7f7f7fu) + 0x01010101u) | ((v1 & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u)) [[unlikely]]
-                        state.bad = true;
+                        bad = true;
             };
             if constexpr (kSplit == 1) {
                 two(unpack_low_32(r0, r1), unpack_low_32(r2, r3), 0);
@@ -111,6 +118,36 @@ struct PieceJob {
     }
 };
 
+// Asks for the lines of the next `pieces` pieces, as PieceJob does, and leaves them to be decoded afterwards.
+struct PieceFetch {
+    static constexpr int64_t kRows = 4;
+    struct Lines {
+        const char* from;
+        int64_t step;
+    };
+    PieceRun run;
+    int64_t piece, pieces, of_slice, rows;
+    bool along_columns;
+
+    [[gnu::always_inline]] Lines far() const {
+        if (pieces <= 0) return {reinterpret_cast<const char*>(run.from), 0};
+        int64_t s = static_cast<uint32_t>(piece) / static_cast<uint32_t>(of_slice) + kFarSlices;
+        const int64_t q = piece & (of_slice - 1);
+        const bool over = s >= run.slices;
+        if (over) s -= run.slices;
+        const uint8_t* from = over ? run.after : run.from;
+        const int64_t row_bytes = over ? run.after_row_bytes : run.row_bytes;
+        const int64_t slice = along_columns ? kSlice * row_bytes : run.slice_bytes;
+        const int64_t row = (along_columns ? q : piece & 3) * rows;
+        return {reinterpret_cast<const char*>(from) + s * slice + row * row_bytes, row_bytes};
+    }
+    [[gnu::always_inline]] void step() {
+        const int64_t done = 4 / rows;
+        piece += done;
+        pieces -= done;
+    }
+};
+
 struct ComputeF32Ahead {
     using T = float;
     using Micro = MicroF32;
@@ -121,7 +158,21 @@ struct ComputeF32Ahead {
     static void products(PieceState& state, int count, const float* left, int64_t slices, const float* panel,
                          float* tile, bool accumulate) {
         PieceJob<F, kAlongColumns> job(state);
-        MicroF32::run_lines(count, left, slices * kSlice, panel, tile, accumulate, job);
+        if constexpr (kInside) {
+            MicroF32::run_lines(count, left, slices * kSlice, panel, tile, accumulate, job);
+        } else {
+            using J = PieceJob<F, kAlongColumns>;
+            constexpr int64_t kSteps = kLinesBetween * MicroF32::kLine;
+            for (int64_t done = 0, steps = slices * kSlice; done < steps; done += kSteps) {
+                const int64_t now = min_of(kSteps, steps - done);
+                const int64_t pieces = min_of((job.quota * now + kSteps - 1) / kSteps, job.run.pieces - job.piece);
+                PieceFetch fetch{job.run, job.piece, pieces, J::kOfSlice, J::kRows, kAlongColumns};
+                MicroF32::run_lines(count, left + done * count, now, panel + done * 2 * kLanes, tile,
+                                    accumulate || done > 0, fetch);
+                for (int64_t q = 0; q < pieces; ++q) job.decode();
+            }
+        }
+        job.end(state);
     }
     template <Format F, bool kAlongColumns>
     static void drain(PieceState& state, int64_t pieces) {
@@ -130,29 +181,39 @@ struct ComputeF32Ahead {
             job.fetch();
             job.decode();
         }
+        job.end(state);
     }
-    template <Format F>
-    static void scales_of_rows(const Matrix& m, int64_t n, int64_t k, int64_t slices, float* to) {
-        for (int64_t s = 0; s < slices; ++s) vstore(to + s * kLanes, Units<F>::scales(m, n, k + s * kSlice));
-    }
-    static void scales_of_columns(const Matrix& m, int64_t n, int64_t k, int64_t count, float* to) {
-        if (m.scale_type == ScaleType::none) return;
-        for (int64_t i = 0; i < count; ++i)
-            to[i] = m.block_rows > 1 && i > 0 && (n + i) % m.block_rows != 0 ? to[i - 1] : strip_scale(m, n + i, k);
+    // [slices][kLanes] of rows from n on, or [slices * kSlice] down the columns.
+    // Times `factor`; false: that is too much for one.
+    static bool scales_of(const Matrix& m, bool along_columns, int64_t n, int64_t k, int64_t slices, float factor,
+                          float* to) {
+        if (m.scale_type == ScaleType::none) return true;
+        const int64_t count = slices * (along_columns ? kSlice : kLanes);
+        if (along_columns)
+            column_scales(m, n, k, count, to);
+        else
+            for (int64_t s = 0; s < slices; ++s) column_scales(m, n, k + s * kSlice, kLanes, to + s * kLanes);
+        if (factor == 1.0f) return true;
+        bool fits = true;
+        for (int64_t i = 0; i < count; ++i) {
+            fits &= !(__builtin_fabsf(to[i]) > 0x1p119f);
+            to[i] *= factor;
+        }
+        return fits;
     }
 
     struct Functions {
         Products products = nullptr;
         Drain drain = nullptr;
-        void (*scales)(const Matrix&, int64_t, int64_t, int64_t, float*) = nullptr;
         int64_t of_slice = 0, bytes = 0;
+        float factor = 1.0f;
     };
     template <Format F>
     static Functions functions_of(bool along_columns) {
         if constexpr (Units<F>::kThere) {
             if (along_columns)
-                return {products<F, true>, drain<F, true>, scales_of_columns, PieceJob<F, true>::kOfSlice, Units<F>::kBytes};
-            return {products<F, false>, drain<F, false>, scales_of_rows<F>, PieceJob<F, false>::kOfSlice, Units<F>::kBytes};
+                return {products<F, true>, drain<F, true>, PieceJob<F, true>::kOfSlice, Units<F>::kBytes, Units<F>::kScale};
+            return {products<F, false>, drain<F, false>, PieceJob<F, false>::kOfSlice, Units<F>::kBytes, Units<F>::kScale};
         }
         return {};
     }
@@ -209,14 +270,15 @@ struct ComputeF32Ahead {
                 run.slice_bytes = use.bytes;
                 run.from = along_columns ? m.data + k * m.row_bytes + at * use.bytes / kSlice
                                          : m.data + at * m.row_bytes + k * use.bytes / kSlice;
+#ifdef HOT
+                run.from = m.data; run.row_bytes = 64; run.slice_bytes = 0;
+#endif
                 run.slices = s1 - s0;
                 run.pieces = run.slices * use.of_slice;
                 run.to = to + (s0 - first) * kSlice * 2 * kLanes + (along_columns ? 0 : i * kLanes);
                 run.scales = scales[state.count];
-                if (along_columns)
-                    use.scales(m, k, at, run.slices * kSlice, scales[state.count]);
-                else if (m.format != Format::bf16)
-                    use.scales(m, at, k, run.slices, scales[state.count]);
+                state.bad |= !scales_of(m, along_columns, along_columns ? k : at, along_columns ? at : k, run.slices,
+                                        use.factor, scales[state.count]);
                 // Further slices of this matrix, or what comes next.
                 run.after = run.from + run.slices * (along_columns ? kSlice * m.row_bytes : use.bytes);
                 run.after_row_bytes = m.row_bytes;
@@ -231,7 +293,7 @@ struct ComputeF32Ahead {
                 pieces_left += run.pieces;
                 ++state.count;
             }
-            state.quota = slices == 0 ? 0 : pieces(pieces_left, 2 * slices);
+            state.quota = slices == 0 ? 0 : pieces(pieces_left * (kInside ? 1 : kLinesBetween), 2 * slices);
         }
         // All columns there, row-major, one format, one direction.
         static bool whole(const Source& source) {

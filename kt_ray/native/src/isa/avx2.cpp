@@ -24,6 +24,11 @@ inline Vec vload(const Bf16* p) {
 inline void vstore(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 inline Vec vset1(float v) { return _mm256_set1_ps(v); }
 inline Vec vfma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+// sum + a * b in the register where it is: left to itself the compiler moves sums about, and to the stack.
+inline Vec vadd_product(Vec sum, Vec a, Vec b) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+}
 
 // to[k * step + n] = from[n * ld + k] for a square of kLanes.
 inline void transpose_block(const float* from, int64_t ld, float* to, int64_t step) {
@@ -47,26 +52,6 @@ inline void transpose_block(const float* from, int64_t ld, float* to, int64_t st
 #define KT_UNITS
 
 using Dwords = uint32_t __attribute__((vector_size(32)));
-// 8 rows of kBytes, 16, 32 or 64: put(d, dwords d of all rows).
-template <int kBytes, class Put>
-[[gnu::always_inline]] inline void transpose_rows(const uint8_t* from, int64_t row_bytes, const Put& put) {
-#pragma GCC unroll 4
-    for (int c = 0; c < kBytes / 16; ++c, from += 16) {
-        __m256i a[4];
-        for (int n = 0; n < 4; ++n) {
-            const auto row = [&](int64_t below) {
-                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + (n + below) * row_bytes));
-            };
-            a[n] = _mm256_inserti128_si256(_mm256_castsi128_si256(row(0)), row(4), 1);
-        }
-        const __m256i low0 = _mm256_unpacklo_epi32(a[0], a[1]), high0 = _mm256_unpackhi_epi32(a[0], a[1]);
-        const __m256i low1 = _mm256_unpacklo_epi32(a[2], a[3]), high1 = _mm256_unpackhi_epi32(a[2], a[3]);
-        put(4 * c, (Dwords)_mm256_unpacklo_epi64(low0, low1));
-        put(4 * c + 1, (Dwords)_mm256_unpackhi_epi64(low0, low1));
-        put(4 * c + 2, (Dwords)_mm256_unpacklo_epi64(high0, high1));
-        put(4 * c + 3, (Dwords)_mm256_unpackhi_epi64(high0, high1));
-    }
-}
 // 16 bytes of rows 0, 4 in the 128-bit lanes.
 inline Dwords load_lanes(const uint8_t* from, int64_t row_bytes) {
     const auto row = [&](int64_t n) {
@@ -88,8 +73,29 @@ inline Dwords load_nibbles(const uint8_t* from) {
     return (Dwords)_mm256_srlv_epi32(_mm256_set1_epi32(few), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
 }
 inline bool any_bit(Dwords v) { return !_mm256_testz_si256((__m256i)v, (__m256i)v); }
-inline Vec vmin(Vec a, Vec b) { return _mm256_min_ps(a, b); }
-// E2M1 in bits 0 to 3 of each lane.
+// E4M3 as IEEE halves with the same bits, so 2^-8 of the values; not for NaN.
+inline Vec fp8_values(const uint8_t* from) {
+    const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
+}
+// The same of byte j of every lane: put(j, values).
+template <class Put>
+[[gnu::always_inline]] inline void fp8_values(Dwords v, const Put& put) {
+    const __m256i in_lanes =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8((__m256i)v, in_lanes),
+                                                      _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        const __m128i two = half == 0 ? _mm256_castsi256_si128(bytes) : _mm256_extracti128_si256(bytes, 1);
+        const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(two), 7),
+                                                _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+        put(2 * half, _mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
+        put(2 * half + 1, _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+    }
+}
+// Integers less 8, and E2M1, in bits 0 to 3 of each lane.
+inline Vec int4_values(Dwords v) { return _mm256_cvtepi32_ps((__m256i)(v & 15u)) - 8.0f; }
 inline Vec fp4_values(Dwords v) {
     const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
     const __m256 f = _mm256_permutevar8x32_ps(magnitudes, (__m256i)v);
@@ -110,6 +116,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
 #include "generic/ahead.inl"
+#include "generic/units.inl"
 #include "generic/pieces.inl"
 #include "generic/activation.inl"
 #include "generic/int8.inl"

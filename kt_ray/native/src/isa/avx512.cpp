@@ -27,6 +27,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
 #include "generic/ahead.inl"
+#include "generic/units.inl"
 #include "generic/pieces.inl"
 #include "generic/activation.inl"
 #include "generic/int8.inl"

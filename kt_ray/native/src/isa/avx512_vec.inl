@@ -12,6 +12,11 @@ inline Vec vload(const Bf16* p) {
 inline void vstore(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 inline Vec vset1(float v) { return _mm512_set1_ps(v); }
 inline Vec vfma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+// sum + a * b in the register where it is: left to itself the compiler moves sums about, and to the stack.
+inline Vec vadd_product(Vec sum, Vec a, Vec b) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
 
 // Transposes 16 vectors of 16 dwords: put(k, dwords k of all of them).
 template <class Put>
@@ -54,55 +59,6 @@ inline void transpose_block(const float* from, int64_t ld, float* to, int64_t st
 #define KT_UNITS
 
 using Dwords = uint32_t __attribute__((vector_size(64)));
-// 16 rows of kBytes, 16, 32 or 64: put(d, dwords d of all rows). Every row is read at once: rows a power of
-// two apart share a set of the L1 cache, and would be gone when their turn came again.
-template <int kBytes, class Put>
-[[gnu::always_inline]] inline void transpose_rows(const uint8_t* from, int64_t row_bytes, const Put& put) {
-    if constexpr (kBytes == 64) {
-        __m512i a[16];
-        for (int n = 0; n < 16; ++n) a[n] = _mm512_loadu_si512(from + n * row_bytes);
-        transpose_dwords(a, [&](int k, __m512i v) { put(k, (Dwords)v); });
-        return;
-    }
-    // Four rows of each vector (kBytes 32: two, twice as wide) in its 128-bit lanes.
-    constexpr int kVectors = kBytes / 4;
-    __m512i a[kVectors], b[kVectors];
-    for (int n = 0; n < kVectors; ++n) {
-        const uint8_t* row = from + n * row_bytes;
-        const auto at = [&](int64_t below) {
-            return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + below * row_bytes));
-        };
-        if constexpr (kBytes == 16) {
-            const __m512i first = _mm512_inserti32x4(_mm512_castsi128_si512(at(0)), at(4), 1);
-            a[n] = _mm512_inserti32x4(_mm512_inserti32x4(first, at(8), 2), at(12), 3);
-        } else {
-            const auto* low = reinterpret_cast<const __m256i*>(row);
-            const auto* high = reinterpret_cast<const __m256i*>(row + 8 * row_bytes);
-            a[n] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(low)),
-                                      _mm256_loadu_si256(high), 1);
-        }
-    }
-    for (int q = 0; q < kVectors; q += 4) {
-        const __m512i low0 = _mm512_unpacklo_epi32(a[q], a[q + 1]),
-                      high0 = _mm512_unpackhi_epi32(a[q], a[q + 1]);
-        const __m512i low1 = _mm512_unpacklo_epi32(a[q + 2], a[q + 3]);
-        const __m512i high1 = _mm512_unpackhi_epi32(a[q + 2], a[q + 3]);
-        b[q] = _mm512_unpacklo_epi64(low0, low1);
-        b[q + 1] = _mm512_unpackhi_epi64(low0, low1);
-        b[q + 2] = _mm512_unpacklo_epi64(high0, high1);
-        b[q + 3] = _mm512_unpackhi_epi64(high0, high1);
-    }
-    if constexpr (kBytes == 16) {
-        for (int d = 0; d < 4; ++d) put(d, (Dwords)b[d]);
-    } else {
-        const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
-        const __m512i high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-        for (int d = 0; d < 4; ++d) {
-            put(d, (Dwords)_mm512_permutex2var_epi64(b[d], low, b[4 + d]));
-            put(4 + d, (Dwords)_mm512_permutex2var_epi64(b[d], high, b[4 + d]));
-        }
-    }
-}
 // 16 bytes of rows 0, 4, 8, 12 in the 128-bit lanes.
 inline Dwords load_lanes(const uint8_t* from, int64_t row_bytes) {
     const auto row = [&](int64_t n) {
@@ -128,8 +84,33 @@ inline Dwords load_nibbles(const uint8_t* from) {
     return (Dwords)_mm512_srlv_epi32(_mm512_permutexvar_epi32(which, _mm512_set1_epi64(few)), shift);
 }
 inline bool any_bit(Dwords v) { return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0; }
-inline Vec vmin(Vec a, Vec b) { return _mm512_min_ps(a, b); }
-// E2M1 in bits 0 to 3 of each lane.
+// E4M3 as IEEE halves with the same bits, so 2^-8 of the values; not for NaN.
+inline Vec fp8_values(const uint8_t* from) {
+    const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm512_cvtph_ps(
+        _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
+}
+// The same of byte j of every lane: put(j, values).
+template <class Put>
+[[gnu::always_inline]] inline void fp8_values(Dwords v, const Put& put) {
+    const __m512i in_lanes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i bytes = _mm512_permutexvar_epi32(across, _mm512_shuffle_epi8((__m512i)v, in_lanes));
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        const __m256i two = half == 0 ? _mm512_castsi512_si256(bytes) : _mm512_extracti64x4_epi64(bytes, 1);
+        const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(two), 7),
+                                                _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+        put(2 * half, _mm512_cvtph_ps(_mm512_castsi512_si256(halves)));
+        put(2 * half + 1, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
+    }
+}
+// Integers less 8, and E2M1, in bits 0 to 3 of each lane.
+inline Vec int4_values(Dwords v) {
+    const __m512 values = _mm512_setr_ps(-8.0f, -7.0f, -6.0f, -5.0f, -4.0f, -3.0f, -2.0f, -1.0f, 0.0f, 1.0f, 2.0f,
+                                         3.0f, 4.0f, 5.0f, 6.0f, 7.0f);
+    return _mm512_permutexvar_ps((__m512i)v, values);
+}
 inline Vec fp4_values(Dwords v) {
     const __m512 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f,
                                          -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
