@@ -71,8 +71,8 @@ struct MicroF32 {
         }
     }
 
-    // The same for whole lines of at most kMaxRows rows; job.far() names lines of memory that the products of a
-    // line ask for one by one, job.step() runs after it.
+    // The same for whole lines of at most kMaxRows rows; job.far() names lines of memory that the products of
+    // a line ask for one by one, job.step() runs after it.
     template <int N, class Job>
     static void tile_lines(const float* left, int64_t steps, const float* panel, float* to, bool accumulate,
                            Job& whose) {

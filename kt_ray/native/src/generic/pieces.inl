@@ -1,7 +1,8 @@
-// Decoding the next float panel inside the products of the current one: a piece of about 8 vectors after every
-// 16 depths. Needs the vectors of generic/units.inl.
+// Decoding the next float panel inside the products of the current one: a piece of about 8 vectors after
+// every 16 depths. Needs the vectors of generic/units.inl.
 
-// Consecutive slices of a panel that are complete: along rows of one half of its columns, along columns of both.
+// Consecutive slices of a panel that are complete: along rows of one half of its columns, along columns of
+// both.
 struct PieceRun {
     const uint8_t* from;  // first slice
     int64_t row_bytes, slice_bytes;
@@ -14,7 +15,8 @@ struct PieceRun {
 
 constexpr int64_t kFarSlices = 4;  // between what is asked for and what is decoded
 // Where there are registers for both, pieces are decoded inside the micro-kernel; else after so many lines.
-constexpr bool kInside = kLanes == 16;
+template <bool kAlongColumns>
+constexpr bool kInside = kLanes == 16 || kAlongColumns;
 constexpr int64_t kLinesBetween = 8;
 
 struct PieceState {
@@ -30,7 +32,8 @@ struct PieceJob {
     using U = Units<F>;
     static constexpr bool kFetches = true;
     static constexpr int64_t kRows = kAlongColumns ? 4 : kLanes / 4;  // whose lines a step asks for
-    // Along rows a piece is 16 bytes of kLanes rows, or half of their dwords where that makes 16 vectors or more.
+    // Along rows a piece is 16 bytes of kLanes rows, or half of their dwords where that makes 16 vectors or
+    // more.
     static constexpr int64_t kSplit = U::kBytes == 64 ? 1 : 2;
     static constexpr int64_t kOfSlice = kAlongColumns ? kSlice / 4 : U::kBytes / 16 * kSplit;
 
@@ -83,17 +86,19 @@ struct PieceJob {
                 vstore(to, U::row(from, scale));
                 vstore(to + kLanes, U::row(from + kBytes, scale));
                 if constexpr (F == Format::fp8)
-                    if (any_bit((((load_bytes(from) & 0x7fu) + 1u) | ((load_bytes(from + kBytes) & 0x7fu) + 1u)) & 0x80u)) [[unlikely]]
+                    if (any_bit(
+                            (((load_bytes(from) & 0x7fu) + 1u) | ((load_bytes(from + kBytes) & 0x7fu) + 1u)) &
+                            0x80u)) [[unlikely]]
                         bad = true;
             }
         } else {
             const uint8_t* from = run.from + s * run.slice_bytes + q / kSplit * 16;
             float* to = run.to + s * kSlice * 2 * kLanes;
             const Vec scales = F == Format::bf16 ? vset1(1.0f) : vload(run.scales + s * kLanes);
-            const auto put = [&](int depth, Vec value) __attribute__((always_inline)) {
-                vstore(to + depth * 2 * kLanes, value);
-            };
-            const Bits r0 = load_lanes(from, run.row_bytes), r1 = load_lanes(from + run.row_bytes, run.row_bytes);
+            const auto put = [&](int depth, Vec value)
+                                 __attribute__((always_inline)) { vstore(to + depth * 2 * kLanes, value); };
+            const Bits r0 = load_lanes(from, run.row_bytes),
+                       r1 = load_lanes(from + run.row_bytes, run.row_bytes);
             const Bits r2 = load_lanes(from + 2 * run.row_bytes, run.row_bytes);
             const Bits r3 = load_lanes(from + 3 * run.row_bytes, run.row_bytes);
             to += q / kSplit * (kSlice * 16 / U::kBytes) * 2 * kLanes;
@@ -102,7 +107,8 @@ struct PieceJob {
                 U::each(d, v0, scales, put);
                 U::each(d + 1, v1, scales, put);
                 if constexpr (F == Format::fp8)
-                    if (any_bit((((v0 & 0x7f7f7f7fu) + 0x01010101u) | ((v1 & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u)) [[unlikely]]
+                    if (any_bit((((v0 & 0x7f7f7f7fu) + 0x01010101u) | ((v1 & 0x7f7f7f7fu) + 0x01010101u)) &
+                                0x80808080u)) [[unlikely]]
                         bad = true;
             };
             if constexpr (kSplit == 1) {
@@ -158,14 +164,15 @@ struct ComputeF32Ahead {
     static void products(PieceState& state, int count, const float* left, int64_t slices, const float* panel,
                          float* tile, bool accumulate) {
         PieceJob<F, kAlongColumns> job(state);
-        if constexpr (kInside) {
+        if constexpr (kInside<kAlongColumns>) {
             MicroF32::run_lines(count, left, slices * kSlice, panel, tile, accumulate, job);
         } else {
             using J = PieceJob<F, kAlongColumns>;
             constexpr int64_t kSteps = kLinesBetween * MicroF32::kLine;
             for (int64_t done = 0, steps = slices * kSlice; done < steps; done += kSteps) {
                 const int64_t now = min_of(kSteps, steps - done);
-                const int64_t pieces = min_of((job.quota * now + kSteps - 1) / kSteps, job.run.pieces - job.piece);
+                const int64_t pieces =
+                    min_of((job.quota * now + kSteps - 1) / kSteps, job.run.pieces - job.piece);
                 PieceFetch fetch{job.run, job.piece, pieces, J::kOfSlice, J::kRows, kAlongColumns};
                 MicroF32::run_lines(count, left + done * count, now, panel + done * 2 * kLanes, tile,
                                     accumulate || done > 0, fetch);
@@ -185,8 +192,8 @@ struct ComputeF32Ahead {
     }
     // [slices][kLanes] of rows from n on, or [slices * kSlice] down the columns.
     // Times `factor`; false: that is too much for one.
-    static bool scales_of(const Matrix& m, bool along_columns, int64_t n, int64_t k, int64_t slices, float factor,
-                          float* to) {
+    static bool scales_of(const Matrix& m, bool along_columns, int64_t n, int64_t k, int64_t slices,
+                          float factor, float* to) {
         if (m.scale_type == ScaleType::none) return true;
         const int64_t count = slices * (along_columns ? kSlice : kLanes);
         if (along_columns)
@@ -205,23 +212,25 @@ struct ComputeF32Ahead {
     struct Functions {
         Products products = nullptr;
         Drain drain = nullptr;
-        int64_t of_slice = 0, bytes = 0;
+        int64_t of_slice = 0, bytes = 0, lines_between = 1;
         float factor = 1.0f;
     };
-    template <Format F>
-    static Functions functions_of(bool along_columns) {
-        if constexpr (Units<F>::kThere) {
-            if (along_columns)
-                return {products<F, true>, drain<F, true>, PieceJob<F, true>::kOfSlice, Units<F>::kBytes, Units<F>::kScale};
-            return {products<F, false>, drain<F, false>, PieceJob<F, false>::kOfSlice, Units<F>::kBytes, Units<F>::kScale};
-        }
+    template <Format F, bool kAlongColumns>
+    static constexpr Functions functions_of() {
+        if constexpr (Units<F>::kThere)
+            return {products<F, kAlongColumns>,
+                    drain<F, kAlongColumns>,
+                    PieceJob<F, kAlongColumns>::kOfSlice,
+                    Units<F>::kBytes,
+                    kInside<kAlongColumns> ? 1 : kLinesBetween,
+                    Units<F>::kScale};
         return {};
     }
     static Functions functions(Format format, bool along_columns) {
         switch (format) {
 #define KT_FORMAT(F) \
     case Format::F:  \
-        return functions_of<Format::F>(along_columns);
+        return along_columns ? functions_of<Format::F, true>() : functions_of<Format::F, false>();
             KT_FORMATS(KT_FORMAT)
 #undef KT_FORMAT
         }
@@ -238,7 +247,8 @@ struct ComputeF32Ahead {
         alignas(64) float scales[2][128 * 1024 / (kSlice * 2 * kLanes * 4) * kSlice];
 
         // As UnitAhead::start.
-        void start(const Source& from, int64_t first, int64_t last, float* to, int64_t slices, const Source& then) {
+        void start(const Source& from, int64_t first, int64_t last, float* to, int64_t slices,
+                   const Source& then) {
             state.run = state.count = 0;
             state.piece = 0;
             state.bad = false;
@@ -249,7 +259,8 @@ struct ComputeF32Ahead {
             units.source = nullptr;
             const Part& a = from.part[0];
             use = functions(a.m.format, a.along_columns);
-            if (use.products == nullptr || !whole(from)) return units.start(from, first, last, to, slices, then);
+            if (use.products == nullptr || !whole(from))
+                return units.start(from, first, last, to, slices, then);
             int64_t pieces_left = 0;
             const bool along_columns = a.along_columns;
             for (int i = 0; i < 2; ++i) {
@@ -260,8 +271,10 @@ struct ComputeF32Ahead {
                 const int64_t depth = along_columns ? m.rows : m.cols;
                 const int64_t s1 = min_of(last, part.slice_begin + depth / kSlice);
                 const int64_t s2 = min_of(last, part.slice_end);
-                if (s1 < s2 && s0 < s2 && (along_columns || i == 0 || from.parts == 2))  // the end of the depth
-                    decode_part<float>(part, max_of(s0, s1), s2, to + (max_of(s0, s1) - first) * kSlice * 2 * kLanes);
+                if (s1 < s2 && s0 < s2 &&
+                    (along_columns || i == 0 || from.parts == 2))  // the end of the depth
+                    decode_part<float>(part, max_of(s0, s1), s2,
+                                       to + (max_of(s0, s1) - first) * kSlice * 2 * kLanes);
                 if (s1 <= s0) continue;
                 PieceRun& run = state.runs[state.count];
                 const int64_t k = (s0 - part.slice_begin) * kSlice;
@@ -271,29 +284,33 @@ struct ComputeF32Ahead {
                 run.from = along_columns ? m.data + k * m.row_bytes + at * use.bytes / kSlice
                                          : m.data + at * m.row_bytes + k * use.bytes / kSlice;
 #ifdef HOT
-                run.from = m.data; run.row_bytes = 64; run.slice_bytes = 0;
+                run.from = m.data;
+                run.row_bytes = 64;
+                run.slice_bytes = 0;
 #endif
                 run.slices = s1 - s0;
                 run.pieces = run.slices * use.of_slice;
                 run.to = to + (s0 - first) * kSlice * 2 * kLanes + (along_columns ? 0 : i * kLanes);
                 run.scales = scales[state.count];
-                state.bad |= !scales_of(m, along_columns, along_columns ? k : at, along_columns ? at : k, run.slices,
-                                        use.factor, scales[state.count]);
+                state.bad |= !scales_of(m, along_columns, along_columns ? k : at, along_columns ? at : k,
+                                        run.slices, use.factor, scales[state.count]);
                 // Further slices of this matrix, or what comes next.
                 run.after = run.from + run.slices * (along_columns ? kSlice * m.row_bytes : use.bytes);
                 run.after_row_bytes = m.row_bytes;
                 if (s1 == part.slice_end || (along_columns && s1 < last)) {
                     const bool more = along_columns && i + 1 < from.parts;
-                    const Part& next = more ? from.part[1] : then.part[!along_columns && then.parts == 2 ? i : 0];
+                    const Part& next =
+                        more ? from.part[1] : then.part[!along_columns && then.parts == 2 ? i : 0];
                     const int64_t at_next = next.at + (!along_columns && then.parts == 1 ? i * kLanes : 0);
                     const int64_t bytes = strip_bytes(next.m.format) / 8;
-                    run.after = next.m.data + (next.along_columns ? at_next * bytes / kSlice : at_next * next.m.row_bytes);
+                    run.after = next.m.data +
+                                (next.along_columns ? at_next * bytes / kSlice : at_next * next.m.row_bytes);
                     run.after_row_bytes = next.m.row_bytes;
                 }
                 pieces_left += run.pieces;
                 ++state.count;
             }
-            state.quota = slices == 0 ? 0 : pieces(pieces_left * (kInside ? 1 : kLinesBetween), 2 * slices);
+            state.quota = slices == 0 ? 0 : pieces(pieces_left * use.lines_between, 2 * slices);
         }
         // All columns there, row-major, one format, one direction.
         static bool whole(const Source& source) {
@@ -304,7 +321,8 @@ struct ComputeF32Ahead {
                     part.along_columns != a.along_columns)
                     return false;
                 // Along columns both halves of one matrix; along rows a half of each, side by side.
-                if (part.along_columns ? part.halves < 2 : part.halves * source.parts != 2 || part.slice_begin != 0)
+                if (part.along_columns ? part.halves < 2
+                                       : part.halves * source.parts != 2 || part.slice_begin != 0)
                     return false;
                 const int64_t element = element_bytes(part.m.format);
                 if (element > 0 && part.m.col_bytes != element) return false;
@@ -326,8 +344,8 @@ struct ComputeF32Ahead {
     static void enter() {}
     static void leave() {}
 
-    static void run(Ahead& ahead, int count, const float* left, int64_t slices, const float* panel, float* tile,
-                    bool accumulate, Touch touch) {
+    static void run(Ahead& ahead, int count, const float* left, int64_t slices, const float* panel,
+                    float* tile, bool accumulate, Touch touch) {
         for (int64_t i = 0; i < touch.count; ++i) __builtin_prefetch(touch.lines[i], 0, 2);
         PieceState& state = ahead.state;
         if (state.run < state.count && state.piece == state.runs[state.run].pieces) {

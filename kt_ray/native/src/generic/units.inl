@@ -87,8 +87,8 @@ struct Units<Format::fp8> {
     static constexpr float kScale = 256.0f;
     template <class Put>
     static void each(int d, Bits v, Vec scales, const Put& put) {
-        fp8_values(v, [&](int j, Vec value)
-                          __attribute__((always_inline)) { put(4 * d + j, value * scales); });
+        fp8_values(v,
+                   [&](int j, Vec value) __attribute__((always_inline)) { put(4 * d + j, value * scales); });
     }
     static Vec row(const uint8_t* from, float scale) { return fp8_values(from) * scale; }
 };

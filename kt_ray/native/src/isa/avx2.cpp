@@ -59,10 +59,18 @@ inline Dwords load_lanes(const uint8_t* from, int64_t row_bytes) {
     };
     return (Dwords)_mm256_inserti128_si256(_mm256_castsi128_si256(row(0)), row(4), 1);
 }
-inline Dwords unpack_low_32(Dwords a, Dwords b) { return (Dwords)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b); }
-inline Dwords unpack_high_32(Dwords a, Dwords b) { return (Dwords)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b); }
-inline Dwords unpack_low_64(Dwords a, Dwords b) { return (Dwords)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b); }
-inline Dwords unpack_high_64(Dwords a, Dwords b) { return (Dwords)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
+inline Dwords unpack_low_32(Dwords a, Dwords b) {
+    return (Dwords)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b);
+}
+inline Dwords unpack_high_32(Dwords a, Dwords b) {
+    return (Dwords)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b);
+}
+inline Dwords unpack_low_64(Dwords a, Dwords b) {
+    return (Dwords)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b);
+}
+inline Dwords unpack_high_64(Dwords a, Dwords b) {
+    return (Dwords)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b);
+}
 // A byte, or a nibble (the low one first), in every lane; above a nibble anything.
 inline Dwords load_bytes(const uint8_t* from) {
     return (Dwords)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
@@ -76,7 +84,8 @@ inline bool any_bit(Dwords v) { return !_mm256_testz_si256((__m256i)v, (__m256i)
 // E4M3 as IEEE halves with the same bits, so 2^-8 of the values; not for NaN.
 inline Vec fp8_values(const uint8_t* from) {
     const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
+    return _mm256_cvtph_ps(
+        _mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
 }
 // The same of byte j of every lane: put(j, values).
 template <class Put>

@@ -68,10 +68,18 @@ inline Dwords load_lanes(const uint8_t* from, int64_t row_bytes) {
     v = _mm512_inserti32x4(v, row(8), 2);
     return (Dwords)_mm512_inserti32x4(v, row(12), 3);
 }
-inline Dwords unpack_low_32(Dwords a, Dwords b) { return (Dwords)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
-inline Dwords unpack_high_32(Dwords a, Dwords b) { return (Dwords)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }
-inline Dwords unpack_low_64(Dwords a, Dwords b) { return (Dwords)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b); }
-inline Dwords unpack_high_64(Dwords a, Dwords b) { return (Dwords)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b); }
+inline Dwords unpack_low_32(Dwords a, Dwords b) {
+    return (Dwords)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b);
+}
+inline Dwords unpack_high_32(Dwords a, Dwords b) {
+    return (Dwords)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b);
+}
+inline Dwords unpack_low_64(Dwords a, Dwords b) {
+    return (Dwords)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b);
+}
+inline Dwords unpack_high_64(Dwords a, Dwords b) {
+    return (Dwords)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b);
+}
 // A byte, or a nibble (the low one first), in every lane; above a nibble anything.
 inline Dwords load_bytes(const uint8_t* from) {
     return (Dwords)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -93,7 +101,8 @@ inline Vec fp8_values(const uint8_t* from) {
 // The same of byte j of every lane: put(j, values).
 template <class Put>
 [[gnu::always_inline]] inline void fp8_values(Dwords v, const Put& put) {
-    const __m512i in_lanes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m512i in_lanes =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i bytes = _mm512_permutexvar_epi32(across, _mm512_shuffle_epi8((__m512i)v, in_lanes));
 #pragma GCC unroll 2
@@ -107,8 +116,8 @@ template <class Put>
 }
 // Integers less 8, and E2M1, in bits 0 to 3 of each lane.
 inline Vec int4_values(Dwords v) {
-    const __m512 values = _mm512_setr_ps(-8.0f, -7.0f, -6.0f, -5.0f, -4.0f, -3.0f, -2.0f, -1.0f, 0.0f, 1.0f, 2.0f,
-                                         3.0f, 4.0f, 5.0f, 6.0f, 7.0f);
+    const __m512 values = _mm512_setr_ps(-8.0f, -7.0f, -6.0f, -5.0f, -4.0f, -3.0f, -2.0f, -1.0f, 0.0f, 1.0f,
+                                         2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f);
     return _mm512_permutexvar_ps((__m512i)v, values);
 }
 inline Vec fp4_values(Dwords v) {
