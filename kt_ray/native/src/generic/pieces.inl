@@ -9,7 +9,7 @@ struct PieceRun {
     const uint8_t* after;  // what will be read when these end
     int64_t after_row_bytes;
     float* to;
-    const float* scales;  // [slice][kColumnScales or kLanes]
+    const float* scales;  // along rows [slice][kLanes], along columns [slice][kSlice]
     int64_t pieces, slices;
 };
 
@@ -24,17 +24,33 @@ struct PieceState {
     int run = 0, count = 0;
     int64_t piece = 0;  // next, of the current run
     int64_t quota = 0;  // pieces per line of products, or per kLinesBetween
-    bool bad = false;   // an E4M3 NaN, which the vectors take for a number
+    bool bad = false;   // seen: what the vectors do not decode, an E4M3 NaN or too large a scale
 };
+
+// Lines of memory that products ask for one by one.
+struct FarLines {
+    const char* from;
+    int64_t step;
+};
+// Rows from `row` on of what lies kFarSlices after slice s: along columns, rows of that slice.
+[[gnu::always_inline]] inline FarLines far_lines(const PieceRun& run, bool along_columns, int64_t s,
+                                                 int64_t row) {
+    s += kFarSlices;
+    const bool over = s >= run.slices;
+    if (over) s -= run.slices;
+    const uint8_t* from = over ? run.after : run.from;
+    const int64_t row_bytes = over ? run.after_row_bytes : run.row_bytes;
+    const int64_t slice = along_columns ? kSlice * row_bytes : run.slice_bytes;
+    return {reinterpret_cast<const char*>(from) + s * slice + row * row_bytes, row_bytes};
+}
 
 template <Format F, bool kAlongColumns>
 struct PieceJob {
     using U = Units<F>;
-    static constexpr bool kFetches = true;
     static constexpr int64_t kRows = kAlongColumns ? 4 : kLanes / 4;  // whose lines a step asks for
     // Along rows a piece is 16 bytes of kLanes rows, or half of their dwords where that makes 16 vectors or
     // more.
-    static constexpr int64_t kSplit = U::kBytes == 64 ? 1 : 2;
+    static constexpr int64_t kSplit = U::kBytes >= 64 ? 1 : 2;
     static constexpr int64_t kOfSlice = kAlongColumns ? kSlice / 4 : U::kBytes / 16 * kSplit;
 
     PieceRun run;
@@ -47,21 +63,12 @@ struct PieceJob {
         s.bad = bad;
     }
 
-    struct Lines {
-        const char* from;
-        int64_t step;
-    };
-    [[gnu::always_inline]] Lines far() const {
-        int64_t s = piece / kOfSlice + kFarSlices;
-        const bool over = s >= run.slices;
-        if (over) s -= run.slices;
-        const uint8_t* from = over ? run.after : run.from;
-        const int64_t row_bytes = over ? run.after_row_bytes : run.row_bytes;
-        const int64_t slice = kAlongColumns ? kSlice * row_bytes : run.slice_bytes;
-        const int64_t row = kAlongColumns ? piece % kOfSlice * kRows : piece % 4 * kRows;
-        return {reinterpret_cast<const char*>(from) + s * slice + row * row_bytes, row_bytes};
+    [[gnu::always_inline]] FarLines far() const {
+        const int64_t row = (kAlongColumns ? piece % kOfSlice : piece % 4) * kRows;
+        FarLines lines = far_lines(run, kAlongColumns, piece / kOfSlice, row);
+        if constexpr (!kAlongColumns && U::kBytes > 64) lines.from += piece % kOfSlice * 16 / 64 * 64;
+        return lines;
     }
-
     [[gnu::always_inline]] void step() {
         for (int64_t q = 0; q < quota && piece < run.pieces; ++q) {
             if (q > 0) fetch();
@@ -69,7 +76,7 @@ struct PieceJob {
         }
     }
     void fetch() const {
-        Lines l = far();
+        FarLines l = far();
         for (int64_t i = 0; i < kRows; ++i, l.from += l.step) __builtin_prefetch(l.from, 0, 2);
     }
 
@@ -82,7 +89,7 @@ struct PieceJob {
             const float* scales = run.scales + s * kSlice + 4 * q;
 #pragma GCC unroll 4
             for (int r = 0; r < 4; ++r, from += run.row_bytes, to += 2 * kLanes) {
-                const float scale = F == Format::bf16 ? 1.0f : scales[r];
+                const float scale = U::kScaled ? scales[r] : 1.0f;
                 vstore(to, U::row(from, scale));
                 vstore(to + kLanes, U::row(from + kBytes, scale));
                 if constexpr (F == Format::fp8)
@@ -94,7 +101,7 @@ struct PieceJob {
         } else {
             const uint8_t* from = run.from + s * run.slice_bytes + q / kSplit * 16;
             float* to = run.to + s * kSlice * 2 * kLanes;
-            const Vec scales = F == Format::bf16 ? vset1(1.0f) : vload(run.scales + s * kLanes);
+            const Vec scales = U::kScaled ? vload(run.scales + s * kLanes) : vset1(1.0f);
             const auto put = [&](int depth, Vec value)
                                  __attribute__((always_inline)) { vstore(to + depth * 2 * kLanes, value); };
             const Bits r0 = load_lanes(from, run.row_bytes),
@@ -127,30 +134,95 @@ struct PieceJob {
 // Asks for the lines of the next `pieces` pieces, as PieceJob does, and leaves them to be decoded afterwards.
 struct PieceFetch {
     static constexpr int64_t kRows = 4;
-    struct Lines {
-        const char* from;
-        int64_t step;
-    };
     PieceRun run;
     int64_t piece, pieces, of_slice, rows;
     bool along_columns;
 
-    [[gnu::always_inline]] Lines far() const {
+    [[gnu::always_inline]] FarLines far() const {
         if (pieces <= 0) return {reinterpret_cast<const char*>(run.from), 0};
-        int64_t s = static_cast<uint32_t>(piece) / static_cast<uint32_t>(of_slice) + kFarSlices;
-        const int64_t q = piece & (of_slice - 1);
-        const bool over = s >= run.slices;
-        if (over) s -= run.slices;
-        const uint8_t* from = over ? run.after : run.from;
-        const int64_t row_bytes = over ? run.after_row_bytes : run.row_bytes;
-        const int64_t slice = along_columns ? kSlice * row_bytes : run.slice_bytes;
-        const int64_t row = (along_columns ? q : piece & 3) * rows;
-        return {reinterpret_cast<const char*>(from) + s * slice + row * row_bytes, row_bytes};
+        const int64_t row = (along_columns ? piece & (of_slice - 1) : piece & 3) * rows;
+        return far_lines(run, along_columns, static_cast<uint32_t>(piece) / static_cast<uint32_t>(of_slice),
+                         row);
     }
     [[gnu::always_inline]] void step() {
         const int64_t done = 4 / rows;
         piece += done;
         pieces -= done;
+    }
+};
+
+// Formats without pieces: a unit after every few slices of products, which have asked for its memory.
+struct UnitAhead {
+    static constexpr int64_t kFar = 4 * kUnits;  // units
+
+    const Source* source = nullptr;  // until the last unit
+    int64_t begin = 0, unit = 0, units = 0;
+    int64_t every = 1, wait = 1;  // slices of products between units, until the next
+    int64_t quota = 0;            // units at a time
+    float* panel = nullptr;
+
+    // Slices [first, last) of `from` are wanted in `to`, during `slices` slices of products.
+    void start(const Source& from, int64_t first, int64_t last, float* to, int64_t slices,
+               const Source& /*then*/) {
+        source = &from;
+        begin = first;
+        unit = 0;
+        units = (last - first) * kUnits;
+        panel = to;
+        every = wait = max_of(1, slices / units);
+        quota = slices == 0 ? 0 : pieces(units, slices);
+    }
+    // `slices` slices of products have been done, at most `wait`.
+    void step(int64_t slices) {
+        wait -= slices;
+        if (wait > 0) return;
+        wait = every;
+        for (int64_t q = 0; q < quota; ++q) decode_next();
+    }
+    void finish() {
+        while (source != nullptr) decode_next();
+    }
+    void decode_next() {
+        if (source == nullptr) return;
+        const int64_t s = unit / kUnits;
+        for (int i = 0; i < source->parts; ++i) {
+            const Part& part = source->part[i];
+            if (begin + s >= part.slice_begin && begin + s < part.slice_end)
+                unit_decoder<float>(part.m.format)(part, begin + s, unit % kUnits,
+                                                   panel + s * kSlice * 2 * kLanes);
+        }
+        if (++unit == units) source = nullptr;
+    }
+    // Memory that a unit later than the next one will read.
+    Fetch fetch() const {
+        if (source == nullptr) return {};
+        const int64_t u = unit + kFar, s = begin + u / kUnits;
+        for (int i = 0; i < source->parts; ++i)
+            if (s < source->part[i].slice_end) return lines(source->part[i], s, u % kUnits);
+        return {};
+    }
+    static Fetch lines(const Part& part, int64_t s, int64_t unit) {
+        const Matrix& m = part.m;
+        const int64_t depth = (s - part.slice_begin) * kSlice;
+        const int64_t n =
+            part.along_columns ? depth + unit * kUnitDepth : part.at + (unit - part.half) * kLanes;
+        const int64_t k = part.along_columns ? part.at : depth;
+        return {reinterpret_cast<const char*>(m.data) + n * m.row_bytes +
+                    k * strip_bytes(m.format) / (8 * kStrip),
+                m.row_bytes, part.along_columns ? kUnitDepth : kLanes};
+    }
+
+    void run(int count, const float* left, int64_t slices, const float* panel, float* tile, bool accumulate) {
+        while (slices > 0) {
+            const int64_t now = min_of(slices, wait);
+            Fetch asked = fetch();
+            MicroF32::run_lines(count, left, now * kSlice, panel, tile, accumulate, asked);
+            step(now);
+            accumulate = true;
+            left += now * kSlice * count;
+            panel += now * kSlice * 2 * kLanes;
+            slices -= now;
+        }
     }
 };
 
@@ -190,8 +262,7 @@ struct ComputeF32Ahead {
         }
         job.end(state);
     }
-    // [slices][kLanes] of rows from n on, or [slices * kSlice] down the columns.
-    // Times `factor`; false: that is too much for one.
+    // Scales times `factor`, as PieceRun has them; false: that is too much for one.
     static bool scales_of(const Matrix& m, bool along_columns, int64_t n, int64_t k, int64_t slices,
                           float factor, float* to) {
         if (m.scale_type == ScaleType::none) return true;
@@ -246,7 +317,7 @@ struct ComputeF32Ahead {
         float* panel = nullptr;
         alignas(64) float scales[2][128 * 1024 / (kSlice * 2 * kLanes * 4) * kSlice];
 
-        // As UnitAhead::start.
+        // As UnitAhead::start. What does not come in whole slices is decoded here.
         void start(const Source& from, int64_t first, int64_t last, float* to, int64_t slices,
                    const Source& then) {
             state.run = state.count = 0;
@@ -261,7 +332,7 @@ struct ComputeF32Ahead {
             use = functions(a.m.format, a.along_columns);
             if (use.products == nullptr || !whole(from))
                 return units.start(from, first, last, to, slices, then);
-            int64_t pieces_left = 0;
+            int64_t total = 0;
             const bool along_columns = a.along_columns;
             for (int i = 0; i < 2; ++i) {
                 if (along_columns && i >= from.parts) break;
@@ -283,11 +354,6 @@ struct ComputeF32Ahead {
                 run.slice_bytes = use.bytes;
                 run.from = along_columns ? m.data + k * m.row_bytes + at * use.bytes / kSlice
                                          : m.data + at * m.row_bytes + k * use.bytes / kSlice;
-#ifdef HOT
-                run.from = m.data;
-                run.row_bytes = 64;
-                run.slice_bytes = 0;
-#endif
                 run.slices = s1 - s0;
                 run.pieces = run.slices * use.of_slice;
                 run.to = to + (s0 - first) * kSlice * 2 * kLanes + (along_columns ? 0 : i * kLanes);
@@ -307,10 +373,10 @@ struct ComputeF32Ahead {
                                 (next.along_columns ? at_next * bytes / kSlice : at_next * next.m.row_bytes);
                     run.after_row_bytes = next.m.row_bytes;
                 }
-                pieces_left += run.pieces;
+                total += run.pieces;
                 ++state.count;
             }
-            state.quota = slices == 0 ? 0 : pieces(pieces_left * use.lines_between, 2 * slices);
+            state.quota = slices == 0 ? 0 : pieces(total * use.lines_between, 2 * slices);
         }
         // All columns there, row-major, one format, one direction.
         static bool whole(const Source& source) {
@@ -352,8 +418,7 @@ struct ComputeF32Ahead {
             ++state.run;
             state.piece = 0;
         }
-        if (state.run == state.count)
-            return ComputeF32::run(ahead.units, count, left, slices, panel, tile, accumulate, Touch{nullptr});
+        if (state.run == state.count) return ahead.units.run(count, left, slices, panel, tile, accumulate);
         ahead.use.products(state, count, left, slices, panel, tile, accumulate);
     }
 };

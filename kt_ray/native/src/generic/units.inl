@@ -53,9 +53,23 @@ struct Units {
 };
 
 template <>
+struct Units<Format::f32> {
+    static constexpr bool kThere = true;
+    static constexpr int kBytes = 128;
+    static constexpr bool kScaled = false;
+    static constexpr float kScale = 1.0f;
+    template <class Put>
+    static void each(int d, Bits v, Vec, const Put& put) {
+        put(d, as_floats(v));
+    }
+    static Vec row(const uint8_t* from, float) { return vload(reinterpret_cast<const float*>(from)); }
+};
+
+template <>
 struct Units<Format::bf16> {
     static constexpr bool kThere = true;
     static constexpr int kBytes = 64;
+    static constexpr bool kScaled = false;
     static constexpr float kScale = 1.0f;
     template <class Put>
     static void each(int d, Bits v, Vec, const Put& put) {
@@ -69,6 +83,7 @@ template <>
 struct Units<Format::int8> {
     static constexpr bool kThere = true;
     static constexpr int kBytes = 32;
+    static constexpr bool kScaled = true;
     static constexpr float kScale = 1.0f;
     template <class Put>
     static void each(int d, Bits v, Vec scales, const Put& put) {
@@ -84,6 +99,7 @@ template <>
 struct Units<Format::fp8> {
     static constexpr bool kThere = true;
     static constexpr int kBytes = 32;
+    static constexpr bool kScaled = true;
     static constexpr float kScale = 256.0f;
     template <class Put>
     static void each(int d, Bits v, Vec scales, const Put& put) {
@@ -97,6 +113,7 @@ template <Format F>
 struct NibbleUnits {
     static constexpr bool kThere = true;
     static constexpr int kBytes = 16;
+    static constexpr bool kScaled = true;
     static constexpr float kScale = 1.0f;
     static Vec values(Bits v) {
         if constexpr (F == Format::int4)

@@ -134,7 +134,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 
 }  // namespace
 
-const Kernels f32 = Entry<float, ComputeF32>::kernels;
+const Kernels f32 = Entry<float, ComputeF32Ahead>::kernels;
 const Kernels bf16 = Entry<Bf16, ComputeF32Ahead>::kernels;
 const Kernels int8 =
     Entry<Bf16, ComputeInt8<ComputeF32, MicroInt8<int16_t, 0>, PlainInt8Ahead<0, int16_t>>>::kernels;
