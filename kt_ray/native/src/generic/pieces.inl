@@ -13,7 +13,10 @@ struct PieceRun {
     int64_t pieces, slices;
 };
 
-constexpr int64_t kFarSlices = 4;  // between what is asked for and what is decoded
+// Slices between what is asked for and what is decoded. Along columns a slice is 32 rows, and rows a power of
+// two apart share sets of the L2 cache: 8 KiB apart (Mixtral) it holds 128 of them, with what is being
+// decoded.
+constexpr int64_t kFarAlongRows = 4, kFarAlongColumns = 2;
 // Where there are registers for both, pieces are decoded inside the micro-kernel; else after so many lines.
 template <bool kAlongColumns>
 constexpr bool kInside = kLanes == 16 || kAlongColumns;
@@ -32,10 +35,10 @@ struct FarLines {
     const char* from;
     int64_t step;
 };
-// Rows from `row` on of what lies kFarSlices after slice s: along columns, rows of that slice.
+// Rows from `row` on of what lies far ahead of slice s: along columns, rows of that slice.
 [[gnu::always_inline]] inline FarLines far_lines(const PieceRun& run, bool along_columns, int64_t s,
                                                  int64_t row) {
-    s += kFarSlices;
+    s += along_columns ? kFarAlongColumns : kFarAlongRows;
     const bool over = s >= run.slices;
     if (over) s -= run.slices;
     const uint8_t* from = over ? run.after : run.from;
