@@ -134,8 +134,6 @@ def store(name: str, experts: int, n: int, k: int, seed: int) -> Stored:
     few, size = min(experts, 4), k**-0.5
 
     def fill(t: Tensor) -> Tensor:
-        if experts <= few:
-            return t
         whole = in_huge_pages((experts, *t.shape[1:]), t.dtype)
         for first in range(0, experts, few):
             whole[first : first + few] = t[: experts - first]

@@ -25,7 +25,7 @@ from kt_ray.experts import LocalExperts, LocalExpertsSpec
 from kt_ray.experts.local_experts import Alloc, new_memory
 from kt_ray.experts.shared_experts import ExportedExperts
 from kt_ray.generate.requests import SessionSpec
-from kt_ray.native.pages import SHARED_HUGE_PAGES
+from kt_ray.native.pages import HUGE_PAGES, SHARED_HUGE_PAGES
 from kt_ray.optim.optimizers import use_torch_threads
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.plan_types import Plan
@@ -76,10 +76,16 @@ class ExpertActor(PlainActor):
         first = next(actor for actor in self.plan.experts if actor.host == self.experts.spec.host)
         if self.experts.huge_pages or self.rank != first.rank:
             return []
+        slower = "so the CPU's part of the experts is slower, in backward by up to a fifth"
+        if self.experts.spec.shared:
+            return [
+                f"weights that attention workers read are without huge pages, {slower}: "
+                f"{SHARED_HUGE_PAGES} says never, and only Linux 6.1 and later make them all the same; "
+                f"as root: echo advise > {SHARED_HUGE_PAGES}"
+            ]
         return [
-            "weights that attention workers read are without huge pages, so the CPU's part of the experts is "
-            f"slower, in backward by up to a fifth: {SHARED_HUGE_PAGES} says never, and only Linux 6.1 and "
-            f"later make them all the same; as root: echo advise > {SHARED_HUGE_PAGES}"
+            f"weights are without huge pages, {slower}: {HUGE_PAGES} says never, or memory is in pieces; "
+            f"as root: echo madvise > {HUGE_PAGES}; echo 1 > /proc/sys/vm/compact_memory"
         ]
 
     @property

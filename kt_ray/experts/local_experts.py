@@ -32,6 +32,7 @@ from kt_ray.experts.process_memory import prefer_node
 from kt_ray.experts.shared_experts import ExportedExperts, export_experts, put_into
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, MemoryFile, Saved, allocating
+from kt_ray.native.pages import in_huge_pages
 from kt_ray.optim.optimizers import LoraOptimizer, squared_norm, state_kinds
 from kt_ray.pulse import beat
 
@@ -103,6 +104,7 @@ class LocalExperts:
         self.counters = ExpertCounters()
         self.load_seconds = 0.0
         self.weight_bytes = 0
+        self.huge_pages = True  # whether loaded weights have them, as far as that is known
         self._local_ids: dict[int, Tensor] = {}  # layer -> local id by global one
         self._exact = Scratch()  # y or dx before it is rounded
         self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
@@ -160,6 +162,7 @@ class LocalExperts:
                 ]
                 if self._file is not None:
                     stored = [None if own is None else put_into(self._file, own) for own in stored]
+                    self.huge_pages = self._file.huge
                 if stored[0] is not None:
                     self.weights[layer] = stored[0]
                 self.order[layer] = (*others, *resident)
@@ -177,6 +180,11 @@ class LocalExperts:
                 if progress is not None:
                     progress(layer, done, total)
             self.weight_bytes = sum(weights.bytes for weights in self.weights.values())
+            first = next(iter(self.weights.values()), None)
+            if first is not None and self._file is None:
+                self.huge_pages = all(
+                    in_huge_pages(matrix.data) is not False for matrix in first.projections().values()
+                )
             self.load_seconds = time.monotonic() - start
             if spec.lora.experts:
                 self._make_lora(shapes)
@@ -266,11 +274,6 @@ class LocalExperts:
         if self._file is None:
             return tensor.clone()
         return self._file.allocate(tensor.shape, tensor.dtype).copy_(tensor)
-
-    @property
-    def huge_pages(self) -> bool:
-        """Whether the kernel had huge pages to give, as far as that is known."""
-        return self._file is None or self._file.huge
 
     def export(self) -> ExportedExperts:
         """For attention workers of this host, where `spec.shared`: weights, LoRA and what `keep` stored."""

@@ -8,6 +8,7 @@ import errno
 import math
 import mmap
 import os
+import re
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it
 _MAP_FIXED = 0x10
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")  # the first line of one in smaps
+_HUGE = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")  # in it
 _inside = threading.local()  # .file: where `allocate` of this thread takes memory from
 
 
@@ -57,6 +61,31 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python, without it
         mapping.madvise(mmap.MADV_HUGEPAGE, start, size)
     return torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start).view(dtype).view(*shape)
+
+
+def in_huge_pages(tensor: Tensor) -> bool | None:
+    """Whether most of the mapping that a tensor lies in has huge pages by now.
+
+    None = it is smaller than one, or the kernel does not say.
+    """
+    if tensor.nbytes < HUGE_PAGE:
+        return None
+    address = tensor.data_ptr()
+    sizes: dict[str, int] = {}
+    inside = False
+    with contextlib.suppress(OSError), open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            if head := _MAPPING.match(line):
+                if inside:
+                    break
+                inside = int(head[1], 16) <= address < int(head[2], 16)
+            elif inside:
+                name, _, value = line.partition(":")
+                if value.endswith("kB\n"):
+                    sizes[name] = int(value.split()[0])
+    if not sizes.get("Rss"):
+        return None
+    return sum(sizes.get(name, 0) for name in _HUGE) * 2 >= sizes["Rss"]
 
 
 class MemoryFile:

@@ -225,7 +225,13 @@ def test_a_kernel_without_shared_huge_pages_is_told_once(
 ) -> None:
     path = build_checkpoint(tmp_path, "deepseek_v3")
     config = config_for(path, *TWO_ACTORS)
-    monkeypatch.setattr(LocalExperts, "huge_pages", False)
+    load = LocalExperts.load
+
+    def without(self: LocalExperts, *args: Any) -> None:
+        load(self, *args)
+        self.huge_pages = False
+
+    monkeypatch.setattr(LocalExperts, "load", without)
     plan = with_lanes(plan_for(path, config))
     cluster = LocalCluster(plan, actor_specs(plan, config, str(path)))
     try:

@@ -53,6 +53,17 @@ def test_huge_pages_are_asked_for() -> None:
         assert "hg" in seen["VmFlags"].split()  # whether there are any left is the kernel's affair
 
 
+def test_what_has_huge_pages_is_seen() -> None:
+    assert pages.in_huge_pages(torch.zeros(100)) is None
+    size = 16 * HUGE_PAGE
+    plain = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    plain.madvise(mmap.MADV_NOHUGEPAGE)
+    assert pages.in_huge_pages(torch.frombuffer(plain, dtype=torch.uint8).zero_()) is False
+    tensor = allocate((size,), torch.uint8).zero_()
+    huge = int(mapping_of(tensor.data_ptr())["AnonHugePages"].split()[0]) << 10
+    assert pages.in_huge_pages(tensor) is (huge >= size // 2)
+
+
 def test_memory_goes_back_with_the_last_view() -> None:
     def mapped() -> int:
         return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE

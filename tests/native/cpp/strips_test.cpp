@@ -185,7 +185,6 @@ int64_t compare(const Case& c) {
             float values[kStrip];
             uint16_t got[kStrip];
             strip<F>(c.m, n, k, kStrip, values);
-            Strip<F>::prefetch(c.m, n, k);
             _mm512_storeu_si512(got, decoder.bf16(n, k));
             for (int64_t j = 0; j < kStrip; ++j) {
                 const bool nan = values[j] != values[j], got_nan = (got[j] & 0x7fffu) > 0x7f80u;

@@ -7,8 +7,8 @@ struct Touch {
     void add(const void* line) { lines[count++] = static_cast<const char*>(line); }
 };
 
-// Decoding the next panel ahead: the micro-kernel's instruction set may do it bit by bit inside the
-// products (isa/avx512_ahead.inl); this one does it at once.
+// Decoding the next panel ahead: an instruction set may do it bit by bit inside the products
+// (generic/pieces.inl, isa/avx512_ahead.inl); this one does it at once.
 
 template <class T>
 struct PlainAhead {

@@ -45,6 +45,14 @@ constexpr int64_t block_bytes() {
     return 0;
 }
 
+// Bytes of 8 strips: of one a fraction, for K-quants.
+constexpr int64_t strip_bytes(Format format) {
+#define KT_FORMAT(F) 8 * kStrip *block_bytes<Format::F>() / block_elements<Format::F>(),
+    constexpr int64_t bytes[] = {KT_FORMATS(KT_FORMAT)};
+#undef KT_FORMAT
+    return bytes[static_cast<int>(format)];
+}
+
 // The block that holds element k of row n.
 template <Format F>
 inline const uint8_t* block_at(const Matrix& m, int64_t n, int64_t k) {

@@ -15,6 +15,7 @@ struct MicroInt8 {
                      bool accumulate, Job& job) {
         constexpr int64_t kVector = kLanes * 4;
         IVec sum[N][2];
+#pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
             sum[i][0] = accumulate ? iload(to + i * 2 * kLanes) : iset1(0);
             sum[i][1] = accumulate ? iload(to + i * 2 * kLanes + kLanes) : iset1(0);
@@ -35,6 +36,7 @@ struct MicroInt8 {
             }
             job.step();
         }
+#pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
             istore(to + i * 2 * kLanes, sum[i][0]);
             istore(to + i * 2 * kLanes + kLanes, sum[i][1]);

@@ -68,50 +68,61 @@ void place_step(const float* from, int64_t /*stride*/, int64_t width, int64_t st
     memcpy(half + step * step_size<T>(), from, width * sizeof(T));
 }
 
-// Slices [begin, end) of the panel; `panel` is where slice `begin` starts.
+// Slices are decoded in two units each, so that products of another panel can run between: a half of the
+// columns along rows, half of the depths along columns.
+constexpr int64_t kUnits = 2;
+constexpr int64_t kUnitDepth = kSlice / kUnits;
+
+// Unit `unit` of slice s of a panel, at `slice`.
 template <Format F, class T>
-void decode_part(const Part& part, int64_t begin, int64_t end, T* panel) {
+void decode_unit(const Part& part, int64_t s, int64_t unit, T* slice) {
     constexpr int64_t kPack = pack_of<T>();
     const Matrix& m = part.m;
+    const int64_t depth = (s - part.slice_begin) * kSlice;
     alignas(64) float buffer[kLanes * kSlice];
-    for (int64_t s = max_of(begin, part.slice_begin); s < min_of(end, part.slice_end); ++s) {
-        T* slice = panel + (s - begin) * kSlice / kPack * step_size<T>() + part.half * kLanes * kPack;
-        const int64_t depth = (s - part.slice_begin) * kSlice;
-        if (!part.along_columns) {
-            const int64_t n_depth = min_of(kSlice, m.cols - depth);
-            for (int64_t half = 0; half < part.halves; ++half) {
-                if (part.count < kLanes * part.halves || n_depth < kSlice) memset(buffer, 0, sizeof(buffer));
-                const int64_t columns = min_of(kLanes, part.count - half * kLanes);
-                for (int64_t n = 0; n < columns; ++n)
-                    strip<F>(m, part.at + half * kLanes + n, depth, n_depth, buffer + n * kSlice);
-                place_rows<T>(buffer, slice + half * kLanes * kPack);
+    if (!part.along_columns) {
+        const int64_t half = unit - part.half;
+        if (half < 0 || half >= part.halves) return;
+        const int64_t n_depth = min_of(kSlice, m.cols - depth);
+        const int64_t columns = max_of(0, min_of(kLanes, part.count - half * kLanes));
+        if (columns < kLanes || n_depth < kSlice) memset(buffer, 0, sizeof(buffer));
+        for (int64_t n = 0; n < columns; ++n)
+            strip<F>(m, part.at + half * kLanes + n, depth, n_depth, buffer + n * kSlice);
+        place_rows<T>(buffer, slice + unit * kLanes * kPack);
+    } else {
+        const int64_t begin = unit * kUnitDepth, n_depth = m.rows - depth;
+        const int64_t start = part.at / kSlice * kSlice, skip = part.at - start;
+        for (int64_t q = begin; q < begin + kUnitDepth; q += kPack) {
+            for (int64_t j = 0; j < kPack * 2 * kSlice; ++j) buffer[j] = 0.0f;
+            for (int64_t r = 0; r < kPack && q + r < n_depth; ++r) {
+                float* row = buffer + r * 2 * kSlice;
+                for (int64_t k = start; k < part.at + part.count; k += kSlice)
+                    strip<F>(m, depth + q + r, k, min_of(kSlice, m.cols - k), row + k - start);
+                for (int64_t n = part.count; n < part.halves * kLanes; ++n) row[skip + n] = 0.0f;
             }
-        } else {
-            const int64_t n_depth = min_of(kSlice, m.rows - depth);
-            const int64_t start = part.at / kSlice * kSlice, skip = part.at - start;
-            for (int64_t q = 0; q < kSlice; q += kPack) {
-                for (int64_t j = 0; j < kPack * 2 * kSlice; ++j) buffer[j] = 0.0f;
-                for (int64_t r = 0; r < kPack && q + r < n_depth; ++r) {
-                    float* row = buffer + r * 2 * kSlice;
-                    for (int64_t k = start; k < part.at + part.count; k += kSlice)
-                        strip<F>(m, depth + q + r, k, min_of(kSlice, m.cols - k), row + k - start);
-                    for (int64_t n = part.count; n < part.halves * kLanes; ++n) row[skip + n] = 0.0f;
-                }
-                place_step<T>(buffer + skip, 2 * kSlice, part.halves * kLanes, q / kPack, slice);
-            }
+            place_step<T>(buffer + skip, 2 * kSlice, part.halves * kLanes, q / kPack,
+                          slice + part.half * kLanes * kPack);
         }
     }
 }
 
 template <class T>
-void decode_part(const Part& part, int64_t begin, int64_t end, T* panel) {
-    switch (part.m.format) {
-#define KT_FORMAT(F) \
-    case Format::F:  \
-        return decode_part<Format::F, T>(part, begin, end, panel);
-        KT_FORMATS(KT_FORMAT)
+using DecodeUnit = void (*)(const Part&, int64_t, int64_t, T*);
+template <class T>
+DecodeUnit<T> unit_decoder(Format format) {
+#define KT_FORMAT(F) decode_unit<Format::F, T>,
+    static constexpr DecodeUnit<T> decoders[] = {KT_FORMATS(KT_FORMAT)};
 #undef KT_FORMAT
-    }
+    return decoders[static_cast<int>(format)];
+}
+
+// Slices [begin, end) of the panel; `panel` is where slice `begin` starts.
+template <class T>
+void decode_part(const Part& part, int64_t begin, int64_t end, T* panel) {
+    const DecodeUnit<T> decode = unit_decoder<T>(part.m.format);
+    for (int64_t s = max_of(begin, part.slice_begin); s < min_of(end, part.slice_end); ++s)
+        for (int64_t unit = 0; unit < kUnits; ++unit)
+            decode(part, s, unit, panel + (s - begin) * kSlice / pack_of<T>() * step_size<T>());
 }
 
 template <class T>

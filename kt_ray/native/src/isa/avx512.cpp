@@ -27,6 +27,8 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
 #include "generic/ahead.inl"
+#include "generic/units.inl"
+#include "generic/pieces.inl"
 #include "generic/activation.inl"
 #include "generic/int8.inl"
 #include "generic/micro_int8.inl"
@@ -34,8 +36,8 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 
 }  // namespace
 
-const Kernels f32 = Entry<float, ComputeF32>::kernels;
-const Kernels bf16 = Entry<Bf16, ComputeF32>::kernels;
+const Kernels f32 = Entry<float, ComputeF32Ahead>::kernels;
+const Kernels bf16 = Entry<Bf16, ComputeF32Ahead>::kernels;
 const Kernels int8 =
     Entry<Bf16, ComputeInt8<ComputeF32, MicroInt8<int16_t, 0>, PlainInt8Ahead<0, int16_t>>>::kernels;
 

@@ -8,7 +8,7 @@
 
 constexpr int64_t kPanelStep = 128;  // bytes
 constexpr int64_t kPanelSlice = kSlice / 2 * kPanelStep;
-constexpr int64_t kUnits = 4;  // of a slice
+constexpr int64_t kBf16Units = 4;  // of a slice
 
 // 8 rows n of 32 elements: dwords (pairs along the contraction) of column n at to + pair * kPanelStep.
 KT_INLINE void store_unit_of_rows(const __m512i a[8], char* to) {
@@ -67,35 +67,6 @@ inline void place_step<Bf16>(const float* from, int64_t stride, int64_t width, i
         const Bf16 pair[2] = {to_bf16(from[n]), to_bf16(from[stride + n])};
         memcpy(to + n * 4, pair, 4);
     }
-}
-
-// Bytes of 8 strips, 256 elements.
-constexpr int64_t strip_bytes(Format format) {
-    switch (format) {
-        case Format::f32:
-            return 1024;
-        case Format::bf16:
-            return 512;
-        case Format::fp8:
-        case Format::int8:
-            return 256;
-        case Format::mxfp4:
-        case Format::int4:
-            return 128;
-        case Format::q8_0:
-            return 272;
-        case Format::q4_0:
-        case Format::q4_k:
-            return 144;
-        case Format::q5_0:
-        case Format::q5_k:
-            return 176;
-        case Format::q5_1:
-            return 192;
-        case Format::q6_k:
-            return 210;
-    }
-    return 0;
 }
 
 // What is left to decode: runs of whole slices, each of one matrix.
@@ -159,12 +130,12 @@ struct Job {
         for (int64_t q = 0; q < quota && unit < run.units; ++q, ++unit) decode(unit, q > 0);
     }
     // The 8 lines that the first unit of the next step asks for.
-    KT_INLINE Lines far() const { return lines(unit + kFar * kUnits); }
+    KT_INLINE Lines far() const { return lines(unit + kFar * kBf16Units); }
     // Along rows those of the unit after this one. Along columns the other line of GGUF strips, which
     // straddle lines or have their scales elsewhere in the block.
     KT_INLINE Lines near() const {
         if constexpr (!kAlongColumns) return lines(unit + 1);
-        Lines l = lines(unit + kFar * kUnits);
+        Lines l = lines(unit + kFar * kBf16Units);
         if constexpr (kSuperBlock) {
             const int64_t strip_of_block = run.at[0] / kSlice % 8;
             l.from += (F == Format::q6_k ? 192 : 0) - strip_of_block * kStripBytes / 8;
@@ -177,12 +148,12 @@ struct Job {
     KT_INLINE void decode(int64_t u, bool fetch) const {
         __m512i a[8];
         if (!kSpreads || fetch) {
-            const Lines l = lines(u + kFar * kUnits);
+            const Lines l = lines(u + kFar * kBf16Units);
             for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T1);
         }
-        const int64_t slice = run.slice + u / kUnits;
+        const int64_t slice = run.slice + u / kBf16Units;
         if constexpr (kAlongColumns) {
-            const int64_t n = slice * kSlice + u % kUnits * 8, k = run.at[0];
+            const int64_t n = slice * kSlice + u % kBf16Units * 8, k = run.at[0];
             for (int i = 0; i < 8; ++i) a[i] = first.bf16(n + i, k);
             char* to = run.panel + u * 4 * kPanelStep;
             for (int i = 0; i < 4; ++i) store_step(a[2 * i], a[2 * i + 1], to + i * kPanelStep);
@@ -195,14 +166,14 @@ struct Job {
             const Strip<F>& strip = half == 0 ? first : second;
             const int64_t n = run.at[half] + sub * 8, k = slice * kSlice;
             for (int i = 0; i < 8; ++i) a[i] = strip.bf16(n + i, k);
-            store_unit_of_rows(a, run.panel + u / kUnits * kPanelSlice + half * 64 + sub * 32);
+            store_unit_of_rows(a, run.panel + u / kBf16Units * kPanelSlice + half * 64 + sub * 32);
         }
     }
 
     // The memory of a unit. It is fetched far ahead to the L2 cache (not the L1: rows a power of two apart
     // share its sets), and one unit ahead from there to the L1.
     KT_INLINE Lines lines(int64_t u) const {
-        const int64_t slice = run.slice + u / kUnits, unit_of_slice = u % kUnits;
+        const int64_t slice = run.slice + u / kBf16Units, unit_of_slice = u % kBf16Units;
         const bool over = slice >= run.total;
         const int64_t here = over ? slice - run.total : slice;
         const int64_t half = kAlongColumns ? 0 : unit_of_slice / 2;
@@ -305,7 +276,7 @@ struct ComputeBf16 {
                 run.at[0] = part.at;
                 run.at[1] = source.parts == 1 ? part.at + kLanes : other.at;
                 run.slice = first - part.slice_begin;
-                run.units = (full - first) * kUnits;
+                run.units = (full - first) * kBf16Units;
                 run.total = part.slice_end - part.slice_begin;
                 const bool more = along_columns && i + 1 < parts;  // the same columns of the next matrix
                 const Source& next = more ? source : after;

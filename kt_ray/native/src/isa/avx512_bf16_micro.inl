@@ -13,6 +13,7 @@ struct MicroBf16 {
     static void tile(const Bf16* left, int64_t slices, const Bf16* panel, float* to, bool accumulate,
                      Job& job) {
         __m512 sum[N][2];
+#pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
             sum[i][0] = accumulate ? _mm512_loadu_ps(to + i * 32) : _mm512_setzero_ps();
             sum[i][1] = accumulate ? _mm512_loadu_ps(to + i * 32 + 16) : _mm512_setzero_ps();
@@ -51,6 +52,7 @@ struct MicroBf16 {
             b += 16 * 128;
             job.step();
         }
+#pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
             _mm512_storeu_ps(to + i * 32, sum[i][0]);
             _mm512_storeu_ps(to + i * 32 + 16, sum[i][1]);

@@ -114,13 +114,6 @@ struct StripScales {
     }
 };
 
-// GCC takes a function that only prefetches for one without effects and drops calls to it: always inline.
-__attribute__((always_inline)) inline void prefetch_bytes(const uint8_t* p, int64_t bytes) {
-    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
-    if ((reinterpret_cast<uintptr_t>(p) & 63) + static_cast<uint64_t>(bytes) > 64)
-        _mm_prefetch(reinterpret_cast<const char*>(p + bytes - 1), _MM_HINT_T1);
-}
-
 // One for each format: bf16(n, k) decodes W[n][k .. k + 32), which lies inside the row-major matrix.
 template <Format F>
 struct Strip;
@@ -134,9 +127,6 @@ struct Strip<Format::bf16> {
     __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         return _mm512_loadu_si512(data + n * row_bytes + 2 * k);
     }
-    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
-        prefetch_bytes(m.data + n * m.row_bytes + 2 * k, 64);
-    }
 };
 
 template <>
@@ -148,11 +138,6 @@ struct Strip<Format::f32> {
     __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = data + n * row_bytes + 4 * k;
         return rounded(_mm512_loadu_ps(p), _mm512_loadu_ps(p + 64));
-    }
-    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
-        const uint8_t* p = m.data + n * m.row_bytes + 4 * k;
-        prefetch_bytes(p, 64);
-        prefetch_bytes(p + 64, 64);
     }
 };
 
@@ -204,9 +189,6 @@ struct Strip<Format::fp8> {
         const __m512 odd = (__m512)_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000)));
         return interleaved(rounded(_mm512_mul_ps(even, s), _mm512_mul_ps(odd, s)));
     }
-    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
-        prefetch_bytes(m.data + n * m.row_bytes + k, 32);
-    }
 
   private:
     // Words 0, 16, 1, 17, ...
@@ -237,9 +219,6 @@ struct Strip<Format::int8> {
         const __m512 scale = scales(scales.of_row(n, k));
         return rounded(scaled_int8(load_16(p), scale), scaled_int8(load_16(p + 16), scale));
     }
-    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
-        prefetch_bytes(m.data + n * m.row_bytes + k, 32);
-    }
 };
 
 // MXFP4, INT4: 16 bytes of nibbles, scales apart.
@@ -260,9 +239,6 @@ struct NibbleStrip {
                                  ? _mm512_set1_ps(kUe8m0.of[scales.at[n * scales.row_bytes + k / kStrip]])
                                  : scales(scales.of_row(n, k));
         return look_up(rounded(_mm512_mul_ps(values, scale)), nibble_pairs(data + n * row_bytes + k / 2));
-    }
-    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
-        prefetch_bytes(m.data + n * m.row_bytes + k / 2, 16);
     }
 };
 template <>

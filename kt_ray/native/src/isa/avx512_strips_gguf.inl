@@ -13,12 +13,6 @@ struct GgufStrip {
         return data + n * row_bytes +
                static_cast<int64_t>(static_cast<uint64_t>(k) / elements) * block_bytes<F>();
     }
-    // The strip's share of its block, by place: of a K-quant's parts the larger one.
-    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
-        constexpr int64_t share = block_bytes<F>() * kStrip / block_elements<F>();
-        const int64_t strip = k % block_elements<F>() / kStrip;
-        prefetch_bytes(block_at<F>(m, n, k) + strip * share, share + 1);
-    }
 };
 
 template <>

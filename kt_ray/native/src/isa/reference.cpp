@@ -23,6 +23,7 @@ inline Vec vload(const From* from) {
 inline void vstore(float* to, Vec v) { memcpy(to, &v, sizeof(v)); }
 inline Vec vset1(float v) { return Vec{} + v; }
 inline Vec vfma(Vec a, Vec b, Vec c) { return c + a * b; }
+inline Vec vadd_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 
 // to[k * step + n] = from[n * ld + k] for a square of kLanes.
 inline void transpose_block(const float* from, int64_t ld, float* to, int64_t step) {
