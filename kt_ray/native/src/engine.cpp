@@ -93,6 +93,20 @@ struct TaskOutOfMemory : std::bad_alloc {
     std::string text;
 };
 
+// Calls of up to so many tokens that keep nothing go by rows.
+constexpr int64_t kRowTokens = 16;
+
+// Elements of a row lie side by side, which is what row kernels read.
+bool row_major(const Matrix& m) { return m.col_bytes <= (m.format == Format::f32 ? 4 : 2); }
+
+// Whether a forward goes by rows of the weights instead of panels: a rule over shapes, so that the order of
+// additions is known before (docs/numerics.md).
+bool goes_by_rows(const Weights& w, const Kernels& k, const ForwardInput& input, Keep keep) {
+    return keep == Keep::nothing && input.tokens <= kRowTokens && input.dropout.p == 0 &&
+           k.quantised_size == 0 && row_major(w.up.first) && row_major(w.down.first) &&
+           (!w.activation.gated() || row_major(w.gate.first));
+}
+
 constexpr int64_t kDepthStep = 32;  // packed depths are multiples of it: a slice of a panel
 constexpr int64_t kPackedBytes = 2 << 20;
 
@@ -177,8 +191,9 @@ int64_t Engine::span_rows(const Weights& w, const Kernels& k) {
 }
 
 void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t tokens,
-                      const std::vector<LoraView>& lora, const Dropout& dropout) const {
+                      const std::vector<LoraView>& lora, const Dropout& dropout, bool by_rows) const {
     const Kernels& k = kernels(w);
+    p.by_rows = by_rows;
     p.tokens = tokens;
     p.experts = w.experts;
     p.hidden = w.hidden;
@@ -215,15 +230,23 @@ void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t
     // Enough tasks to keep every thread busy to the end, none narrower than needed: each packs its rows
     // or walks all experts once more.
     const int64_t wanted = pieces(8 * threads_, std::max<int64_t>(p.num_spans, 1));
-    p.inter_slab = padded(pieces(w.inter, wanted), kDwColumns);
-    const int64_t slab = w.hidden / (2 * threads_) / k.panel_columns * k.panel_columns;
+    p.inter_slab = padded(pieces(w.inter, wanted), by_rows ? kDepthStep : kDwColumns);
+    const int64_t slab = w.hidden / ((by_rows ? 8 : 2) * threads_) / k.panel_columns * k.panel_columns;
     p.hidden_slab = std::clamp<int64_t>(slab, k.panel_columns, 1024);
 }
 
 void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::vector<int64_t>& expert_ids,
-                 Phase phase) {
-    const size_t bytes = k.scratch_bytes(pass, phase);
-    pool_->run(k.tasks(pass, phase), [&](int64_t task, int thread) {
+                 const std::vector<Phase>& phases) {
+    std::vector<int64_t> ends;
+    size_t bytes = 0;
+    for (const Phase phase : phases) {
+        ends.push_back((ends.empty() ? 0 : ends.back()) + k.tasks(pass, phase));
+        bytes = std::max(bytes, k.scratch_bytes(pass, phase));
+    }
+    const auto run_one = [&](int64_t numbered, int thread) {
+        const size_t at = std::upper_bound(ends.begin(), ends.end(), numbered) - ends.begin();
+        const Phase phase = phases[at];
+        const int64_t task = at == 0 ? numbered : numbered - ends[at - 1];
         try {
             Buffer& scratch = thread_scratch_[thread];
             if (scratch.bytes() < bytes) {
@@ -240,7 +263,8 @@ void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::v
                                   ", " + name_of(phase) + ": cannot allocate " + std::to_string(bytes) +
                                   " bytes of scratch for a thread");
         }
-    });
+    };
+    pool_->run(ends.back(), run_one, ends);
 }
 
 std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
@@ -263,12 +287,13 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->parts = w.activation.gated() ? 2 : 1;
     saved->keep = keep;
     saved->routing = std::move(input.routing);
-    saved->routing.cut(k.max_rows, k.row_step, span_rows(w, k));
+    const bool by_rows = goes_by_rows(w, k, input, keep);
+    saved->routing.cut(by_rows ? 1 : k.max_rows, by_rows ? 1 : k.row_step, span_rows(w, k));
     for (const LoraView& view : lora) saved->ranks.push_back(view.rank);
     saved->dropout = input.dropout;
 
     Pass p{};
-    describe(p, w, saved->routing, input.tokens, lora, input.dropout);
+    describe(p, w, saved->routing, input.tokens, lora, input.dropout, by_rows);
     saved->x = take(p.tokens * p.hidden_pad * storage);
     saved->lora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));
     saved->lora_mid = take(p.rows * p.rank_pad * sizeof(float));
@@ -287,12 +312,15 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     p.lora_mid = saved->lora_mid.as<float>();
     p.y = y;
     const FiniteCheck check{w, p, k.compute_is_bf16};
-    run(k, p, w.layer, w.expert_ids, Phase::store_x);
-    if (check_finite) check.input("x", p.x, storage == 2);
-    for (const Phase phase : {Phase::lora_in, Phase::gate_up, Phase::lora_mid, Phase::down})
-        run(k, p, w.layer, w.expert_ids, phase);
+    const std::vector<Phase> phases = {Phase::store_x, Phase::lora_in, Phase::gate_up, Phase::lora_mid,
+                                       Phase::down};
+    if (by_rows)  // each takes less time than to wake a thread
+        run(k, p, w.layer, w.expert_ids, phases);
+    else
+        for (const Phase phase : phases) run(k, p, w.layer, w.expert_ids, {phase});
     ++calls_;
     if (check_finite) {
+        check.input("x", p.x, storage == 2);
         check.rows("act", p.act, p.inter_pad);
         check.output("y", p.y);
     }
@@ -352,13 +380,13 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     p.lora_grads = grads.empty() ? nullptr : grads.data();
 
     const FiniteCheck check{w, p, k.compute_is_bf16};
-    run(k, p, w.layer, w.expert_ids, Phase::store_dy);
+    run(k, p, w.layer, w.expert_ids, {Phase::store_dy});
     if (check_finite) check.input("dy", p.dy_stored, storage == 2);
     if (again)
         for (const Phase phase : {Phase::lora_in, Phase::gate_up, Phase::lora_mid})
-            run(k, p, w.layer, w.expert_ids, phase);
+            run(k, p, w.layer, w.expert_ids, {phase});
     for (const Phase phase : {Phase::lora_out, Phase::dact, Phase::dlora_in, Phase::dx_grads})
-        run(k, p, w.layer, w.expert_ids, phase);
+        run(k, p, w.layer, w.expert_ids, {phase});
 
     if (check_finite) {
         check.rows("the gradients of gate and up", p.dpair, p.parts * p.inter_pad);

@@ -80,6 +80,7 @@ struct Pass {
     int64_t hidden_pad;  // of rows of x and dy, stored and packed: padded with zeros to whole slices
     int64_t inter_pad;   // depth of packed act; one part of packed gradients
     int64_t rank_pad;    // the largest rank, padded to a line of floats
+    bool by_rows;        // forward without panels (generic/moe_rows.inl): row blocks have one row
 
     ExpertMatrices gate, up, down;  // [I, H], [I, H], [H, I] per expert; gate unused when parts is 1
     const float *gate_bias, *up_bias, *down_bias;  // [E, I], [E, I], [E, H] or null
@@ -124,8 +125,9 @@ struct Pass {
     void *act_int8, *dpair_int8;
     RowScale *act_scales, *dpair_scales;  // [R]
 
-    int64_t span_rows;    // at most, of a span
-    int64_t inter_slab;   // columns of I per task: a multiple of kDwColumns; does not affect results
+    int64_t span_rows;  // at most, of a span
+    int64_t
+        inter_slab;  // columns of I per task: a multiple of kDwColumns in backward; does not affect results
     int64_t hidden_slab;  // columns of H per task of the scattering phases; does not affect results
 };
 
