@@ -84,7 +84,7 @@ struct RowsF32 {
 
     template <Format F, int M>
     static void row(const Matrix& m, int64_t n, const float* x, int64_t ld, const uint8_t* far, float* to) {
-        const VectorStrip<F> decode(m, n);
+        VectorStrip<F> decode(m, n);
         Vec sum[M][kStripVectors];
         for (auto& of_token : sum)
             for (Vec& s : of_token) s = vset1(0.0f);
