@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tests.helpers.native import ACTIVATIONS, DTYPES, EVERY, ISAS, Case, Shape, 
 
 pytestmark = pytest.mark.accept("engine")
 
-TOKENS = 16  # up to here; kRowTokens in engine.cpp
+TOKENS = 16  # up to here; kRowTokens in kernels.h
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +189,46 @@ def test_when(engine_of, isa: str) -> None:
     assert torch.equal(case.forward(engine, save="recompute")[0], case.forward(engine, save=True)[0])
     with Engine(isa, threads=1, int8_products=True) as int8:
         assert not by_rows(quantised_case(replace(shape, rank=0), "int8-channel"), int8)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("routing", ["random", "twice"])
+def test_no_more_memory_than_panels(isa: str, routing: str) -> None:
+    """So a plan's figures hold; one expert's rows may be more than there are tokens."""
+    shape = Shape(tokens=TOKENS, slots=8, experts=9, hidden=2048, inter=1024)
+    case = quantised_case(shape, "q4_k", routing=routing)
+    with Engine(isa, threads=1) as engine:
+        by_rows = case.forward(engine)[0]
+        held = engine.scratch_bytes
+        by_panels, saved = case.forward(engine, save=True)
+        saved.release()
+        assert held <= engine.scratch_bytes
+    assert (by_rows - by_panels).norm() <= 0.01 * by_panels.norm()
+
+
+@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="no AVX512_BF16")
+def test_fp8_without_vbmi() -> None:
+    """The other look-up: the same bits."""
+    program = """
+import hashlib
+from kt_ray.native import Engine
+from tests.helpers.matrices import quantised_case
+from tests.helpers.native import Shape
+case = quantised_case(Shape(tokens=5, hidden=300, inter=256), "fp8-128x128")
+with Engine("avx512_bf16", threads=1) as engine:
+    print(hashlib.sha256(case.forward(engine)[0].numpy().tobytes()).hexdigest())
+"""
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"KT_RAY_TEST_NO_VBMI": hidden},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hidden in ("0", "1")
+    }
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -93,9 +93,6 @@ struct TaskOutOfMemory : std::bad_alloc {
     std::string text;
 };
 
-// Calls of up to so many tokens that keep nothing go by rows.
-constexpr int64_t kRowTokens = 16;
-
 // Elements of a row lie side by side, which is what row kernels read.
 bool row_major(const Matrix& m) { return m.col_bytes <= (m.format == Format::f32 ? 4 : 2); }
 
@@ -288,7 +285,10 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->keep = keep;
     saved->routing = std::move(input.routing);
     const bool by_rows = goes_by_rows(w, k, input, keep);
-    saved->routing.cut(by_rows ? 1 : k.max_rows, by_rows ? 1 : k.row_step, span_rows(w, k));
+    if (by_rows)
+        saved->routing.cut(1, 1, kRowTokens);
+    else
+        saved->routing.cut(k.max_rows, k.row_step, span_rows(w, k));
     for (const LoraView& view : lora) saved->ranks.push_back(view.rank);
     saved->dropout = input.dropout;
 

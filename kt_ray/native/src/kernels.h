@@ -145,6 +145,7 @@ enum class Phase : int32_t {
     dx_grads,  // tasks = slabs of H: dx; then (group, matrix, slab): gradients of the adapters
 };
 
+constexpr int64_t kRowTokens = 16;  // by rows: tokens of a call and rows of a span, at most
 constexpr int64_t kTokenChunk = 64;
 constexpr int64_t kChunkRows = 128;  // at most, of a chunk
 constexpr int64_t kDwColumns = 128;  // columns of I whose part of dw is summed in one piece

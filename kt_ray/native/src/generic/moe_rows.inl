@@ -27,7 +27,7 @@ void sweep_rows(int64_t items, int64_t slices, const SourceOf& source_of, const 
         memset(s.tiles, 0, tokens * kColumns * sizeof(float));
         for (int i = 0; i < now.parts; ++i) {
             const Part &part = now.part[i], &after = next.part[i];
-            const RowRange rows = {part.at, part.count, after.m.data + after.at * after.m.row_bytes,
+            const RowRange rows = {part.at, part.count, j == 0, after.m.data + after.at * after.m.row_bytes,
                                    i < next.parts ? after.count : 0};
             Rows::dots(part.m, fast, rows, fast ? s.ordered : x, fast ? ordered_depth : depth, tokens,
                        s.tiles + part.half * kLanes);

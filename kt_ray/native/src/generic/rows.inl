@@ -1,9 +1,11 @@
 // Dot products of stored rows with a few rows of x, lanes along the contraction. An output's sum is made
 // the same way whatever other rows of either are computed beside it.
 
-// Rows [at, at + count) of a matrix, and those that will be wanted after them.
+// Rows [at, at + count) of a matrix, and those that will be wanted after them. `cold`: nothing came before,
+// so nobody has fetched the first ones.
 struct RowRange {
     int64_t at, count;
+    bool cold;
     const uint8_t* after;
     int64_t after_count;
 };
@@ -23,6 +25,10 @@ void for_tiles(const Matrix& m, const RowRange& range, int64_t tokens, const Til
     constexpr int64_t kRows = 4;
     const int64_t whole = pieces(range.count, kRows) * kRows;
     const int64_t ahead = max_of(kRows, min_of(whole, kRowsAhead / max_of(m.row_bytes, 1) / kRows * kRows));
+    if (range.cold)
+        for (int64_t r = range.at; r < range.at + min_of(ahead, range.count); ++r)
+            for (int64_t byte = 0; byte < m.row_bytes; byte += 64)
+                __builtin_prefetch(m.data + r * m.row_bytes + byte, 0, 2);
     for (int64_t i = 0; i < range.count; i += kRows) {
         const int64_t far = i + ahead;
         const uint8_t* fetch = nullptr;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "cpu_features.h"
 #include "dropout.h"
 #include "kernels.h"
 

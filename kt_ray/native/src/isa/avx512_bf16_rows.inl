@@ -94,6 +94,22 @@ struct ScaledRow {
     }
 };
 
+KT_INLINE __m512i x_at_32(const Bf16* x, int64_t i) { return _mm512_loadu_si512(x + i * kStrip); }
+
+// Words 0, 2, 4 ... of two registers, or 1, 3, 5 ...
+inline __m512i every_other(__m512i a, __m512i b, int odd) {
+    const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    // 4 j and 4 j + 2 in dword j
+    const __m512i even =
+        _mm512_add_epi32(_mm512_mullo_epi32(steps, _mm512_set1_epi32(0x40004)), _mm512_set1_epi32(0x20000));
+    return _mm512_permutex2var_epi16(a, _mm512_add_epi16(even, _mm512_set1_epi16(static_cast<int16_t>(odd))),
+                                     b);
+}
+// The sums of a register's pairs.
+KT_INLINE __m512 pair_sums(__m512 sum, __m512i x) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)_mm512_set1_epi16(0x3f80));
+}
+
 // Two registers of 64 bytes; words are their even bytes and their odd ones.
 struct ByteRow : ScaledRow<1> {
     static constexpr int64_t kOrdered = 128, kBytes = 128;
@@ -103,7 +119,9 @@ struct ByteRow : ScaledRow<1> {
 
     using ScaledRow::ScaledRow;
     static void order(const Bf16* from, Bf16* to) {
-        for (int64_t j = 0; j < kElements; ++j) to[j / 64 * 64 + j % 2 * 32 + j % 64 / 2] = from[j];
+        for (int i = 0; i < 4; ++i)
+            _mm512_storeu_si512(to + i * kStrip,
+                                every_other(x_at_32(from, i / 2 * 2), x_at_32(from, i / 2 * 2 + 1), i % 2));
     }
     KT_INLINE Raw raw(int64_t n, int64_t k) const {
         return {{_mm512_loadu_si512(at(n) + k), _mm512_loadu_si512(at(n) + k + 64)}};
@@ -155,6 +173,52 @@ struct FastRow<Format::fp8> : ByteRow {
     static constexpr int64_t x_at(int q) { return q * kStrip; }
 };
 
+// The same words with AVX512_VBMI, which the instruction set does not promise: all 128 magnitudes in one
+// look-up for their upper bytes and one for their lower ones. As assembly, for the compiler may not use it.
+struct Fp8ByteRow : ByteRow {
+    static constexpr int kWords = 4, kPart = 4;
+    __m512i low[2], high[2];
+
+    explicit Fp8ByteRow(const Matrix& m) : ByteRow(m) {
+        alignas(64) uint8_t lower[128], upper[128];
+        for (int v = 0; v < 128; ++v) {
+            const uint16_t bits = to_bf16(kFp8.of[v]).bits;
+            lower[v] = static_cast<uint8_t>(bits);
+            upper[v] = static_cast<uint8_t>(bits >> 8);
+        }
+        for (int i = 0; i < 2; ++i) {
+            low[i] = _mm512_load_si512(lower + 64 * i);
+            high[i] = _mm512_load_si512(upper + 64 * i);
+        }
+    }
+    KT_INLINE static __m512i look_up_byte(const __m512i (&table)[2], __m512i index) {
+        __asm__("vpermi2b %2, %1, %0" : "+v"(index) : "v"(table[0]), "v"(table[1]));
+        return index;
+    }
+    struct Raw {
+        __m512i low[2], high[2];
+    };
+    KT_INLINE Raw raw(int64_t n, int64_t k) const {
+        Raw raw;
+        for (int i = 0; i < 2; ++i) {
+            const __m512i v = _mm512_loadu_si512(at(n) + k + 64 * i);
+            raw.low[i] = look_up_byte(low, v);
+            // magnitude ^ (v & 0x80)
+            raw.high[i] = _mm512_ternarylogic_epi32(look_up_byte(high, v), v, _mm512_set1_epi8(-128), 0x78);
+        }
+        return raw;
+    }
+    KT_INLINE __m512i word(const Raw& raw, int q) const {
+        const __m512i lower = raw.low[q / 2], upper = raw.high[q / 2];
+        const __m512i top = q & 1 ? upper : _mm512_slli_epi16(upper, 8);
+        const __m512i bottom = q & 1 ? _mm512_srli_epi16(lower, 8) : lower;
+        // 0xff00 ? top : bottom
+        return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(0xff00)), top, bottom, 0xca);
+    }
+    static constexpr int64_t x_at(int q) { return q * kStrip; }
+    KT_INLINE static __m512 part_scale(const Raw&, const float* scale, int) { return _mm512_set1_ps(*scale); }
+};
+
 // 64 bytes: word j of 32 holds elements 4 j to 4 j + 3, and a lane of 128 bits the 32 of a group.
 struct NibbleRow : ScaledRow<4> {
     static constexpr int64_t kBytes = 64;
@@ -162,7 +226,12 @@ struct NibbleRow : ScaledRow<4> {
 
     using ScaledRow::ScaledRow;
     static void order(const Bf16* from, Bf16* to) {
-        for (int64_t j = 0; j < kElements; ++j) to[j % 4 * 32 + j / 4] = from[j];
+        for (int odd = 0; odd < 2; ++odd) {
+            const __m512i low = every_other(x_at_32(from, 0), x_at_32(from, 1), odd);
+            const __m512i high = every_other(x_at_32(from, 2), x_at_32(from, 3), odd);
+            _mm512_storeu_si512(to + odd * kStrip, every_other(low, high, 0));
+            _mm512_storeu_si512(to + (odd + 2) * kStrip, every_other(low, high, 1));
+        }
     }
     KT_INLINE __m512i raw(int64_t n, int64_t k) const { return _mm512_loadu_si512(at(n) + k / 2); }
     static constexpr int64_t x_at(int q) { return q * kStrip; }
@@ -187,13 +256,9 @@ struct FastRow<Format::int4> : NibbleRow {
     using NibbleRow::NibbleRow;
     static void order(const Bf16* from, Bf16* to) {
         NibbleRow::order(from, to);
-        float sums[16];
-        for (int64_t lane = 0; lane < 16; ++lane) {
-            float sum = 0.0f;
-            for (int64_t j = 0; j < 8; ++j) sum += to_float(from[lane * 8 + j]);
-            sums[lane] = -136.0f * sum;
-        }
-        memcpy(to + kElements, sums, sizeof(sums));
+        __m512 sums = _mm512_setzero_ps();
+        for (int q = 0; q < 4; ++q) sums = pair_sums(sums, x_at_32(to, q));
+        _mm512_storeu_ps(to + kElements, _mm512_mul_ps(sums, _mm512_set1_ps(-136.0f)));
     }
     KT_INLINE __m512i word(__m512i raw, int q) const { return raised_nibbles(raw, q); }
     KT_INLINE static __m512 first(const Bf16* x) { return _mm512_loadu_ps(x + kElements); }
@@ -234,15 +299,20 @@ struct FastRow<Format::q4_k> {
     static bool fits(const Matrix&) { return true; }
     static void order(const Bf16* from, Bf16* to) {
         float sums[16];
-        for (int64_t sub = 0; sub < 8; ++sub) {
-            float sum = 0.0f;
-            for (int64_t j = 0; j < 32; ++j) {
-                const Bf16 v = from[sub * 32 + j];
-                sum += to_float(v);
-                to[(sub / 4 * 4 + sub % 2 * 2 + j % 2) * 32 + sub % 4 / 2 * 16 + j / 2] = v;
+        for (int i = 0; i < 4; ++i) {  // sub-blocks a and a + 2
+            const int a = i / 2 * 4 + i % 2;
+            __m512 lanes = _mm512_setzero_ps();
+            for (int odd = 0; odd < 2; ++odd) {
+                const __m512i x = every_other(x_at_32(from, a), x_at_32(from, a + 2), odd);
+                _mm512_storeu_si512(to + (2 * i + odd) * kStrip, x);
+                lanes = pair_sums(lanes, x);
             }
-            sums[sub / 4 * 8 + sub % 4] = 128.0f * sum;
-            sums[sub / 4 * 8 + sub % 4 + 4] = sum;
+            for (int half = 0; half < 2; ++half) {
+                const float sum = _mm512_mask_reduce_add_ps(half == 0 ? 0x00ff : 0xff00, lanes);
+                const int at = i / 2 * 8 + i % 2 + 2 * half;
+                sums[at] = 128.0f * sum;
+                sums[at + 4] = sum;
+            }
         }
         memcpy(to + kElements, sums, sizeof(sums));
     }
@@ -330,6 +400,8 @@ struct RowsBf16 {
     // use(Row<F>) with the format's own row where `fast`, else with its strips.
     template <class Use>
     static void with_row(const Matrix& m, bool fast, const Use& use) {
+        if (fast && m.format == Format::fp8 && has_avx512_vbmi())
+            return use(Fp8ByteRow(m), Kind<Format::fp8>());
         switch (m.format) {
 #define KT_FORMAT(F)                                                        \
     case Format::F:                                                         \

@@ -91,6 +91,18 @@ struct VectorStrip<Format::fp8> {
     }
 };
 
+template <>
+struct VectorStrip<Format::q8_0> {
+    const uint8_t* p;
+
+    VectorStrip(const Matrix& m, int64_t n) : p(m.data + n * m.row_bytes) {}
+    void operator()(int64_t k, Vec (&w)[kStripVectors]) const {
+        const uint8_t* block = p + k / kStrip * 34;
+        const __m128 d = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(block)));
+        scaled_bytes(bytes_at(block + 2), bytes_at(block + 18), d[0], w);
+    }
+};
+
 // The nibbles of 16 bytes, low first, as bytes.
 inline void split_nibbles(const uint8_t* p, __m128i* low, __m128i* high) {
     const __m128i bytes = bytes_at(p), mask = _mm_set1_epi8(15);
