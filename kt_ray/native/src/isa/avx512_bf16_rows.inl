@@ -23,7 +23,6 @@ struct StripRow {
     Strip<F> strip;
 
     explicit StripRow(const Matrix& m) : strip(m) {}
-    static bool fits(const Matrix&) { return true; }
     static void order(const Bf16* from, Bf16* to) { memcpy(to, from, kElements * sizeof(Bf16)); }
     KT_INLINE __m512i raw(int64_t n, int64_t k) const { return strip.bf16(n, k); }
     KT_INLINE __m512i word(__m512i raw, int) const { return raw; }
@@ -173,6 +172,20 @@ struct FastRow<Format::fp8> : ByteRow {
     static constexpr int64_t x_at(int q) { return q * kStrip; }
 };
 
+// The bytes of E4M3's magnitudes as bfloat16.
+struct Fp8Bytes {
+    alignas(64) uint8_t lower[128], upper[128];
+
+    constexpr Fp8Bytes() : lower(), upper() {
+        for (int v = 0; v < 128; ++v) {  // exact: the lower half of the float's bits is zero
+            const uint32_t bits = __builtin_bit_cast(uint32_t, kFp8.of[v]);
+            lower[v] = static_cast<uint8_t>(bits >> 16);
+            upper[v] = static_cast<uint8_t>(bits >> 24);
+        }
+    }
+};
+constexpr Fp8Bytes kFp8Bytes;
+
 // The same words with AVX512_VBMI, which the instruction set does not promise: all 128 magnitudes in one
 // look-up for their upper bytes and one for their lower ones. As assembly, for the compiler may not use it.
 struct Fp8ByteRow : ByteRow {
@@ -180,15 +193,9 @@ struct Fp8ByteRow : ByteRow {
     __m512i low[2], high[2];
 
     explicit Fp8ByteRow(const Matrix& m) : ByteRow(m) {
-        alignas(64) uint8_t lower[128], upper[128];
-        for (int v = 0; v < 128; ++v) {
-            const uint16_t bits = to_bf16(kFp8.of[v]).bits;
-            lower[v] = static_cast<uint8_t>(bits);
-            upper[v] = static_cast<uint8_t>(bits >> 8);
-        }
         for (int i = 0; i < 2; ++i) {
-            low[i] = _mm512_load_si512(lower + 64 * i);
-            high[i] = _mm512_load_si512(upper + 64 * i);
+            low[i] = _mm512_load_si512(kFp8Bytes.lower + 64 * i);
+            high[i] = _mm512_load_si512(kFp8Bytes.upper + 64 * i);
         }
     }
     KT_INLINE static __m512i look_up_byte(const __m512i (&table)[2], __m512i index) {
@@ -296,7 +303,6 @@ struct FastRow<Format::q4_k> {
     };
 
     explicit FastRow(const Matrix& m) : data(m.data), row_bytes(m.row_bytes) {}
-    static bool fits(const Matrix&) { return true; }
     static void order(const Bf16* from, Bf16* to) {
         float sums[16];
         for (int i = 0; i < 4; ++i) {  // sub-blocks a and a + 2
@@ -419,9 +425,16 @@ struct RowsBf16 {
 
     // Whether the format's own row takes this matrix; it reads x in its own order.
     static bool fast(const Matrix& m) {
-        bool fits = false;
-        with_row(m, true, [&](const auto& row, auto kind) { fits = kHasFast<kind.value> && row.fits(m); });
-        return fits;
+        switch (m.format) {
+            case Format::fp8:
+            case Format::int8:
+                return ByteRow::fits(m);
+            case Format::int4:
+            case Format::mxfp4:
+                return NibbleRow::fits(m);
+            default:
+                return m.format == Format::q4_k;
+        }
     }
     static int64_t ordered_size(int64_t depth) { return depth / 4 * 5 / kStrip * kStrip + kStrip; }
 
@@ -484,11 +497,17 @@ struct RowsBf16 {
     static void dots(const Matrix& m, bool fast, const RowRange& range, const Bf16* x, int64_t ld,
                      int64_t tokens, float* to) {
         with_row(m, fast, [&](const auto& row, auto kind) {
-            for_tiles<4>(m, range, tokens,
-                         [&](auto rows, auto some, int64_t n, int64_t t, const uint8_t* far) {
-                             tile<kind.value, rows.value, some.value>(row, m, n, x + t * ld, ld, far,
-                                                                      to + t * 2 * kLanes + n - range.at);
-                         });
+            for_tiles<4>(
+                m, range, tokens, [&](auto rows, auto some, int64_t n, int64_t t, const uint8_t* far) {
+                    const Bf16* from = x + t * ld;
+                    float* at = to + t * 2 * kLanes + n - range.at;
+                    if constexpr (kind.value == Format::bf16)
+                        // One after the other, as memory is read fastest: there is nothing to decode.
+                        for (int r = 0; r < rows.value; ++r)
+                            tile<Format::bf16, 1, some.value>(row, m, n + r, from, ld, nullptr, at + r);
+                    else
+                        tile<kind.value, rows.value, some.value>(row, m, n, from, ld, far, at);
+                });
         });
     }
 };
