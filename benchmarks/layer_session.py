@@ -28,6 +28,11 @@ PEERS: dict[str, tuple[tuple[str, ...], float]] = {
     "grouped_mm": (("bf16", "f32"), 2.0),
 }
 OURS_MEMORY = 1.2
+DIRECTIONS = (
+    "forward",
+    "backward",
+    "predict",
+)  # predict: ours alone, a forward of few tokens that keeps nothing
 PROCESS_BYTES = 6e8  # torch itself, activations
 
 
@@ -40,7 +45,7 @@ class Participant:
         case: what it computes; `format` may be the baseline's.
         isa: asked of the engine; None for peers.
         lora: False: without adapters.
-        times: milliseconds of each round: "forward", "backward", "repack" (part of backward).
+        times: milliseconds of each round: DIRECTIONS, "repack" (part of backward).
         last: its last answer.
         error: why it has no times.
     """
@@ -193,7 +198,7 @@ def _turn(participant: Participant, child: Child) -> None:
         return
     finally:
         child.pause()
-    for name in ("forward", "backward", "repack"):
+    for name in (*DIRECTIONS, "repack"):
         if f"{name}_ms" in participant.last:
             participant.times.setdefault(name, []).append(participant.last[f"{name}_ms"])
 
@@ -211,7 +216,7 @@ def records(group: Group, rates: Rates) -> list[dict[str, Any]]:
         if participant.error:
             found.append({**_head(participant, group), "direction": None, "error": participant.error})
             continue
-        for direction in ("forward", "backward"):
+        for direction in (name for name in DIRECTIONS if name in participant.times):
             found.append(
                 {
                     **_head(participant, group),

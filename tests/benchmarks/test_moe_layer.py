@@ -62,7 +62,7 @@ def test_failures_are_records(tmp_path: Path) -> None:
     arguments = ("--tokens", "1", "--isas", "auto,abacus", "--against", "none", "--experts", "4")
     report, printed = run(*arguments, out=tmp_path / "moe.json")
     *measured, failed = report["records"]
-    assert [r["direction"] for r in measured] == ["forward", "backward"]
+    assert [r["direction"] for r in measured] == ["forward", "backward", "predict"]
     assert all(r["of_bandwidth"] is None or r["of_bandwidth"] > 0 for r in measured)
     assert failed["isa"] == "abacus" and failed["direction"] is None and "abacus" in failed["error"]
     assert "abacus" in printed

@@ -101,6 +101,15 @@ def corpus() -> dict[str, bytes]:
     cases["adapters-none"] = encode("q4_k", adapters=0)
     cases["dropout-nearly-all"] = encode("f32", dropout=254)
     cases["keep-nothing"] = encode(keep=NOTHING)
+    for n, variant in enumerate(VARIANTS):  # by rows: whole steps, and a rest
+        fields = {
+            "hidden": 150 + 17 * n % 60,
+            "inter": 130 + 13 * n % 60,
+            "layout": (PADDED | SHIFTED) * (n % 2),
+        }
+        cases[f"rows-{variant}"] = encode(
+            variant, **fields, keep=NOTHING, activation=n % 4, tokens=1 + n % 12, adapters=n % 3, biases=n % 8
+        )
     cases["keep-recompute"] = encode("q8_0", keep=RECOMPUTE, dropout=190, adapters=2, tokens=30)
     cases["ids-32"] = encode(flags=IDS_32 | X_BF16)
     cases["large-x"] = encode("f32", flags=LARGE_X)

@@ -128,35 +128,40 @@ class Case:
         self.expected = {"y": y.detach(), **dict(zip(["dx", "dw", *names], grads, strict=True))}
         return self
 
-    def run(self, engine: Engine, save: bool | str = True) -> dict[str, Tensor]:
-        """Forward and backward on the engine, named as in `expected`."""
-        lora = self.lora or None
-        y, saved = engine.forward(
+    def forward(self, engine: Engine, save: bool | str = False) -> tuple[Tensor, Any]:
+        """Forward on the engine: y, and what backward needs."""
+        return engine.forward(
             self.weights,
             self.x,
             self.ids,
             self.weights_TK,
-            lora=lora,
+            lora=self.lora or None,
             adapter_of_token=self.adapter_of_token,
             dropout=self.dropout,
             keys=self.keys,
             save=save,
         )
+
+    def run(self, engine: Engine, save: bool | str = True) -> dict[str, Tensor]:
+        """Forward and backward on the engine, named as in `expected`."""
+        lora = self.lora or None
+        y, saved = self.forward(engine, save)
         grads = [adapter.zeros_like() for adapter in self.lora]
         dx, dw = engine.backward(self.weights, saved, self.dy, lora=lora, lora_grads=grads or None)
         named = {f"{a}.{m}": t for a, g in enumerate(grads) for m, t in g.named().items()}
         return {"y": y, "dx": dx, "dw": dw, **named}
 
     def check(self, got: dict[str, Tensor]) -> None:
-        """Every result within its tolerance, zeros exactly zero."""
+        """Every result within its tolerance, zeros exactly zero; y alone is a forward's."""
         exact = self.weights.formats[-1] == "f32"
         dtype = torch.float32 if exact else torch.bfloat16
         rounded_x = int(not exact and self.x.dtype == torch.float32)
         forward, backward = (5, 6) if self.weights.gate is None else (3, 6)
         if any(name not in ("f32", "bf16") for name in self.weights.formats):
             forward, backward = forward + 3, backward + 4
-        assert got.keys() == self.expected.keys()
-        for name, want in self.expected.items():
+        assert got.keys() in (self.expected.keys(), {"y"})
+        for name in got:
+            want = self.expected[name]
             limit = tolerance(dtype, self.depth, (forward if name == "y" else backward) + rounded_x)
             size = want.norm().item()
             error = (got[name].double() - want).norm().item()

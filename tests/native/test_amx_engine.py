@@ -47,6 +47,7 @@ def products(amx: Amx, since: int = 0) -> int:
 SELECTION = {
     "test_formats_engine.py": "amx and not (ranks or same_numbers or halves)",
     "test_engine.py": "amx and bfloat16",
+    "test_rows.py": "amx and (formats or routings or other_tokens)",  # no tiles: AVX-512 alone
     "test_activations.py": "amx and bfloat16 and (many_rows or transposed-inter or recomputing or threads)",
 }
 
@@ -59,7 +60,7 @@ def test_the_engine_s_own_tests_pass(amx: Amx, file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SELECTION[file]]
     said = amx.run([*command, str(HERE / file)], KT_RAY_ISA="amx", OMP_NUM_THREADS="1")
     assert " passed" in said and "skipped" not in said, said
-    if amx.emulated:
+    if amx.emulated and file != "test_rows.py":
         assert products(amx, before) > 10_000
 
 

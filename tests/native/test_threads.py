@@ -64,6 +64,40 @@ def test_an_error_in_a_thread_surfaces_and_the_pool_goes_on() -> None:
     assert sorted(done) == [0, 1, 2, 3]
 
 
+def test_phases_follow_each_other() -> None:
+    """Every task of a phase is done before one of the next begins; an error ends all threads' waiting."""
+    pool = _native.ThreadPool(3, [])
+    lock, log = threading.Lock(), []
+
+    def task(index: int, thread: int) -> None:
+        with lock:
+            log.append(("begin", index))
+        time.sleep(0.002 * (index % 3))
+        with lock:
+            log.append(("end", index))
+
+    ends = [0, 4, 4, 5, 12]
+    pool.run(12, task, ends)
+    assert sorted(log) == sorted((what, index) for what in ("begin", "end") for index in range(12))
+    for end in ends:
+        before = [at for at, (what, index) in enumerate(log) if what == "end" and index < end]
+        after = [at for at, (what, index) in enumerate(log) if what == "begin" and index >= end]
+        assert not before or not after or max(before) < min(after), end
+
+    def failing(index: int, thread: int) -> None:
+        time.sleep(0.01)
+        if index == 0:
+            raise KeyError("the first")
+        assert index < 4
+
+    for _ in range(5):
+        with pytest.raises(KeyError, match="the first"):
+            pool.run(12, failing, ends)
+    log.clear()
+    pool.run(12, task, ends)
+    assert len(log) == 24
+
+
 def test_threads_are_pinned_to_the_given_cpus() -> None:
     allowed = sorted(os.sched_getaffinity(0))
     cpu = allowed[-1]
@@ -86,6 +120,7 @@ from kt_ray.native import Engine
 from tests.helpers.native import Shape, make_case
 with Engine("reference", threads=4) as engine:
     make_case(Shape(), torch.float32).run(engine)
+    make_case(Shape(tokens=2), torch.float32).forward(engine)
     time.sleep(0.05)
     before = time.process_time()
     time.sleep(1)

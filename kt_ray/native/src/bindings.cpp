@@ -450,11 +450,12 @@ PYBIND11_MODULE(_native, m) {
              py::arg("threads"), py::arg("cpus"))
         .def(
             "run",
-            [](kt::ThreadPool& pool, int64_t count, const std::function<void(int64_t, int)>& task) {
+            [](kt::ThreadPool& pool, int64_t count, const std::function<void(int64_t, int)>& task,
+               const std::vector<int64_t>& ends) {
                 const py::gil_scoped_release released;
-                pool.run(count, task);
+                pool.run(count, task, ends);
             },
-            py::arg("count"), py::arg("task"))
+            py::arg("count"), py::arg("task"), py::arg("ends") = std::vector<int64_t>())
         .def_property_readonly("threads", &kt::ThreadPool::threads)
         .def_property_readonly("busy_seconds", &kt::ThreadPool::busy_seconds);
 }

@@ -130,4 +130,13 @@ bool has_avx512_vnni() {
 #endif
 }
 
+bool has_avx512_vbmi() {
+#if defined(__x86_64__)
+    static const bool has = (cpuid(7, 0).ecx >> 1 & 1) != 0 && !is_one("KT_RAY_TEST_NO_VBMI");
+    return has;
+#else
+    return false;
+#endif
+}
+
 }  // namespace kt

@@ -94,6 +94,17 @@ struct TaskOutOfMemory : std::bad_alloc {
     std::string text;
 };
 
+// Elements of a row lie side by side, which is what row kernels read.
+bool row_major(const Matrix& m) { return m.col_bytes <= (m.format == Format::f32 ? 4 : 2); }
+
+// Whether a forward goes by rows of the weights instead of panels: a rule over shapes, so that the order of
+// additions is known before (docs/numerics.md).
+bool goes_by_rows(const Weights& w, const Kernels& k, const ForwardInput& input, Keep keep) {
+    return keep == Keep::nothing && input.tokens <= kRowTokens && input.dropout.p == 0 &&
+           k.quantised_size == 0 && row_major(w.up.first) && row_major(w.down.first) &&
+           (!w.activation.gated() || row_major(w.gate.first));
+}
+
 constexpr int64_t kDepthStep = 32;  // packed depths are multiples of it: a slice of a panel
 constexpr int64_t kPackedBytes = 2 << 20;
 
@@ -227,8 +238,9 @@ int64_t Engine::span_rows(const Weights& w, const Kernels& k) {
 }
 
 void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t tokens,
-                      const std::vector<LoraView>& lora, const Dropout& dropout) const {
+                      const std::vector<LoraView>& lora, const Dropout& dropout, bool by_rows) const {
     const Kernels& k = *kernels_[w.in_float32() ? 0 : 1];
+    p.by_rows = by_rows;
     p.tokens = tokens;
     p.experts = w.experts;
     p.hidden = w.hidden;
@@ -265,10 +277,11 @@ void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t
     // Enough tasks to keep every thread busy to the end, none narrower than needed: each packs its rows
     // or walks all experts once more.
     const int64_t wanted = pieces(8 * threads_, std::max<int64_t>(p.num_spans, 1));
-    p.inter_slab = padded(pieces(w.inter, wanted), kDwColumns);
-    const int64_t slab = w.hidden / (2 * threads_) / k.panel_columns * k.panel_columns;
+    p.inter_slab = padded(pieces(w.inter, wanted), by_rows ? kDepthStep : kDwColumns);
+    const int64_t slab = w.hidden / ((by_rows ? 8 : 2) * threads_) / k.panel_columns * k.panel_columns;
     p.hidden_slab = std::clamp<int64_t>(slab, k.panel_columns, 1024);
-    p.scatter_runs = std::min(runs_of(scatter_slabs(p), threads_), std::max<int64_t>(p.num_spans, 1));
+    p.scatter_runs =
+        by_rows ? 1 : std::min(runs_of(scatter_slabs(p), threads_), std::max<int64_t>(p.num_spans, 1));
 }
 
 std::vector<ScatteredRows> Engine::scattered_rows(int64_t hidden, int64_t inter,
@@ -288,7 +301,7 @@ std::vector<ScatteredRows> Engine::scattered_rows(int64_t hidden, int64_t inter,
     routing.row_token.resize(end);
     routing.cut(k.max_rows, k.row_step, span_rows(w, k));
     Pass p{};
-    describe(p, w, routing, end, {}, {});
+    describe(p, w, routing, end, {}, {}, false);
     std::vector<ScatteredRows> tasks(k.tasks(p, Phase::down));
     const auto begin_of = [&](int64_t run) {
         const int64_t span = first_span(p, run);
@@ -302,11 +315,20 @@ std::vector<ScatteredRows> Engine::scattered_rows(int64_t hidden, int64_t inter,
 }
 
 void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::vector<int64_t>& expert_ids,
-                 Phase phase) {
-    const size_t bytes = k.scratch_bytes(pass, phase);
-    const int64_t scattering = phase == Phase::down || phase == Phase::dx_grads ? scatter_tasks(pass) : 0;
-    if (scattering > 0) turns_.begin(scatter_slabs(pass));
-    pool_->run(k.tasks(pass, phase), [&](int64_t task, int thread) {
+                 const std::vector<Phase>& phases) {
+    const auto scatters = [](Phase phase) { return phase == Phase::down || phase == Phase::dx_grads; };
+    std::vector<int64_t> ends;
+    size_t bytes = 0;
+    for (const Phase phase : phases) {
+        ends.push_back((ends.empty() ? 0 : ends.back()) + k.tasks(pass, phase));
+        bytes = std::max(bytes, k.scratch_bytes(pass, phase));
+        if (scatters(phase)) turns_.begin(scatter_slabs(pass));
+    }
+    const auto run_one = [&](int64_t numbered, int thread) {
+        const size_t at = std::upper_bound(ends.begin(), ends.end(), numbered) - ends.begin();
+        const Phase phase = phases[at];
+        const int64_t task = at == 0 ? numbered : numbered - ends[at - 1];
+        const bool in_turn = scatters(phase) && task < scatter_tasks(pass);
         const ScatterTask turn = scatter_task(pass, task);
         try {
             Buffer& scratch = thread_scratch_[thread];
@@ -316,18 +338,19 @@ void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::v
                 scratch = Buffer(bytes);
                 thread_scratch_bytes_ += static_cast<int64_t>(scratch.bytes());
             }
-            if (task < scattering && !turns_.wait(turn.slab, turn.run)) return;
+            if (in_turn && !turns_.wait(turn.slab, turn.run)) return;
             k.run(pass, phase, task, scratch.data());
-            if (task < scattering) turns_.done(turn.slab, turn.run);
+            if (in_turn) turns_.done(turn.slab, turn.run);
         } catch (const std::bad_alloc&) {
-            if (scattering > 0) turns_.fail();
+            if (scatters(phase)) turns_.fail();
             const int32_t expert = k.expert_of(pass, phase, task);
             throw TaskOutOfMemory("layer " + std::to_string(layer) +
                                   (expert < 0 ? "" : ", expert " + std::to_string(expert_ids[expert])) +
                                   ", " + name_of(phase) + ": cannot allocate " + std::to_string(bytes) +
                                   " bytes of scratch for a thread");
         }
-    });
+    };
+    pool_->run(ends.back(), run_one, ends);
 }
 
 std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
@@ -350,12 +373,16 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->parts = w.activation.gated() ? 2 : 1;
     saved->keep = keep;
     saved->routing = std::move(input.routing);
-    saved->routing.cut(k.max_rows, k.row_step, span_rows(w, k));
+    const bool by_rows = goes_by_rows(w, k, input, keep);
+    if (by_rows)
+        saved->routing.cut(1, 1, kRowTokens);
+    else
+        saved->routing.cut(k.max_rows, k.row_step, span_rows(w, k));
     for (const LoraView& view : lora) saved->ranks.push_back(view.rank);
     saved->dropout = input.dropout;
 
     Pass p{};
-    describe(p, w, saved->routing, input.tokens, lora, input.dropout);
+    describe(p, w, saved->routing, input.tokens, lora, input.dropout, by_rows);
     saved->x = take(p.tokens * p.hidden_pad * storage);
     saved->lora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));
     saved->lora_mid = take(p.rows * p.rank_pad * sizeof(float));
@@ -374,12 +401,15 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     p.lora_mid = saved->lora_mid.as<float>();
     p.y = y;
     const FiniteCheck check{w, p, k.compute_is_bf16};
-    run(k, p, w.layer, w.expert_ids, Phase::store_x);
-    if (check_finite) check.input("x", p.x, storage == 2);
-    for (const Phase phase : {Phase::lora_in, Phase::gate_up, Phase::lora_mid, Phase::down})
-        run(k, p, w.layer, w.expert_ids, phase);
+    const std::vector<Phase> phases = {Phase::store_x, Phase::lora_in, Phase::gate_up, Phase::lora_mid,
+                                       Phase::down};
+    if (by_rows)  // each takes less time than to wake a thread
+        run(k, p, w.layer, w.expert_ids, phases);
+    else
+        for (const Phase phase : phases) run(k, p, w.layer, w.expert_ids, {phase});
     ++calls_;
     if (check_finite) {
+        check.input("x", p.x, storage == 2);
         check.rows("act", p.act, p.inter_pad);
         check.output("y", p.y);
     }
@@ -441,13 +471,13 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     p.lora_grads = grads.empty() ? nullptr : grads.data();
 
     const FiniteCheck check{w, p, k.compute_is_bf16};
-    run(k, p, w.layer, w.expert_ids, Phase::store_dy);
+    run(k, p, w.layer, w.expert_ids, {Phase::store_dy});
     if (check_finite) check.input("dy", p.dy_stored, storage == 2);
     if (again)
         for (const Phase phase : {Phase::lora_in, Phase::gate_up, Phase::lora_mid})
-            run(k, p, w.layer, w.expert_ids, phase);
+            run(k, p, w.layer, w.expert_ids, {phase});
     for (const Phase phase : {Phase::lora_out, Phase::dact, Phase::dlora_in, Phase::dx_grads})
-        run(k, p, w.layer, w.expert_ids, phase);
+        run(k, p, w.layer, w.expert_ids, {phase});
 
     if (check_finite) {
         check.rows("the gradients of gate and up", p.dpair, p.parts * p.inter_pad);

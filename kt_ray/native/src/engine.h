@@ -177,9 +177,10 @@ class Engine {
     // Rows of a span, whose packed left operand is to stay in the L2 cache.
     static int64_t span_rows(const Weights& weights, const Kernels& kernels);
     void describe(Pass& pass, const Weights& weights, const Routing& routing, int64_t tokens,
-                  const std::vector<LoraView>& lora, const Dropout& dropout) const;
+                  const std::vector<LoraView>& lora, const Dropout& dropout, bool by_rows = false) const;
+    // Phases one after another, in one call of the pool.
     void run(const Kernels& kernels, const Pass& pass, int64_t layer, const std::vector<int64_t>& expert_ids,
-             Phase phase);
+             const std::vector<Phase>& phases);
 
     const std::string isa_;
     const int threads_;

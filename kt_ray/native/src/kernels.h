@@ -80,6 +80,7 @@ struct Pass {
     int64_t hidden_pad;  // of rows of x and dy, stored and packed: padded with zeros to whole slices
     int64_t inter_pad;   // depth of packed act; one part of packed gradients
     int64_t rank_pad;    // the largest rank, padded to a line of floats
+    bool by_rows;        // forward without panels (generic/moe_rows.inl): row blocks have one row
 
     ExpertMatrices gate, up, down;  // [I, H], [I, H], [H, I] per expert; gate unused when parts is 1
     const float *gate_bias, *up_bias, *down_bias;  // [E, I], [E, I], [E, H] or null
@@ -124,9 +125,9 @@ struct Pass {
     void *act_int8, *dpair_int8;
     RowScale *act_scales, *dpair_scales;  // [R]
 
-    int64_t span_rows;     // at most, of a span
-    int64_t inter_slab;    // columns of I per task: a multiple of kDwColumns; does not affect results
-    int64_t hidden_slab;   // columns of H per task of the scattering phases; does not affect results
+    int64_t span_rows;    // at most, of a span
+    int64_t inter_slab;   // columns of I per task: in backward a multiple of kDwColumns; no matter to results
+    int64_t hidden_slab;  // columns of H per task of the scattering phases; does not affect results
     int64_t scatter_runs;  // and the runs that all spans are cut into there; does not affect results
 };
 
@@ -166,6 +167,7 @@ struct ScatterTask {
     return span;
 }
 
+constexpr int64_t kRowTokens = 16;  // by rows: tokens of a call and rows of a span, at most
 constexpr int64_t kTokenChunk = 64;
 constexpr int64_t kChunkRows = 128;  // at most, of a chunk
 constexpr int64_t kDwColumns = 128;  // columns of I whose part of dw is summed in one piece

@@ -5,6 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <string>
@@ -83,7 +84,7 @@ void ThreadPool::Deleter::operator()(ThreadPool* pool) const {
 
 bool ThreadPool::owned() const { return getpid() == owner_; }
 
-void ThreadPool::run(int64_t count, const Task& task) {
+void ThreadPool::run(int64_t count, const Task& task, const std::vector<int64_t>& ends) {
     if (!owned())
         throw std::runtime_error("this engine's threads belong to process " + std::to_string(owner_) +
                                  "; a forked child must build its own engine");
@@ -92,8 +93,11 @@ void ThreadPool::run(int64_t count, const Task& task) {
     {
         std::lock_guard lock(mutex_);
         task_ = &task;
+        ends_ = &ends;
         count_ = count;
         next_ = 0;
+        done_tasks_ = 0;
+        failed_ = false;
         error_ = nullptr;
         running_ = threads();
         generation_.fetch_add(1, std::memory_order_release);
@@ -131,18 +135,33 @@ void ThreadPool::worker(int index) {
     }
 }
 
+// False: a task has failed, and the others will not be done.
+bool ThreadPool::wait_for_those_before(int64_t task) const {
+    const auto end = std::upper_bound(ends_->begin(), ends_->end(), task);
+    if (end == ends_->begin()) return true;
+    const auto over = [&] {
+        return done_tasks_.load(std::memory_order_acquire) >= end[-1] ||
+               failed_.load(std::memory_order_acquire);
+    };
+    // Where threads share a CPU, the one that works may wait for this one's time.
+    while (!spin_until(over)) sched_yield();
+    return !failed_.load(std::memory_order_acquire);
+}
+
 void ThreadPool::work(int index) {
     for (;;) {
         const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
-        if (task >= count_) return;
+        if (task >= count_ || !wait_for_those_before(task)) return;
         try {
             (*task_)(task, index);
         } catch (...) {
             std::lock_guard lock(mutex_);
             if (!error_) error_ = std::current_exception();
             next_ = count_;
+            failed_.store(true, std::memory_order_release);
             return;
         }
+        if (!ends_->empty()) done_tasks_.fetch_add(1, std::memory_order_acq_rel);
     }
 }
 

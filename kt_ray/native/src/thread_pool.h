@@ -35,7 +35,10 @@ class ThreadPool {
     // Runs task(0..count-1), each once, taken in order by whichever thread is free; returns when all
     // are done. The first exception stops the taking of further tasks and is rethrown here. Callers
     // exclude one another. Throws std::runtime_error in a process forked after construction.
-    void run(int64_t count, const Task& task);
+    //
+    // `ends`: ascending; tasks from ends[i] on begin when all those before it are done. Threads look for
+    // that and do not sleep: phases of one call that would end before a sleeping thread is awake.
+    void run(int64_t count, const Task& task, const std::vector<int64_t>& ends = {});
 
     int threads() const { return static_cast<int>(workers_.size()); }
     // Sum over threads of the CPU time spent inside tasks (not: of the time that calls were outstanding).
@@ -46,6 +49,7 @@ class ThreadPool {
   private:
     void worker(int index);
     void work(int index);
+    bool wait_for_those_before(int64_t task) const;
 
     const pid_t owner_;
     std::vector<std::thread> workers_;
@@ -56,8 +60,11 @@ class ThreadPool {
     std::atomic<uint64_t> generation_{0};
     std::atomic<bool> stopping_{false};
     const Task* task_ = nullptr;
+    const std::vector<int64_t>* ends_ = nullptr;
     int64_t count_ = 0;
     std::atomic<int64_t> next_{0};
+    std::atomic<int64_t> done_tasks_{0};  // counted where there are ends
+    std::atomic<bool> failed_{false};
     std::atomic<int> running_{0};
     std::exception_ptr error_;
     std::atomic<int64_t> busy_ns_{0};

@@ -184,7 +184,10 @@ class Driver {
 
     void run_on(const std::string& isa, const Case& c) {
         const int first = threads.value_or(c.threads), second = first % 3 + 1;
-        const auto other = c.keep == kt::Keep::input ? kt::Keep::all : kt::Keep::input;
+        // What keeps nothing may add in another order.
+        const auto other = c.keep == kt::Keep::nothing ? kt::Keep::nothing
+                           : c.keep == kt::Keep::input ? kt::Keep::all
+                                                       : kt::Keep::input;
         if (c.poisoned() && (c.flags & kCheckFinite) != 0) {
             try {
                 forward(engine(isa, c, first), c, Outputs(c));

@@ -34,6 +34,7 @@ struct ComputeF32 {
     using T = float;
     using Micro = MicroF32;
     using Ahead = PlainAhead<float>;
+    using Rows = RowsF32;
 
     // What a thread does before and after a task's products.
     static void enter() {}

@@ -36,6 +36,7 @@ struct Scratch {
     using T = typename C::T;
     T* panel[2];                  // decoded weights: in use, and the next
     T* packed;                    // left operand of a span or chunk
+    T* ordered;                   // rows of a span in the order of a format
     float* tiles;                 // [rows of a span][kColumns]
     float* masked;                // [rows of a block][kColumns]
     float* lora_panel;            // [2 * rank_pad][kColumns]
@@ -63,12 +64,14 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
         return here;
     };
     const int64_t depth = max_of(p.hidden_pad, p.parts * p.inter_pad) / kSlice;
-    const int64_t panel = min_of(depth, max_slices<C>()) * slice_steps<C>() * step_size<T>();
-    const int64_t rows = max_of(p.span_rows, kChunkRows);
+    const int64_t panel = p.by_rows ? 0 : min_of(depth, max_slices<C>()) * slice_steps<C>() * step_size<T>();
+    const int64_t rows = p.by_rows ? min_of(p.rows, kChunkRows) : max_of(p.span_rows, kChunkRows);
     const int64_t rank = max_of(p.rank_pad, kRankLine);
     char* panel0 = take(panel, sizeof(T));
     char* panel1 = take(panel, sizeof(T));
     char* packed = take(rows * max_of(p.hidden_pad, p.inter_pad), sizeof(T));
+    const int64_t ordered_rows = p.by_rows ? min_of(p.rows, kRowTokens) : 0;
+    char* ordered = take(ordered_rows * C::Rows::ordered_size(max_of(p.hidden_pad, p.inter_pad)), sizeof(T));
     char* tiles = take(rows * kColumns, sizeof(float));
     char* masked = take(C::Micro::kMaxRows * kColumns, sizeof(float));
     char* lora_panel = take(2 * rank * kColumns, sizeof(float));
@@ -84,6 +87,7 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
         s->panel[0] = reinterpret_cast<T*>(panel0);
         s->panel[1] = reinterpret_cast<T*>(panel1);
         s->packed = reinterpret_cast<T*>(packed);
+        s->ordered = reinterpret_cast<T*>(ordered);
         s->tiles = reinterpret_cast<float*>(tiles);
         s->masked = reinterpret_cast<float*>(masked);
         s->lora_panel = reinterpret_cast<float*>(lora_panel);
@@ -172,6 +176,8 @@ struct Moe {
     void sweep(int64_t items, int64_t slices, const SourceOf& source_of, const BlocksOf& blocks_of,
                const LeftOf& left_of, const Before& before, const Finish& finish) const {
         if (items == 0) return;
+        if constexpr (!Quantised<C>)
+            if (p.by_rows) return sweep_rows(items, slices, source_of, blocks_of, left_of, finish);
         using F = Frozen<C>;
         constexpr int64_t kWhole = line_slices<typename F::T>();
         const int64_t lines = pieces(slices, kWhole), cuts = pieces(lines * kWhole, max_slices<F>());
@@ -223,6 +229,7 @@ struct Moe {
 #include "generic/moe_forward.inl"
 #include "generic/moe_backward.inl"
 #include "generic/moe_lora.inl"
+#include "generic/moe_rows.inl"
 #include "generic/moe_grads.inl"
 };
 

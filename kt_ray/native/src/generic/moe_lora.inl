@@ -77,6 +77,7 @@ void projection_panel(const Projected& w, int64_t first, int64_t begin, int64_t 
 template <class LeftOf, class Out>
 void project(const Chunk& chunk, const Projected& w, float scale, const LeftOf& left_of,
              const Out& out) const {
+    if (p.by_rows) return project_rows(chunk, w, scale, left_of, out);
     const int64_t slices = pieces(w.depth, kSlice), panels = pieces(kSplits * w.columns(), kColumns);
     const int64_t first_row = p.blocks[chunk.block_begin].begin;
     for (int64_t from = 0; from < slices; from += max_slices<C>()) {

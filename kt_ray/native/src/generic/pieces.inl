@@ -232,6 +232,7 @@ struct UnitAhead {
 struct ComputeF32Ahead {
     using T = float;
     using Micro = MicroF32;
+    using Rows = RowsF32;
     using Products = void (*)(PieceState&, int, const float*, int64_t, const float*, float*, bool);
     using Drain = void (*)(PieceState&, int64_t);
 

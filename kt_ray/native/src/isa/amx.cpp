@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "cpu_features.h"
 #include "dropout.h"
 #include "kernels.h"
 
@@ -18,9 +19,11 @@ namespace {
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
+#include "generic/rows.inl"
 #include "generic/ahead.inl"
 #include "generic/activation.inl"
 #include "isa/avx512_strips.inl"
+#include "isa/avx512_bf16_rows.inl"
 #include "isa/avx512_ahead.inl"
 #include "isa/amx_micro.inl"
 #include "generic/int8.inl"

@@ -124,6 +124,15 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
+#include "generic/rows.inl"
+
+// The first eight signed bytes, and eight of sixteen halves.
+inline Vec widened(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
+inline Vec halves(__m256i v, int64_t which) {
+    return _mm256_cvtph_ps(which == 0 ? _mm256_castsi256_si128(v) : _mm256_extracti128_si256(v, 1));
+}
+
+#include "isa/avx_rows.inl"
 #include "generic/ahead.inl"
 #include "generic/units.inl"
 #include "generic/pieces.inl"

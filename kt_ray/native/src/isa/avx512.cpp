@@ -26,6 +26,13 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
+#include "generic/rows.inl"
+
+// Sixteen signed bytes, and halves.
+inline Vec widened(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
+inline Vec halves(__m256i v, int64_t) { return _mm512_cvtph_ps(v); }
+
+#include "isa/avx_rows.inl"
 #include "generic/ahead.inl"
 #include "generic/units.inl"
 #include "generic/pieces.inl"

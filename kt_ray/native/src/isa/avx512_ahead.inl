@@ -4,8 +4,6 @@
 // it. Done one unit per slice of products, its shuffles, loads and stores hide behind the arithmetic;
 // done at once they would add to it.
 
-#define KT_INLINE __attribute__((always_inline)) inline
-
 constexpr int64_t kPanelStep = 128;  // bytes
 constexpr int64_t kPanelSlice = kSlice / 2 * kPanelStep;
 constexpr int64_t kBf16Units = 4;  // of a slice
@@ -202,6 +200,7 @@ template <class K>
 struct ComputeBf16 {
     using T = Bf16;
     using Micro = K;
+    using Rows = RowsBf16;
     using Products = void (*)(AheadState&, int, const Bf16*, int64_t, const Bf16*, float*, bool, Touch);
     using Drain = void (*)(AheadState&);
 

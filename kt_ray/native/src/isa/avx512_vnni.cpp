@@ -24,6 +24,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) { return _mm512_dpbusd_epi32(s
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
+#include "generic/rows.inl"
 #include "generic/ahead.inl"
 #include "generic/activation.inl"
 #include "generic/int8.inl"
