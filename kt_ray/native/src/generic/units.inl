@@ -8,7 +8,6 @@
 using Bits = uint32_t __attribute__((vector_size(kLanes * 4)));
 
 inline Vec as_floats(Bits v) { return __builtin_bit_cast(Vec, v); }
-inline Bits all_bits(uint32_t v) { return Bits{} + v; }
 
 // Scales of the strips at column k of `count` rows from n on.
 inline void column_scales(const Matrix& m, int64_t n, int64_t k, int64_t count, float* to) {
