@@ -49,7 +49,6 @@ inline void transpose_block(const float* from, int64_t ld, float* to, int64_t st
     }
 }
 
-
 using Dwords = uint32_t __attribute__((vector_size(32)));
 // 16 bytes of rows 0, 4 in the 128-bit lanes.
 inline Dwords load_lanes(const uint8_t* from, int64_t row_bytes) {

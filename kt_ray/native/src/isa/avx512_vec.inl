@@ -56,7 +56,6 @@ inline void transpose_block(const float* from, int64_t ld, float* to, int64_t st
     store_transposed(a, reinterpret_cast<char*>(to), step * static_cast<int64_t>(sizeof(float)));
 }
 
-
 using Dwords = uint32_t __attribute__((vector_size(64)));
 // 16 bytes of rows 0, 4, 8, 12 in the 128-bit lanes.
 inline Dwords load_lanes(const uint8_t* from, int64_t row_bytes) {
