@@ -20,7 +20,7 @@ from typing import Any
 
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
-from kt_ray.hardware.parts import GpuSheet, gpu_named
+from kt_ray.hardware.parts import DATA_CENTRE, GpuSheet, gpu_named
 from kt_ray.hardware.rates import (
     CAUSAL,
     ROWS,
@@ -54,9 +54,9 @@ _PER_CYCLE: dict[str, tuple[float, str]] = {
 # Part of the peak that forward and backward reach with LoRA of rank 8 at ample rows.
 _EFFICIENCY: dict[str, tuple[float, float, str]] = {
     "reference": (1.0, 1.0, "assumed"),
-    "avx2": (0.86, 0.65, ZEN4),
-    "avx512": (0.80, 0.65, "assumed, near avx2's"),
-    "avx512_bf16": (0.87, 0.82, ZEN4),
+    "avx2": (0.82, 0.76, ZEN4),
+    "avx512": (0.85, 0.83, ZEN4),
+    "avx512_bf16": (0.89, 0.84, ZEN4),
     "amx": (0.36, 0.29, NO_AMX),
 }
 # Time without LoRA as a part of the time with rank 8.
@@ -85,7 +85,10 @@ _MASKED = (
     "FlashAttention-2's 53 and 52 TFLOP/s: 43 and 27 at width 64; beside 50 and 43: 31 and 12 at width 128 "
     "(Dao-AILab/flash-attention issue 416; the card is not named)"
 )
-_UNKNOWN_GPU = GpuSheet(0, 100e12, 900e9, 20e9, 200e12)
+_UNKNOWN_GPU = GpuSheet(
+    *(0, 100e12, 900e9, 20e9, 200e12),
+    DATA_CENTRE._replace(gemm_source="assumed: part of the peak that large matrix products reach"),
+)
 
 _HIDDEN, _INTER, _RANK = 7168, 2048, 8  # DeepSeek-V3's experts
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kt_ray.native import Engine, ExpertMatrix
+from tests.helpers.amx import cpu_flags
 from tests.helpers.matrices import VARIANTS, quantised_case
 from tests.helpers.native import ACTIVATIONS, DTYPES, EVERY, ISAS, Case, Shape, lay_out, make_case
 
@@ -187,6 +188,9 @@ def test_when(engine_of, isa: str) -> None:
     assert by_rows(replace(case, weights=lay_out(case.weights, "interleaved")))
     assert not by_rows(replace(case, weights=lay_out(case.weights, "transposed")))
     assert torch.equal(case.forward(engine, save="recompute")[0], case.forward(engine, save=True)[0])
+    assert by_rows(make_case(shape, torch.bfloat16))
+    for stored in ("fp8-128x128", "int8-channel", "int4-32", "mxfp4"):
+        assert by_rows(quantised_case(replace(shape, hidden=320, inter=256), stored)), stored
     with Engine(isa, threads=1, int8_products=True) as int8:
         assert not by_rows(quantised_case(replace(shape, rank=0), "int8-channel"), int8)
 
@@ -206,7 +210,9 @@ def test_no_more_memory_than_panels(isa: str, routing: str) -> None:
     assert (by_rows - by_panels).norm() <= 0.01 * by_panels.norm()
 
 
-@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="no AVX512_BF16")
+@pytest.mark.skipif(
+    "avx512_bf16" not in ISAS or "avx512vbmi" not in cpu_flags(), reason="no AVX512_BF16 or no AVX512_VBMI"
+)
 def test_fp8_without_vbmi() -> None:
     """The other look-up: the same bits."""
     program = """

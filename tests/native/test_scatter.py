@@ -38,7 +38,7 @@ def test_tasks_keep_the_threads_of_a_socket_busy(threads: int, hidden: int, inte
     """At 48 rows for each expert; with slabs alone, 64 of DeepSeek-V2-Lite, a third of the time was lost."""
     tasks = _native.Engine(ISAS[-1], threads, []).scatter_tasks(hidden, inter, [48] * experts)
     slabs = 1 + max(slab for slab, _, _ in tasks)
-    assert busy_share(tasks, threads) >= 0.95
+    assert busy_share(tasks, threads) >= (0.98 if experts > 32 else 0.95)
     if (threads, slabs) == (48, 64):
         alone = [(slab, 0, experts * 48) for slab in range(slabs)]
         assert busy_share(alone, threads) == pytest.approx(2 / 3)

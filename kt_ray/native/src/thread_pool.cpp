@@ -136,15 +136,19 @@ void ThreadPool::worker(int index) {
 }
 
 // False: a task has failed, and the others will not be done.
-bool ThreadPool::wait_for_those_before(int64_t task) const {
+bool ThreadPool::wait_for_those_before(int64_t task) {
     const auto end = std::upper_bound(ends_->begin(), ends_->end(), task);
     if (end == ends_->begin()) return true;
     const auto over = [&] {
         return done_tasks_.load(std::memory_order_acquire) >= end[-1] ||
                failed_.load(std::memory_order_acquire);
     };
-    // Where threads share a CPU, the one that works may wait for this one's time.
-    while (!spin_until(over)) sched_yield();
+    if (!over()) {
+        const int64_t begin = thread_cpu_ns();
+        // Where threads share a CPU, the one that works may wait for this one's time.
+        while (!spin_until(over)) sched_yield();
+        busy_ns_ -= thread_cpu_ns() - begin;
+    }
     return !failed_.load(std::memory_order_acquire);
 }
 

@@ -49,7 +49,7 @@ class ThreadPool {
   private:
     void worker(int index);
     void work(int index);
-    bool wait_for_those_before(int64_t task) const;
+    bool wait_for_those_before(int64_t task);
 
     const pid_t owner_;
     std::vector<std::thread> workers_;

@@ -103,9 +103,9 @@ struct RowsF32 {
         int64_t k = 0;
         for (; k + kStrip <= m.cols; k += kStrip) {
             constexpr int64_t kBytes = block_bytes<F>() * kStrip / block_elements<F>();
-            const uint8_t* line = far + k / kStrip * kBytes;
             if (far != nullptr)
-                for (int64_t byte = 0; byte < kBytes; byte += 64) __builtin_prefetch(line + byte, 0, 2);
+                for (int64_t byte = 0; byte < kBytes; byte += 64)
+                    __builtin_prefetch(far + k / kStrip * kBytes + byte, 0, 2);
             decode(k, w);
             add(w, k);
         }
