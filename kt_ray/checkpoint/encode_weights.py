@@ -25,7 +25,7 @@ from kt_ray.checkpoint.safetensors_file import BITS, TORCH_DTYPES, read_dtype, r
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.native import ExpertMatrix
 from kt_ray.native.matrix import scales_to_float
-from kt_ray.native.quantize import ScaleType, quantize
+from kt_ray.native.quantization import ScaleType, quantize
 
 CONVENTIONS = ("fp8", "int8", "int4", "mxfp4", "mxfp4-blocks")
 _BAND = 2048

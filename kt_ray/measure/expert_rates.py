@@ -46,7 +46,7 @@ def measure_experts(
 
     Args:
         engine: of the instruction set, with every thread that the machine is to use.
-        fmt: "bf16", "f32" or a format of kt_ray.native.quantize that the shape can hold.
+        fmt: "bf16", "f32" or a format of kt_ray.native.quantization that the shape can hold.
         rank: of the LoRA on every expert, its gradients included.
         seconds: per figure.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kt_ray.native.isa import available_isas, select_isa
     from kt_ray.native.matrix import ExpertMatrix
     from kt_ray.native.pages import MemoryFile, allocate, allocating
-    from kt_ray.native.quantize import quantize
+    from kt_ray.native.quantization import quantize
     from kt_ray.native.tensors import (
         FORMATS,
         Activation,
@@ -50,7 +50,7 @@ _HOMES = {
     "isa": ("available_isas", "select_isa"),
     "matrix": ("ExpertMatrix",),
     "pages": ("MemoryFile", "allocate", "allocating"),
-    "quantize": ("quantize",),
+    "quantization": ("quantize",),
     "tensors": ("FORMATS", "Activation", "DropoutSpec", "ExpertFormula", "ExpertLora", "ExpertWeights"),
 }
 

@@ -219,8 +219,8 @@ class Engine:
             dropout: LoRA dropout; needs `keys`.
             keys: [T] int64, sample * 2**32 + position of each token.
             save: True keeps x, gate and up for backward; "recompute" keeps x and computes the rest
-                again in backward; False keeps nothing. The first two give the same bits; False may add few tokens'
-                products in another order (docs/numerics.md).
+                again in backward; False keeps nothing. The first two give the same bits; False may add
+                products of few tokens in another order (docs/numerics.md).
             check_finite: look for NaN and infinity in x and y.
             out: contiguous float32 [T, H] to write y to; None = new memory.
 

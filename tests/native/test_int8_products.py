@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kt_ray.native import Engine, ExpertMatrix, available_isas
-from kt_ray.native.quantize import quantize
+from kt_ray.native.quantization import quantize
 from tests.helpers.amx import Amx, cpu_flags
 from tests.helpers.int8 import expect_int8
 from tests.helpers.matrices import VARIANTS, random_matrix

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
+from kt_ray import native
 from kt_ray.native import Engine, _native, available_isas, select_isa
 from tests.helpers.amx import Amx, build_emulator, cpu_flags, has_amx
 
@@ -169,3 +171,10 @@ def test_rates_of_products_are_measured_once() -> None:
     rates = dict(_native.product_rates())
     assert set(rates) == set(available_isas()) - {"reference"} and all(1e8 < r < 1e14 for r in rates.values())
     assert rates == dict(_native.product_rates())
+
+
+def test_every_name_of_the_package_is_what_it_says() -> None:
+    """Names are imported when first used; none is a module of the same name."""
+    assert {name for name in native.__all__ if isinstance(getattr(native, name), ModuleType)} == set()
+    with pytest.raises(AttributeError, match="'kt_ray.native' has no attribute 'nothing'"):
+        native.nothing  # noqa: B018

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.native.matrix import FORMATS, GGUF_BLOCKS, ExpertMatrix, scales_to_float
-from kt_ray.native.quantize import quantize
+from kt_ray.native.quantization import quantize
 from kt_ray.native.tensors import projection_arg
 from tests.helpers.cpp import compile_program
 from tests.helpers.formats import random_matrix
