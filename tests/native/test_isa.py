@@ -176,5 +176,5 @@ def test_rates_of_products_are_measured_once() -> None:
 def test_every_name_of_the_package_is_what_it_says() -> None:
     """Names are imported when first used; none is a module of the same name."""
     assert {name for name in native.__all__ if isinstance(getattr(native, name), ModuleType)} == set()
-    with pytest.raises(AttributeError, match="'kt_ray.native' has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"'kt_ray\.native' has no attribute"):
         native.nothing  # noqa: B018
