@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +15,6 @@ from kt_ray.native.reference import activate, moe_reference
 from tests.helpers.native import ACTIVATIONS, EVERY, ISAS, LAYOUTS, Case, Shape, lay_out, make_case
 
 pytestmark = pytest.mark.accept("engine")
-
-
-@pytest.fixture(scope="module")
-def engine_of() -> Iterator[dict[str, Engine]]:
-    """Engines with two threads by instruction set."""
-    engines = {isa: Engine(isa, threads=2) for isa in ISAS}
-    yield engines
-    for engine in engines.values():
-        engine.close()
 
 
 @functools.cache

@@ -6,7 +6,6 @@ A backward reads the same bytes in the other orientation: W x in forward, Wᵀ d
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,15 +16,6 @@ from tests.helpers.matrices import VARIANTS, quantised_case, tensors_of
 from tests.helpers.native import ISAS, Case, Shape
 
 pytestmark = pytest.mark.accept("engine")
-
-
-@pytest.fixture(scope="module")
-def engine_of() -> Iterator[dict[str, Engine]]:
-    """Engines with two threads by instruction set."""
-    engines = {isa: Engine(isa, threads=2) for isa in ISAS}
-    yield engines
-    for engine in engines.values():
-        engine.close()
 
 
 # (H, I) by the multiple that a format needs. Without one: off every vector width, and partial blocks

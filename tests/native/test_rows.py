@@ -6,7 +6,6 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,15 +19,6 @@ from tests.helpers.native import ACTIVATIONS, DTYPES, EVERY, ISAS, Case, Shape, 
 pytestmark = pytest.mark.accept("engine")
 
 TOKENS = 16  # up to here; kRowTokens in kernels.h
-
-
-@pytest.fixture(scope="module")
-def engine_of() -> Iterator[dict[str, Engine]]:
-    """Engines with two threads by instruction set."""
-    engines = {isa: Engine(isa, threads=2) for isa in ISAS}
-    yield engines
-    for engine in engines.values():
-        engine.close()
 
 
 # (H, I) by the multiple that a format needs: whole steps of 128 or 256 elements and a rest, or only a rest.
