@@ -21,17 +21,18 @@ from kt_ray.parse import read_yaml
 GIB = 1 << 30
 ISAS = ("reference", "avx2", "avx512", "avx512_bf16", "amx")  # best last; names as in kt_ray.native
 
-# What each needs, as /proc/cpuinfo calls it; the same that the engine asks CPUID (cpu_features.cpp).
 # What a described machine has at most.
 _MOST = {"cores": 4096, "memory_gib": 1 << 20, "count": 1024, "hosts": 4096}
+# What each needs, as /proc/cpuinfo calls it; the same that the engine asks CPUID (cpu_features.cpp).
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_AVX512_BF16 = _AVX512 | {"avx512_bf16", "avx512vbmi"}  # Cooper Lake lacks the second
 _FLAGS: dict[str, set[str]] = {
     "reference": set(),
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512_bf16": _AVX512 | {"avx512_bf16"},
-    "amx": _AVX512 | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
+    "avx512_bf16": _AVX512_BF16,
+    "amx": _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
 }
 
 # Hardware that a rule is drawn up for when nothing else is said (conf/rule/*.yaml say the same).

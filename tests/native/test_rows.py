@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from kt_ray.native import Engine, ExpertMatrix
-from tests.helpers.amx import cpu_flags
 from tests.helpers.matrices import VARIANTS, quantised_case
 from tests.helpers.native import ACTIVATIONS, DTYPES, EVERY, ISAS, Case, Shape, lay_out, make_case
 
@@ -198,33 +196,6 @@ def test_no_more_memory_than_panels(isa: str, routing: str) -> None:
         saved.release()
         assert held <= engine.scratch_bytes
     assert (by_rows - by_panels).norm() <= 0.01 * by_panels.norm()
-
-
-@pytest.mark.skipif(
-    "avx512_bf16" not in ISAS or "avx512vbmi" not in cpu_flags(), reason="no AVX512_BF16 or no AVX512_VBMI"
-)
-def test_fp8_without_vbmi() -> None:
-    """The other look-up: the same bits."""
-    program = """
-import hashlib
-from kt_ray.native import Engine
-from tests.helpers.matrices import quantised_case
-from tests.helpers.native import Shape
-case = quantised_case(Shape(tokens=5, hidden=300, inter=256), "fp8-128x128")
-with Engine("avx512_bf16", threads=1) as engine:
-    print(hashlib.sha256(case.forward(engine)[0].numpy().tobytes()).hexdigest())
-"""
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ | {"KT_RAY_TEST_NO_VBMI": hidden},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hidden in ("0", "1")
-    }
-    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -68,19 +68,13 @@ std::string request_tile_data() {
            ", " + std::strerror(error) + ")";
 }
 
-// What AMX lacks beyond AVX512_BF16. Its decoders may use VBMI, which every CPU with AMX has.
+// What AMX lacks beyond AVX512_BF16.
 std::string missing_amx(const CpuId& leaf7, uint64_t state) {
-    std::string text;
-    if (assume_amx()) {
-        text = missing({{bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"}});
-    } else {
-        text = missing({{bool(leaf7.edx >> 22 & 1), "AMX-BF16 in the CPU"},
-                        {bool(leaf7.edx >> 24 & 1), "AMX-TILE in the CPU"},
-                        {bool(leaf7.edx >> 25 & 1), "AMX-INT8 in the CPU"},
-                        {bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"}});
-        if (text.empty())
-            text = missing({{(state >> 17 & 3) == 3, "AMX tile state in the operating system"}});
-    }
+    if (assume_amx()) return request_tile_data();
+    std::string text = missing({{bool(leaf7.edx >> 22 & 1), "AMX-BF16 in the CPU"},
+                                {bool(leaf7.edx >> 24 & 1), "AMX-TILE in the CPU"},
+                                {bool(leaf7.edx >> 25 & 1), "AMX-INT8 in the CPU"}});
+    if (text.empty()) text = missing({{(state >> 17 & 3) == 3, "AMX tile state in the operating system"}});
     return text.empty() ? request_tile_data() : text;
 }
 
@@ -105,7 +99,9 @@ std::vector<IsaStatus> detect() {
                                   zmm});
     if (avx512.empty()) avx512 = avx2;
     std::string avx512_bf16 = avx512;
-    if (avx512_bf16.empty()) avx512_bf16 = missing({{bool(leaf7_1.eax >> 5 & 1), "AVX512_BF16 in the CPU"}});
+    if (avx512_bf16.empty())
+        avx512_bf16 = missing({{bool(leaf7_1.eax >> 5 & 1), "AVX512_BF16 in the CPU"},
+                               {bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"}});
     result.push_back({"avx2", avx2.empty(), avx2});
     result.push_back({"avx512", avx512.empty(), avx512});
     result.push_back({"avx512_bf16", avx512_bf16.empty(), avx512_bf16});
@@ -125,15 +121,6 @@ const std::vector<IsaStatus>& isa_statuses() {
 bool has_avx512_vnni() {
 #if defined(__x86_64__)
     return (cpuid(7, 0).ecx >> 11 & 1) != 0 && !is_one("KT_RAY_TEST_NO_VNNI");
-#else
-    return false;
-#endif
-}
-
-bool has_avx512_vbmi() {
-#if defined(__x86_64__)
-    static const bool has = (cpuid(7, 0).ecx >> 1 & 1) != 0 && !is_one("KT_RAY_TEST_NO_VBMI");
-    return has;
 #else
     return false;
 #endif

@@ -19,7 +19,4 @@ const std::vector<IsaStatus>& isa_statuses();
 // What the avx512 instruction sets' int8 products are faster with. KT_RAY_TEST_NO_VNNI=1 hides it.
 bool has_avx512_vnni();
 
-// What their look-ups of bytes are faster with. KT_RAY_TEST_NO_VBMI=1, when first asked, hides it.
-bool has_avx512_vbmi();
-
 }  // namespace kt

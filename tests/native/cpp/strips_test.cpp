@@ -235,7 +235,8 @@ int64_t check() {
     } else if (has_scales(F)) {
         types = {ScaleType::f32, ScaleType::bf16, ScaleType::f16, ScaleType::ue8m0};
         blocks = {{1, kCols}, {1, 32}, {1, 128}, {1, 96}};
-        if (F == Format::fp8) blocks.insert(blocks.end(), {{16, 128}, {128, 128}, {5, 2 * kCols}, {24, 96}});
+        if (F == Format::fp8)
+            blocks.insert(blocks.end(), {{16, 128}, {128, 128}, {5, 2 * kCols}, {12, 64}, {24, 96}});
     }
     int64_t wrong = 0;
     for (const ScaleType type : types)

@@ -4,7 +4,6 @@
 // it. Done one unit per slice of products, its shuffles, loads and stores hide behind the arithmetic;
 // done at once they would add to it.
 
-constexpr int64_t kPanelStep = 128;  // bytes
 constexpr int64_t kPanelSlice = kSlice / 2 * kPanelStep;
 constexpr int64_t kBf16Units = 4;  // of a slice
 
@@ -104,6 +103,7 @@ struct Job {
     static constexpr int64_t kStripBytes = strip_bytes(F);  // of 8 strips
     static constexpr bool kScattered = kStripBytes % 128 != 0;
     static constexpr bool kSuperBlock = F == Format::q4_k || F == Format::q5_k || F == Format::q6_k;
+    static constexpr bool kOwnUnits = requires(const Strip<F>& s) { s.wide; };  // decodes them itself
     static constexpr bool kFetches = true;
     static constexpr bool kFetchesNear = !kAlongColumns || kScattered;
     static constexpr _mm_hint kNearHint = kAlongColumns ? _MM_HINT_T1 : _MM_HINT_T0;
@@ -152,8 +152,10 @@ struct Job {
         const int64_t slice = run.slice + u / kBf16Units;
         if constexpr (kAlongColumns) {
             const int64_t n = slice * kSlice + u % kBf16Units * 8, k = run.at[0];
-            for (int i = 0; i < 8; ++i) a[i] = first.bf16(n + i, k);
             char* to = run.panel + u * 4 * kPanelStep;
+            if constexpr (kOwnUnits)
+                if (first.wide) return first.depths(n, k, to);
+            for (int i = 0; i < 8; ++i) a[i] = first.bf16(n + i, k);
             for (int i = 0; i < 4; ++i) store_step(a[2 * i], a[2 * i + 1], to + i * kPanelStep);
         } else {
             const int64_t half = u / 2 % 2, sub = u % 2;
@@ -163,8 +165,11 @@ struct Job {
             }
             const Strip<F>& strip = half == 0 ? first : second;
             const int64_t n = run.at[half] + sub * 8, k = slice * kSlice;
+            char* to = run.panel + u / kBf16Units * kPanelSlice + half * 64 + sub * 32;
+            if constexpr (kOwnUnits)
+                if (strip.wide) return strip.rows(n, k, to);
             for (int i = 0; i < 8; ++i) a[i] = strip.bf16(n + i, k);
-            store_unit_of_rows(a, run.panel + u / kBf16Units * kPanelSlice + half * 64 + sub * 32);
+            store_unit_of_rows(a, to);
         }
     }
 

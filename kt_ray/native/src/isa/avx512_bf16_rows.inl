@@ -10,8 +10,6 @@
 // x_at(q); kPart words add up to a sum that part_scale(p) multiplies (kPart 0: no scale, words add up in
 // order). The words of several rows take turns: the sums' latency would otherwise fill the core's schedulers.
 
-#define KT_INLINE __attribute__((always_inline)) inline
-
 // Every format: strips as panels hold them, rounded to bfloat16.
 template <Format F>
 struct StripRow {
@@ -149,59 +147,13 @@ struct FastRow<Format::int8> : ByteRow {
     static constexpr int64_t x_at(int q) { return q / 2 * kStrip; }
 };
 
-// E4M3: the 128 magnitudes are two tables of 64.
+// E4M3: the lower and the upper bytes of its values, looked up.
 template <>
 struct FastRow<Format::fp8> : ByteRow {
     static constexpr int kWords = 4, kPart = 4;
-    __m512i table[4];
+    ByteTables table;
 
-    explicit FastRow(const Matrix& m) : ByteRow(m) {
-        for (int i = 0; i < 4; ++i)
-            table[i] = rounded(_mm512_load_ps(kFp8.of + 32 * i), _mm512_load_ps(kFp8.of + 32 * i + 16));
-    }
-    KT_INLINE __m512i word(const Raw& raw, int q) const {
-        const __m512i v = raw.v[q / 2], index = q & 1 ? _mm512_srli_epi16(v, 8) : v;
-        const __m512i sign = q & 1 ? v : _mm512_slli_epi16(v, 8);
-        const __mmask32 large = _mm512_test_epi16_mask(v, _mm512_set1_epi16(q & 1 ? 0x4000 : 0x40));
-        const __m512i low = _mm512_permutex2var_epi16(table[0], index, table[1]);
-        const __m512i high = _mm512_permutex2var_epi16(table[2], index, table[3]);
-        // magnitude ^ (sign & 0x8000)
-        return _mm512_ternarylogic_epi32(_mm512_mask_blend_epi16(large, low, high), sign,
-                                         _mm512_set1_epi16(INT16_MIN), 0x78);
-    }
-    static constexpr int64_t x_at(int q) { return q * kStrip; }
-};
-
-// The bytes of E4M3's magnitudes as bfloat16.
-struct Fp8Bytes {
-    alignas(64) uint8_t lower[128], upper[128];
-
-    constexpr Fp8Bytes() : lower(), upper() {
-        for (int v = 0; v < 128; ++v) {  // exact: the lower half of the float's bits is zero
-            const uint32_t bits = __builtin_bit_cast(uint32_t, kFp8.of[v]);
-            lower[v] = static_cast<uint8_t>(bits >> 16);
-            upper[v] = static_cast<uint8_t>(bits >> 24);
-        }
-    }
-};
-constexpr Fp8Bytes kFp8Bytes;
-
-// The same words with AVX512_VBMI, which the instruction set does not promise: all 128 magnitudes in one
-// look-up for their upper bytes and one for their lower ones. As assembly, for the compiler may not use it.
-struct Fp8ByteRow : ByteRow {
-    static constexpr int kWords = 4, kPart = 4;
-    __m512i low[2], high[2];
-
-    explicit Fp8ByteRow(const Matrix& m) : ByteRow(m) {
-        for (int i = 0; i < 2; ++i) {
-            low[i] = _mm512_load_si512(kFp8Bytes.lower + 64 * i);
-            high[i] = _mm512_load_si512(kFp8Bytes.upper + 64 * i);
-        }
-    }
-    KT_INLINE static __m512i look_up_byte(const __m512i (&table)[2], __m512i index) {
-        __asm__("vpermi2b %2, %1, %0" : "+v"(index) : "v"(table[0]), "v"(table[1]));
-        return index;
-    }
+    explicit FastRow(const Matrix& m) : ByteRow(m), table(fp8_tables(_mm512_set1_ps(1.0f))) {}
     struct Raw {
         __m512i low[2], high[2];
     };
@@ -209,9 +161,8 @@ struct Fp8ByteRow : ByteRow {
         Raw raw;
         for (int i = 0; i < 2; ++i) {
             const __m512i v = _mm512_loadu_si512(at(n) + k + 64 * i);
-            raw.low[i] = look_up_byte(low, v);
-            // magnitude ^ (v & 0x80)
-            raw.high[i] = _mm512_ternarylogic_epi32(look_up_byte(high, v), v, _mm512_set1_epi8(-128), 0x78);
+            raw.low[i] = table.lower_of(v);
+            raw.high[i] = table.upper_of(v);
         }
         return raw;
     }
@@ -406,8 +357,6 @@ struct RowsBf16 {
     // use(Row<F>) with the format's own row where `fast`, else with its strips.
     template <class Use>
     static void with_row(const Matrix& m, bool fast, const Use& use) {
-        if (fast && m.format == Format::fp8 && has_avx512_vbmi())
-            return use(Fp8ByteRow(m), Kind<Format::fp8>());
         switch (m.format) {
 #define KT_FORMAT(F)                                                        \
     case Format::F:                                                         \

@@ -6,6 +6,10 @@
 // the strip's elements up (vpermw), which costs less than converting every element. What counts is the
 // number of operations on the two pipes that shuffle, then those on the two that multiply.
 
+#define KT_INLINE __attribute__((always_inline)) inline
+
+constexpr int64_t kPanelStep = 128;  // bytes
+
 inline __m512i rounded(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
 // A table for look_up: the first 16 values.
@@ -124,7 +128,7 @@ struct Strip<Format::bf16> {
     int64_t row_bytes;
 
     explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes) {}
-    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
         return _mm512_loadu_si512(data + n * row_bytes + 2 * k);
     }
 };
@@ -135,7 +139,7 @@ struct Strip<Format::f32> {
     int64_t row_bytes;
 
     explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes) {}
-    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = data + n * row_bytes + 4 * k;
         return rounded(_mm512_loadu_ps(p), _mm512_loadu_ps(p + 64));
     }
@@ -154,6 +158,76 @@ struct Fp8Table {
 };
 constexpr Fp8Table kFp8;
 
+// Which bytes of two registers to take, or of one.
+struct Bytes {
+    alignas(64) uint8_t of[64];
+};
+constexpr Bytes kEvenBytes = [] {
+    Bytes bytes{};
+    for (int i = 0; i < 64; ++i) bytes.of[i] = static_cast<uint8_t>(2 * i);
+    return bytes;
+}();
+// Columns 4 L to 4 L + 3 of two depths, then the columns 16 further, in lane L.
+constexpr Bytes kColumnPairs = [] {
+    Bytes bytes{};
+    for (int i = 0; i < 64; ++i)
+        bytes.of[i] = static_cast<uint8_t>(i / 16 * 4 + i % 8 / 2 + i / 8 % 2 * 16 + i % 2 * 64);
+    return bytes;
+}();
+
+// Words 0, 16, 1, 17, ...
+KT_INLINE __m512i interleaved(__m512i v) {
+    const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_permutexvar_epi16(
+        _mm512_add_epi32(_mm512_mullo_epi32(steps, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(16 << 16)),
+        v);
+}
+
+// Of 8 rows, 32 bytes: 16 of this one and of the fourth after it, then the other 16.
+KT_INLINE __m512i load_two(const uint8_t* from, int64_t row_bytes) {
+    const __m512i two =
+        _mm512_inserti64x4(_mm512_castsi256_si512(load_32(from)), load_32(from + 4 * row_bytes), 1);
+    return _mm512_shuffle_i64x2(two, two, 0xd8);
+}
+// A pair of depths of 8 rows, and that of 16 depths further.
+KT_INLINE void store_pairs(__m512i pairs, char* to) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(pairs));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * kPanelStep), _mm512_extracti64x4_epi64(pairs, 1));
+}
+
+// Words by their lower and upper bytes: one look-up each, of 128.
+struct ByteTables {
+    __m512i lower[2], upper[2];
+
+    ByteTables() = default;
+    explicit ByteTables(const __m512i (&words)[4]) {
+        const __m512i even = _mm512_load_si512(kEvenBytes.of),
+                      odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
+        for (int i = 0; i < 2; ++i) {
+            lower[i] = _mm512_permutex2var_epi8(words[2 * i], even, words[2 * i + 1]);
+            upper[i] = _mm512_permutex2var_epi8(words[2 * i], odd, words[2 * i + 1]);
+        }
+    }
+    // Of every byte, without its sign ...
+    KT_INLINE __m512i lower_of(__m512i bytes) const {
+        return _mm512_permutex2var_epi8(lower[0], bytes, lower[1]);
+    }
+    // ... and with it: a table may hold negative words.
+    KT_INLINE __m512i upper_of(__m512i bytes) const {
+        return _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(upper[0], bytes, upper[1]), bytes,
+                                         _mm512_set1_epi8(-128), 0x78);
+    }
+};
+
+// Of E4M3's magnitudes times a scale.
+inline ByteTables fp8_tables(__m512 scale) {
+    __m512i words[4];
+    for (int i = 0; i < 4; ++i)
+        words[i] = rounded(_mm512_mul_ps(_mm512_load_ps(kFp8.of + 32 * i), scale),
+                           _mm512_mul_ps(_mm512_load_ps(kFp8.of + 32 * i + 16), scale));
+    return ByteTables(words);
+}
+
 // E4M3: the 128 magnitudes are a table. Where a scale covers many rows, they are multiplied by it and
 // rounded, until the scale changes; where it does not, the looked up values are, two registers of them.
 template <>
@@ -161,28 +235,25 @@ struct Strip<Format::fp8> {
     const uint8_t* data;
     int64_t row_bytes;
     StripScales scales;
-    bool blocks;
+    bool blocks, wide;
     mutable const uint8_t* table_of = nullptr;  // the scale in the table
-    mutable __m512i table[4];
+    mutable ByteTables table;
 
     explicit Strip(const Matrix& m)
-        : data(m.data), row_bytes(m.row_bytes), scales(m), blocks(m.block_rows >= 8) {
-        fill(_mm512_set1_ps(1.0f));
+        : data(m.data),
+          row_bytes(m.row_bytes),
+          scales(m),
+          blocks(m.block_rows >= 8),
+          wide(m.block_rows % 8 == 0 || m.block_rows >= m.rows) {
+        if (!blocks) table = fp8_tables(_mm512_set1_ps(1.0f));
     }
 
-    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
-        const __m512i bytes = _mm512_cvtepi8_epi16(load_32(data + n * row_bytes + k));
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
+        const __m512i words = _mm512_cvtepu8_epi16(load_32(data + n * row_bytes + k));
         const uint8_t* scale = scales.of_block(n, k);
-        if (blocks && scale != table_of) [[unlikely]] {
-            table_of = scale;
-            fill(scales(scale));
-        }
-        const __m512i small = _mm512_permutex2var_epi16(table[0], bytes, table[1]);
-        const __m512i large = _mm512_permutex2var_epi16(table[2], bytes, table[3]);
-        const __mmask32 is_large = _mm512_test_epi16_mask(bytes, _mm512_set1_epi16(64));
-        // magnitude ^ (bytes & sign): a scale may be negative
-        const __m512i v = _mm512_ternarylogic_epi32(_mm512_mask_blend_epi16(is_large, small, large), bytes,
-                                                    _mm512_set1_epi16(INT16_MIN), 0x78);
+        if (blocks) take(scale);
+        const __m512i v = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaau, table.lower_of(words),
+                                                 table.upper_of(_mm512_slli_epi16(words, 8)));
         if (blocks) return v;
         const __m512 s = scales(scale);
         const __m512 even = (__m512)_mm512_slli_epi32(v, 16);
@@ -190,20 +261,54 @@ struct Strip<Format::fp8> {
         return interleaved(rounded(_mm512_mul_ps(even, s), _mm512_mul_ps(odd, s)));
     }
 
-  private:
-    // Words 0, 16, 1, 17, ...
-    static __m512i interleaved(__m512i v) {
-        const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        return _mm512_permutexvar_epi16(
-            _mm512_add_epi32(_mm512_mullo_epi32(steps, _mm512_set1_epi32(0x10001)),
-                             _mm512_set1_epi32(16 << 16)),
-            v);
+    // Where `wide`, 8 rows by 32 depths ...
+    KT_INLINE void rows(int64_t n, int64_t k, char* to) const {
+        take(scales.of_block(n, k));
+        const uint8_t* from = data + n * row_bytes + k;
+        const __m512i r0 = load_two(from, row_bytes), r1 = load_two(from + row_bytes, row_bytes);
+        const __m512i r2 = load_two(from + 2 * row_bytes, row_bytes);
+        const __m512i r3 = load_two(from + 3 * row_bytes, row_bytes);
+        const auto two = [&](__m512i a, __m512i b, char* at) __attribute__((always_inline)) {
+            const auto half = [&](__m512i bytes, char* here) __attribute__((always_inline)) {
+                const Values v = values(bytes);
+                store_pairs(v.first, here);
+                store_pairs(v.second, here + kPanelStep);
+            };
+            half(_mm512_unpacklo_epi32(a, b), at);
+            half(_mm512_unpackhi_epi32(a, b), at + 2 * kPanelStep);
+        };
+        two(_mm512_unpacklo_epi16(r0, r1), _mm512_unpacklo_epi16(r2, r3), to);
+        two(_mm512_unpackhi_epi16(r0, r1), _mm512_unpackhi_epi16(r2, r3), to + 4 * kPanelStep);
+    }
+    // ... or 8 depths by 32 columns, into a panel.
+    KT_INLINE void depths(int64_t n, int64_t k, char* to) const {
+        take(scales.of_block(n, k));
+        const uint8_t* from = data + n * row_bytes + k;
+        const __m512i order = _mm512_load_si512(kColumnPairs.of);
+        for (int i = 0; i < 4; ++i, from += 2 * row_bytes, to += kPanelStep) {
+            const Values v =
+                values(_mm512_permutex2var_epi8(_mm512_castsi256_si512(load_32(from)), order,
+                                                _mm512_castsi256_si512(load_32(from + row_bytes))));
+            _mm512_storeu_si512(to, v.first);
+            _mm512_storeu_si512(to + 64, v.second);
+        }
     }
 
-    void fill(__m512 scale) const {
-        for (int i = 0; i < 4; ++i)
-            table[i] = rounded(_mm512_mul_ps(_mm512_load_ps(kFp8.of + 32 * i), scale),
-                               _mm512_mul_ps(_mm512_load_ps(kFp8.of + 32 * i + 16), scale));
+  private:
+    // Of the first 8 bytes of every lane, and of the other 8.
+    struct Values {
+        __m512i first, second;
+    };
+    KT_INLINE Values values(__m512i bytes) const {
+        const __m512i low = table.lower_of(bytes), high = table.upper_of(bytes);
+        return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+    }
+
+    KT_INLINE void take(const uint8_t* scale) const {
+        if (scale == table_of) [[likely]]
+            return;
+        table_of = scale;
+        table = fp8_tables(scales(scale));
     }
 };
 
@@ -214,7 +319,7 @@ struct Strip<Format::int8> {
     StripScales scales;
 
     explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes), scales(m) {}
-    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = data + n * row_bytes + k;
         const __m512 scale = scales(scales.of_row(n, k));
         return rounded(scaled_int8(load_16(p), scale), scaled_int8(load_16(p + 16), scale));
@@ -234,7 +339,7 @@ struct NibbleStrip {
                                    : _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f,
                                                     -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
     }
-    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
         const __m512 scale = F == Format::mxfp4
                                  ? _mm512_set1_ps(kUe8m0.of[scales.at[n * scales.row_bytes + k / kStrip]])
                                  : scales(scales.of_row(n, k));
