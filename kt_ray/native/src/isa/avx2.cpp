@@ -129,6 +129,7 @@ inline Vec widened(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi
 inline Vec halves(__m256i v, int64_t which) {
     return _mm256_cvtph_ps(which == 0 ? _mm256_castsi256_si128(v) : _mm256_extracti128_si256(v, 1));
 }
+inline float half_value(const uint8_t* p) { return _cvtsh_ss(load_as<uint16_t>(p)); }
 
 #include "isa/avx_rows.inl"
 #include "generic/ahead.inl"

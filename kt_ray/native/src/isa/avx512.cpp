@@ -31,6 +31,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 // Sixteen signed bytes, and halves.
 inline Vec widened(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
 inline Vec halves(__m256i v, int64_t) { return _mm512_cvtph_ps(v); }
+inline float half_value(const uint8_t* p) { return _cvtsh_ss(load_as<uint16_t>(p)); }
 
 #include "isa/avx_rows.inl"
 #include "generic/ahead.inl"

@@ -331,9 +331,7 @@ struct Strip<Format::int8> {
     StripScales scales;
 
     explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes), scales(m) {}
-    KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
-        return bf16(at(n, k), scales.of_row(n, k));
-    }
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const { return bf16(at(n, k), scales.of_row(n, k)); }
     KT_INLINE const uint8_t* at(int64_t n, int64_t k) const { return data + n * row_bytes + k; }
     KT_INLINE __m512i bf16(const uint8_t* p, const uint8_t* scale) const {
         const __m512 s = scales(scale);
@@ -354,9 +352,7 @@ struct NibbleStrip {
                                    : _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f,
                                                     -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
     }
-    KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
-        return bf16(at(n, k), scales.of_row(n, k));
-    }
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const { return bf16(at(n, k), scales.of_row(n, k)); }
     KT_INLINE const uint8_t* at(int64_t n, int64_t k) const { return data + n * row_bytes + k / 2; }
     KT_INLINE __m512i bf16(const uint8_t* p, const uint8_t* scale) const {
         const __m512 s = F == Format::mxfp4 ? _mm512_set1_ps(kUe8m0.of[*scale]) : scales(scale);
