@@ -135,7 +135,7 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "avx512": (*_AVX512, *_QUIET),
     "avx512_bf16": (*_AVX512, "-mavx512bf16", *_QUIET),
-    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8", *_QUIET),
+    "amx": (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8", *_QUIET),
 }
 _COMMON = ("-std=c++20", "-Wall", "-Wextra", "-ffp-contract=off", "-I", str(SOURCES))
 _KERNELS = ("-fno-math-errno", "-fno-trapping-math")

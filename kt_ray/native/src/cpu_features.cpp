@@ -68,16 +68,19 @@ std::string request_tile_data() {
            ", " + std::strerror(error) + ")";
 }
 
-// What AMX lacks beyond AVX512_BF16. Its decoders may use VBMI, which every CPU with AMX has.
+// What AMX lacks beyond AVX512_BF16. Beside tiles it uses VBMI and VNNI, which every CPU with AMX has.
 std::string missing_amx(const CpuId& leaf7, uint64_t state) {
+    const Requirement vbmi{bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"};
+    const Requirement vnni{bool(leaf7.ecx >> 11 & 1), "AVX512_VNNI in the CPU"};
     std::string text;
     if (assume_amx()) {
-        text = missing({{bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"}});
+        text = missing({vbmi, vnni});
     } else {
         text = missing({{bool(leaf7.edx >> 22 & 1), "AMX-BF16 in the CPU"},
                         {bool(leaf7.edx >> 24 & 1), "AMX-TILE in the CPU"},
                         {bool(leaf7.edx >> 25 & 1), "AMX-INT8 in the CPU"},
-                        {bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"}});
+                        vbmi,
+                        vnni});
         if (text.empty())
             text = missing({{(state >> 17 & 3) == 3, "AMX tile state in the operating system"}});
     }
