@@ -182,14 +182,36 @@ void decode_nibbles(const Part& part, int64_t begin, int64_t end, T* panel) {
     }
 }
 
+// Scales of row n in kLanes slices.
+inline void row_scales(const Matrix& m, int64_t n, int64_t slice, float* to) {
+    const uint8_t* from = m.scales + n * m.scale_row_bytes + slice * scale_size(m.scale_type);
+    if (m.scale_type == ScaleType::f32)
+        memcpy(to, from, kLanes * sizeof(float));
+    else if (m.scale_type == ScaleType::bf16)
+        vstore(to, vload(reinterpret_cast<const Bf16*>(from)));
+    else
+        for (int64_t j = 0; j < kLanes; ++j) to[j] = scale_value(m.scale_type, from + 2 * j);
+}
+
 // Scales of a panel of nibbles, [slice][2 * kLanes], zero where the matrix ends. They follow the panel.
 inline void decode_group_scales(const Source& source, int64_t begin, int64_t end, float* to) {
     memset(to, 0, (end - begin) * 2 * kLanes * sizeof(float));
     for (int i = 0; i < source.parts; ++i) {
         const Part& part = source.part[i];
-        for (int64_t s = max_of(begin, part.slice_begin); s < min_of(end, part.slice_end); ++s)
-            column_scales(part.m, part.at, (s - part.slice_begin) * kSlice, part.count,
-                          to + (s - begin) * 2 * kLanes + part.half * kLanes);
+        const Matrix& m = part.m;
+        float* const half = to + part.half * kLanes - begin * 2 * kLanes;
+        const int64_t last = min_of(end, part.slice_end);
+        int64_t s = max_of(begin, part.slice_begin);
+        if (m.block_cols == kSlice && part.count == part.halves * kLanes)
+            for (; s + kLanes <= last; s += kLanes)
+                for (int64_t n = 0; n < part.count; n += kLanes) {
+                    float rows[kLanes * kLanes];
+                    for (int64_t j = 0; j < kLanes; ++j)
+                        row_scales(m, part.at + n + j, s - part.slice_begin, rows + j * kLanes);
+                    transpose_block(rows, kLanes, half + s * 2 * kLanes + n, 2 * kLanes);
+                }
+        for (; s < last; ++s)
+            column_scales(m, part.at, (s - part.slice_begin) * kSlice, part.count, half + s * 2 * kLanes);
     }
 }
 

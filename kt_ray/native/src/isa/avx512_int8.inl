@@ -109,8 +109,8 @@ struct Int8Ahead512 {
             return place.from + u % halves * kLanes * place.row_bytes + u / halves * kInt8Line;
         }
         // Lines that are read four lines of depth later, into the L2 cache: many rows a power of two apart
-        // share the sets of the L1.
-        void fetch(int64_t u) const {
+        // share the sets of the L1. Inlined, as GCC drops calls to functions that only prefetch.
+        [[gnu::always_inline]] void fetch(int64_t u) const {
             u += 4 * halves;
             const bool over = u >= units;
             const Place& place = over ? after : here;
@@ -122,8 +122,10 @@ struct Int8Ahead512 {
     Ratios ratios;
     Run runs[2];
     int run = 0, count = 0;
-    int64_t unit = 0;   // next, in the current run
-    int64_t quota = 0;  // units per line of products
+    int64_t unit = 0;  // next, in the current run
+    // Units are spread over the lines of products: one whenever `due`, which grows by all units with every
+    // line, reaches all lines.
+    int64_t units = 0, lines = 0, due = 0;
 
     explicit Int8Ahead512(const Ratios& scratch) : ratios(scratch) {}
 
@@ -131,8 +133,7 @@ struct Int8Ahead512 {
     void start(const Source& source, int64_t begin, int64_t end, int8_t* panel, int64_t slices,
                const Source& after) {
         run = count = 0;
-        unit = 0;
-        int64_t units = 0;
+        unit = units = due = 0;
         ratios.prepare(source, begin, end);
         if (has_nibbles(source))
             decode_group_scales(source, begin, end,
@@ -151,10 +152,10 @@ struct Int8Ahead512 {
             const bool nibbles = m.format == Format::int4;
             // Along rows 64 bytes of nibbles are two lines.
             const int64_t lines_each = nibbles && !part.along_columns ? 2 : 1;
-            int64_t lines = min_of(there, (last - first) * kSlice) / (lines_each * kInt8Line) * lines_each;
-            if (part.count < part.halves * kLanes || (part.along_columns && part.halves < 2)) lines = 0;
+            int64_t whole = min_of(there, (last - first) * kSlice) / (lines_each * kInt8Line) * lines_each;
+            if (part.count < part.halves * kLanes || (part.along_columns && part.halves < 2)) whole = 0;
             int8_t* to = panel + (first - begin) * kSlice / 4 * kInt8Step;
-            if (lines > 0) {
+            if (whole > 0) {
                 Run& r = runs[count];
                 r.here = Place(part, first);
                 r.after = next;
@@ -163,14 +164,14 @@ struct Int8Ahead512 {
                 r.halves = part.halves;
                 r.nibbles = nibbles;
                 r.ratios = ratios.of(part) + depth;
-                r.units = lines / lines_each * part.halves;
+                r.units = whole / lines_each * part.halves;
                 r.to = reinterpret_cast<char*>(to) + part.half * 64;
                 units += r.units;
                 ++count;
             }
-            decode_int8<kFlip>(part, ratios, first + 2 * lines, last, to + lines * kInt8Line / 4 * kInt8Step);
+            decode_int8<kFlip>(part, ratios, first + 2 * whole, last, to + whole * kInt8Line / 4 * kInt8Step);
         }
-        quota = slices == 0 ? 0 : pieces(2 * units, slices);
+        lines = slices / 2;
     }
 
     void place() {
@@ -202,7 +203,7 @@ struct Int8Ahead512 {
     }
 
     void step() {
-        for (int64_t q = 0; q < quota && run < count; ++q) place();
+        for (due += units; due >= lines && run < count; due -= lines) place();
     }
     void finish() {
         while (run < count) place();
