@@ -149,12 +149,13 @@ struct Ratios {
                           last = min_of(m.rows, (end - part.slice_begin) * kSlice);
             if (first >= last) continue;
             column_scales(m, first, part.at, last - first, ratio + first);
-            for (int64_t n = first; n < last; ++n) {
-                constexpr float kMost = 127.0f / 8.0f;
-                float r = ratio[n] / channel[n];
-                r = r > kMost ? kMost : r;
-                r = r < -kMost ? -kMost : r;
-                ratio[n] = channel[n] > 0.0f && r == r ? r : 0.0f;
+            // Sizes of int4 matrices are multiples of 32.
+            for (int64_t n = first; n < last; n += kLanes) {
+                const Vec most = vset1(127.0f / 8.0f), channel_n = vload(channel + n);
+                Vec r = vload(ratio + n) / channel_n;
+                r = vselect(r > most, most, r);
+                r = vselect(r < -most, -most, r);
+                vstore(ratio + n, vselect((channel_n > 0.0f) & (r == r), r, vset1(0.0f)));
             }
         }
     }
