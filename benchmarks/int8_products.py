@@ -2,11 +2,11 @@
 
     python benchmarks/int8_products.py --json out.json
 
-One layer's experts of DeepSeek-V2-Lite's size with LoRA of rank 8, forward and backward. Weights are normal, stored as
-int8 with a scale per row and as int4 with a scale per 32. x is normal, or has one column in 256 twenty times as large,
-as trained models have; adapters are as after initialisation (B = 0), or their branches are as large as the frozen ones.
-Errors are relative in norm, against float64 on the same stored weights. No time is measured. docs/numerics.md has the
-figures.
+One layer's experts of DeepSeek-V2-Lite's size with LoRA of rank 8, forward and backward. Weights are
+normal, stored as int8 with a scale per row and as int4 with a scale per 32. x is normal, or has one column
+in 256 twenty times as large, as trained models have; adapters are as after initialisation (B = 0), or their
+branches are as large as the frozen ones. Errors are relative in norm, against float64 on the same stored
+weights. No time is measured. docs/numerics.md has the figures.
 """
 
 from __future__ import annotations

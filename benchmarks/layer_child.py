@@ -9,8 +9,9 @@
     grouped_mm  the same transformers module, frozen, without LoRA
     kt          KTransformers, in kt_child.py
 
-A question is {"isa": ..., "lora": ..., "int8_products": ...}; the answer {"forward_ms", "backward_ms"}: means of the case's calls.
-Ours adds {"predict_ms"} for a few tokens: a forward that keeps nothing, as generation does.
+A question is {"isa": ..., "lora": ..., "int8_products": ...}; the answer {"forward_ms", "backward_ms"}: means
+of the case's calls. Ours adds {"predict_ms"} for a few tokens: a forward that keeps nothing, as generation
+does.
 """
 
 from __future__ import annotations

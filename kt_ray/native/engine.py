@@ -81,8 +81,8 @@ def _check_integers(weights: ExpertWeights) -> None:
         else:
             continue
         raise ValueError(
-            f"{name}: {seen}, required format int4, or int8 with one scale per output channel, the same for all "
-            f"projections, by an engine with int8_products=True; quantise it so, or build the engine without"
+            f"{name}: {seen}, required format int4, or int8 with one scale per output channel, the same for "
+            f"all projections, by an engine with int8_products=True; quantise them so, or build it without"
         )
 
 

@@ -1,5 +1,5 @@
-"""INT8 products of int8 and int4 weights: the integers exactly, against the same quantisation in torch; alike on
-every instruction set; and how far from the weights' own float64 results the quantisation leads."""
+"""INT8 products of int8 and int4 weights: the integers exactly, against the same quantisation in torch; alike
+on every instruction set; and how far from the weights' own float64 results the quantisation leads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.accept("engine")
 # On the CPUs that have VNNI, both ways of the avx512 instruction sets.
 WAYS = [*ISAS, *(["avx512-without-vnni"] if {"avx512", "avx512_vnni"} <= {*ISAS, *cpu_flags()} else [])]
 SIZES = [(37, 29), (64, 32), (96, 32), (200, 150), (5, 129), (256, 320), (1, 1)]
-# A line, a unit of panels on AVX-512 and a panel's columns, in part and whole; the last is deeper than a panel.
+# A line, a unit of panels on AVX-512 and a panel's columns, in part and whole.
 INT4_SIZES = [(32, 32), (64, 96), (160, 128), (256, 320), (384, 544)]
 
 
@@ -228,9 +228,7 @@ def test_near_float64_on_the_dequantised_weights(engine_of, way: str, options: d
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", [{"dropout": 0.2}, {"bias": True}, {"adapters": 2}], ids=str)
-def test_int4_near_float64_on_the_dequantised_weights(
-    engine_of, way: str, options: dict[str, Any]
-) -> None:
+def test_int4_near_float64_on_the_dequantised_weights(engine_of, way: str, options: dict[str, Any]) -> None:
     """As above, but that 32 normal values reach 3 times their root mean square, products of them 6, and that
     backward's weights are off, too: by 1/254 of the largest that their row could have, 8 times its largest
     scale, which is 4 times its root mean square here. They take part in dx twice: along down, and along gate
@@ -289,8 +287,8 @@ def test_other_weights_are_refused_by_name(engine_of) -> None:
     forward(case)
     forward(groups)
     required = (
-        "required format int4, or int8 with one scale per output channel, the same for all projections, by an "
-        "engine with int8_products=True"
+        "required format int4, or int8 with one scale per output channel, the same for all projections, by "
+        "an engine with int8_products=True"
     )
     with pytest.raises(ValueError, match=rf"^gate: a bf16 tensor, {required}"):
         forward(case, gate=bf16.gate)
