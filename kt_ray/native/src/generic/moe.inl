@@ -51,7 +51,8 @@ struct Scratch {
     typename Frozen<C>::T* quantised;        // with these only: left operand of a span,
     RowScale* quantised_rows;                // its rows' scales,
     float* row;                              // a row to be quantised,
-    float* channels;                         // and the scales along it
+    float* channels;                         // the scales along it,
+    float* ratios;                           // and those of a panel to be requantised
 };
 
 template <class C>
@@ -182,7 +183,7 @@ struct Moe {
         constexpr int64_t kWhole = line_slices<typename F::T>();
         const int64_t lines = pieces(slices, kWhole), cuts = pieces(lines * kWhole, max_slices<F>());
         const auto cut = [&](int64_t d) { return lines * d / cuts * kWhole; };
-        typename F::Ahead ahead;
+        auto ahead = decoder();
         // Of items j, j + 1, j + 2 at j % 3, (j + 1) % 3, (j + 2) % 3.
         Source sources[3];
         for (int64_t j = 0; j < 3; ++j) sources[j] = source_of(min_of(j, items - 1));
@@ -218,6 +219,13 @@ struct Moe {
             }
             if (j + 3 < items) sources[j % 3] = source_of(j + 3);
         }
+    }
+
+    auto decoder() const {
+        if constexpr (kQuantised)
+            return typename Frozen<C>::Ahead(Ratios(s.channels, s.ratios));
+        else
+            return typename Frozen<C>::Ahead();
     }
 
     struct BlockRange {
