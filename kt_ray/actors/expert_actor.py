@@ -177,12 +177,14 @@ class ExpertActor(PlainActor):
     def _compute(
         self, direction: str, layer: int, group: int, inputs: dict[str, list[Tensor]], *, keep: bool
     ) -> dict[str, Tensor]:
-        """One engine call: y_TH of forward, dx_TH and dw_TK of backward, all replicas' rows in one block."""
+        """One engine call: y_TH of forward, dx_TH and dw_TK of backward (as `LocalExperts` has them), all
+        replicas' rows in one block."""
         workers = [worker_of_layer(self.plan, layer, replica) for replica in self._replicas]
         alloc: Alloc = self.port.alloc if any(map(self.port.shares, workers)) else new_memory
         if direction == "forward":
             return self._forward(layer, group, inputs, alloc, keep=keep)
-        dx_TH, dw_TK = self.experts.backward(layer, group, inputs["dy"], alloc=alloc)
+        wanted = layer >= self.plan.backward.inputs
+        dx_TH, dw_TK = self.experts.backward(layer, group, inputs["dy"], alloc=alloc, input_grad=wanted)
         return {"dx": dx_TH, "dw": dw_TK}
 
     def _forward(

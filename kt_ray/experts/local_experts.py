@@ -192,6 +192,8 @@ class LocalExperts:
     def _make_lora(self, shapes: Mapping[int, Mapping[str, tuple[int, int]]]) -> None:
         spec, rank = self.spec, self.spec.lora.rank
         for layer, experts in self.names.items():
+            if not spec.lora.reaches(layer):
+                continue
             matrices = self._parameters[layer] = {}
             for projection in experts[0]:
                 out_features, in_features = shapes[layer][projection]
@@ -333,7 +335,8 @@ class LocalExperts:
             if keep:  # page-locked: it is copied to the devices once more
                 lane_x = self.lane.room((layer, group), shape, self.lane.compute_dtype(layer))
             keys = keys_T.clone() if keep else keys_T
-            call = LaneInput(x, ids_TK, weights_TK, lora, self._dropout, keys, lane_x, counts)
+            dropout = None if lora is None else self._dropout
+            call = LaneInput(x, ids_TK, weights_TK, lora, dropout, keys, lane_x, counts)
             pending = self.lane.forward(layer, chosen, call)
             self.counters.lane_slots += sum(counts[e] for e in there)
         saved: Saved | None = None
@@ -416,7 +419,13 @@ class LocalExperts:
             tokens[position[expert]] += count
 
     def backward(
-        self, layer: int, group: int, dy: Sequence[Tensor], *, alloc: Alloc = new_memory
+        self,
+        layer: int,
+        group: int,
+        dy: Sequence[Tensor],
+        *,
+        alloc: Alloc = new_memory,
+        input_grad: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the forward of (layer, group): dx [T, H] in the type of `spec.answers`, and d(router
         weights) [T, K], float32.
@@ -424,17 +433,19 @@ class LocalExperts:
         LoRA gradients are added to those of the passes before.
 
         Args:
-            alloc: where dx and dw are to lie.
+            alloc: where dx and dw are to lie. input_grad: whether dx is wanted; else it is [T, 0].
         """
         start = time.monotonic()
         kept, lora, grads = self._kept.pop((layer, group)), self.lora.get(layer), self._grads.get(layer)
         pending: list[Future[LaneBackward]] = []
         if self.lane is not None:
-            pending = self.lane.backward(layer, kept.lane, dy, lora)
+            pending = self.lane.backward(layer, kept.lane, dy, lora, input_grad=input_grad)
             self.counters.lane_slots += sum(len(part.routed.slots) for part in kept.lane)
         try:
             dy_TH = self.joined("dy", dy)
-            dx_TH, dw_TK = self._result(dy_TH.shape, alloc), alloc(kept.shape, torch.float32)
+            tokens, hidden = dy_TH.shape
+            dx_TH = self._result((tokens, hidden if input_grad else 0), alloc)
+            dw_TK = alloc(kept.shape, torch.float32)
             if kept.engine is not None:
                 weights = self.weights[layer]
                 self.engine.backward(
@@ -443,6 +454,7 @@ class LocalExperts:
                     dy_TH,
                     lora=_first(lora, weights.E),
                     lora_grads=_first(grads, weights.E),
+                    input_grad=input_grad,
                     out=(dx_TH, dw_TK),
                 )
             else:

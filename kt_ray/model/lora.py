@@ -62,21 +62,29 @@ def is_gate(name: str) -> bool:
     return _GATES.search(name) is not None
 
 
-def resolve_targets(target_modules: str | Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+def resolve_targets(
+    target_modules: str | Sequence[str], names: Sequence[str], layers: Sequence[int] | None = None
+) -> tuple[str, ...]:
     """Names of the modules that get LoRA.
 
     Args:
         target_modules: "auto", "none", a list of module name suffixes, or a regex (full match).
         names: Hugging Face names of every linear module of the whole model that could be adapted.
+        layers: lora.layers; a regex and names with a layer's number are not held to it.
 
     Raises:
         UserError: a suffix (or the regex) matches nothing; lists the suffixes that exist.
     """
+
+    def reached(name: str, suffix: str = "") -> bool:
+        layer, inside = layer_and_rest(name)
+        return layers is None or layer in layers or len(suffix) > len(inside)
+
     if isinstance(target_modules, str):
         if target_modules == "none":
             return ()
         if target_modules == "auto":
-            return tuple(name for name in names if not is_gate(name))
+            return tuple(name for name in names if not is_gate(name) and reached(name))
         try:
             pattern = re.compile(target_modules)
         except re.error as error:
@@ -89,19 +97,31 @@ def resolve_targets(target_modules: str | Sequence[str], names: Sequence[str]) -
         chosen = tuple(name for name in names if pattern.fullmatch(name))
         unmatched = [] if chosen else [target_modules]
     else:
-        endings = tuple("." + suffix for suffix in target_modules)
-        chosen = tuple(name for name in names if f".{name}".endswith(endings))
-        unmatched = [e[1:] for e in endings if not any(f".{name}".endswith(e) for name in chosen)]
+        found = {
+            suffix: [name for name in names if f".{name}".endswith(f".{suffix}") and reached(name, suffix)]
+            for suffix in target_modules
+        }
+        some = {name for own in found.values() for name in own}
+        chosen = tuple(name for name in names if name in some)
+        unmatched = [suffix for suffix, own in found.items() if not own]
     if unmatched:
-        known = sorted({name.rpartition(".")[2] for name in names})
+        known = sorted({name.rpartition(".")[2] for name in names if reached(name)})
         raise UserError(
-            "lora.target_modules names modules that this model does not have outside its routed experts",
+            "lora.target_modules names modules that this model does not have outside its routed experts"
+            + ("" if layers is None else " in lora.layers"),
             observed=", ".join(unmatched),
             required="among the suffixes " + ", ".join(known) if known else "no module can be adapted",
             remedy="change lora.target_modules (lm_head, embeddings and routed experts are never targets; "
             "lora.experts trains the routed experts)",
         )
     return chosen
+
+
+def layer_and_rest(name: str) -> tuple[int, str]:
+    """A module's layer, and its name in there: "model.layers.3.self_attn.q_proj" -> 3, "self_attn.q_proj"."""
+    parts = name.split(".")
+    number = next(i for i, part in enumerate(parts) if part.isdigit())
+    return int(parts[number]), ".".join(parts[number + 1 :])
 
 
 def linear_names(layers: Mapping[str, nn.Module], model_type: str = "") -> list[str]:

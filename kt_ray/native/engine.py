@@ -218,9 +218,9 @@ class Engine:
                 by default 0 with one.
             dropout: LoRA dropout; needs `keys`.
             keys: [T] int64, sample * 2**32 + position of each token.
-            save: True keeps x, gate and up for backward; "recompute" keeps x and computes the rest
-                again in backward; False keeps nothing. The first two give the same bits; False may add
-                products of few tokens in another order (docs/numerics.md).
+            save: True keeps gate and up for backward, and x where there are adapters; "recompute" keeps x
+                and computes the rest again in backward; False keeps nothing. The first two give the same
+                bits; False may add products of few tokens in another order (docs/numerics.md).
             check_finite: look for NaN and infinity in x and y.
             out: contiguous float32 [T, H] to write y to; None = new memory.
 
@@ -261,6 +261,7 @@ class Engine:
         *,
         lora: Lora = None,
         lora_grads: LoraGrads = None,
+        input_grad: bool = True,
         check_finite: bool = False,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -272,11 +273,14 @@ class Engine:
             dy: [T, H] float32.
             lora: as in the forward.
             lora_grads: gradients are added to these; an adapter whose entry is None gets none.
+            input_grad: whether dx is wanted. Without it the products with gate and up are saved; all else has
+                the same bits.
             check_finite: look for NaN and infinity in dy, dx and the adapters' gradients.
-            out: contiguous float32 [T, H] and [T, K] to write the results to; None = new memory.
+            out: contiguous float32 to write the results to; None = new memory.
 
         Returns:
-            (dx [T, H] float32, gradient of weights_TK [T, K] float32; 0 where there is no expert).
+            (dx [T, H] float32, or [T, 0] if it is not wanted; gradient of weights_TK [T, K] float32, 0 where
+            there is no expert).
 
         Raises:
             ValueError, MemoryError: as `forward`.
@@ -287,7 +291,7 @@ class Engine:
             _check_per_channel_int8(weights)
         weights_arg, dy_arg = _weights_arg(weights), _arg("dy", dy)
         dx_out, dw_out = (None, None) if out is None else out
-        dx_TH = _result("out[0]", dx_out, (saved.tokens, weights.H))
+        dx_TH = _result("out[0]", dx_out, (saved.tokens, weights.H if input_grad else 0))
         dw_TK = _result("out[1]", dw_out, (saved.tokens, saved.slots))
         self._engine.backward(
             weights_arg,
@@ -295,7 +299,7 @@ class Engine:
             dy_arg,
             _lora_args("lora", lora, weights.gate is not None),
             _lora_args("lora_grads", lora_grads, weights.gate is not None),
-            _arg("dx", dx_TH),
+            _arg("dx", dx_TH) if input_grad else None,
             _arg("dw", dw_TK),
             check_finite,
         )

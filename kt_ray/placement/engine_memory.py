@@ -10,7 +10,7 @@ activation, 1 without a gate. docs/numerics.md says what each buffer holds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kt_ray.config.schema import LoraConfig
 from kt_ray.dims.model_dims import ModelDims
@@ -64,15 +64,22 @@ class EngineShape:
     def _parts(self) -> int:
         return 2 if self.gated else 1
 
+    @property
+    def without_lora(self) -> EngineShape:
+        """A layer whose experts have no adapters."""
+        return replace(self, rank=0, dropout=False)
+
     def saved(self, tokens: float, rows: float, *, recompute: bool = False) -> dict[str, float]:
         """Bytes kept of one forward for backward, by buffer: their sum is `Saved.bytes`.
 
-        retain      T H' s + R (p I' s + 3 r' 4 + 16 + 12 with dropout)
+        retain      T H' s + R (p I' s + 3 r' 4 + 16 + 12 with dropout); x, T H' s, with adapters alone
         recompute   T H' s + R (16 + 12 with dropout)
         """
         h, i, r = self._widths
         storage, _ = self._elements
-        kept = {"x": tokens * h * storage, "routing": rows * (ROUTING + (HASHES if self.dropout else 0))}
+        kept = {"routing": rows * (ROUTING + (HASHES if self.dropout else 0))}
+        if recompute or self.rank:
+            kept["x"] = tokens * h * storage
         if not recompute:
             kept["gate and up"] = rows * self._parts * i * storage
             kept["lora in"] = rows * 2 * r * 4

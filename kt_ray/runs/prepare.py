@@ -40,12 +40,13 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import this_host
 from kt_ray.model.build import StageModel, build_on_meta
 from kt_ray.model.family import read_family
-from kt_ray.model.lora import resolve_targets
+from kt_ray.model.lora import layer_and_rest, resolve_targets
 from kt_ray.model.routing import router_recorder
 from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import room
+from kt_ray.placement.lora_sizes import backward_of
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import counted
@@ -111,7 +112,7 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     """
     model = prepare_model(config, training=True, manifest=manifest)
     config = model.config
-    resolve_targets(config.lora.target_modules, model.module_names)
+    resolve_targets(config.lora.target_modules, model.module_names, config.lora.layers)
     data = for_stage(config.trainer.stage, load_data(config, model.model_dir, config.seed))
     _check_held_out(config, data)
     batches = step_batches(config, model.plan, data)
@@ -175,12 +176,10 @@ def prepare_model(config: Config, *, training: bool, manifest: Manifest | None =
         config, line = fitted(config, reader, whole, layout, dims)
         notes.append(line)
     if training:
-        check_patterns(
-            config.lora,
-            resolve_targets(config.lora.target_modules, whole.lora_names),
-            dims.moe_layers,
-            dims.num_experts,
-        )
+        targets = resolve_targets(config.lora.target_modules, whole.lora_names, config.lora.layers)
+        check_patterns(config.lora, targets, dims.moe_layers, dims.num_experts)
+        outside = {layer_and_rest(name)[0] for name in targets}
+        plan = replace(plan, backward=backward_of(dims, config.lora, outside))
         notes += _adapter_limits(config, model_dir, layout, whole, dims)
     check_content(index)
     return PreparedModel(
@@ -202,7 +201,7 @@ def _adapter_limits(
     config: Config, model_dir: str, layout: ExpertLayout, whole: StageModel, dims: ModelDims
 ) -> list[str]:
     """Where the adapter to come will not load."""
-    names = list(resolve_targets(config.lora.target_modules, whole.lora_names))
+    names = list(resolve_targets(config.lora.target_modules, whole.lora_names, config.lora.layers))
     if config.lora.experts:
         names += [
             name for layer in layout.moe_layers[:1] for name in layout.names(layer, 0, whole.root).values()

@@ -200,7 +200,7 @@ def write_adapter(
 
 
 # Values of lora's keys that earlier versions did not have
-_UNSET = {"init": "default", "dora": False, "rank_pattern": None, "alpha_pattern": None}
+_UNSET = {"init": "default", "dora": False, "rank_pattern": None, "alpha_pattern": None, "layers": None}
 
 
 def _fields(prepared: Prepared) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
 
 
 def lora_fields(lora: LoraConfig) -> dict[str, Any]:
-    """Settings of the adapters; init, dora and patterns only where they are set.
+    """Settings of the adapters; init, dora, layers and patterns only where they are set.
 
     Of lora.adapter counts what it is, not where it lies. Patterns are pairs: the first that matches counts.
     """

@@ -328,7 +328,8 @@ void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::v
         const size_t at = std::upper_bound(ends.begin(), ends.end(), numbered) - ends.begin();
         const Phase phase = phases[at];
         const int64_t task = at == 0 ? numbered : numbered - ends[at - 1];
-        const bool in_turn = scatters(phase) && task < scatter_tasks(pass);
+        const bool in_turn =
+            scatters(phase) && task < (phase == Phase::down ? scatter_tasks(pass) : dx_tasks(pass));
         const ScatterTask turn = scatter_task(pass, task);
         try {
             Buffer& scratch = thread_scratch_[thread];
@@ -418,6 +419,8 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     if (keep == Keep::input) {
         Lease(std::move(saved->lora_in));
         Lease(std::move(saved->lora_mid));
+    } else if (lora.empty()) {  // x is for the adapters' gradients alone
+        Lease(std::move(saved->x));
     }
     return saved;
 }
@@ -446,7 +449,8 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     const Lease lora_mid = take(again ? p.rows * p.rank_pad * sizeof(float) : 0);
     const Lease act = take(p.rows * p.inter_pad * compute);
     const Lease dpair = take(pair_size * compute);
-    const QuantisedRows dpair_int8 = quantised_rows(k, p.rows, p.parts * p.inter_pad);
+    const QuantisedRows dpair_int8 =
+        dx == nullptr ? QuantisedRows() : quantised_rows(k, p.rows, p.parts * p.inter_pad);
     const Lease dy_stored = take(p.tokens * p.hidden_pad * storage);
     const Lease lora_out = take(p.rows * p.rank_pad * sizeof(float));
     const Lease dlora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));
@@ -481,7 +485,7 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
 
     if (check_finite) {
         check.rows("the gradients of gate and up", p.dpair, p.parts * p.inter_pad);
-        check.output("dx", p.dx);
+        if (p.dx != nullptr) check.output("dx", p.dx);
         for (size_t a = 0; a < grads.size(); ++a) check.gradients(a, grads[a], lora[a].rank);
     }
     std::memset(dw, 0, saved.tokens * saved.slots * sizeof(float));

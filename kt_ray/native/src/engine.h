@@ -135,7 +135,7 @@ class Engine {
     // adapters may have been added to.
     std::unique_ptr<Saved> forward(const Weights& weights, ForwardInput input,
                                    const std::vector<LoraView>& lora, Keep keep, float* y, bool check_finite);
-    // dx [T, H], dw [T, K]; `grads` is empty or has an entry per adapter.
+    // dx [T, H], or null where nobody asks for it; dw [T, K]. `grads` is empty or has an entry per adapter.
     void backward(const Weights& weights, const Saved& saved, const float* dy,
                   const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
                   float* dw, bool check_finite);

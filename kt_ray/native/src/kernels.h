@@ -118,7 +118,7 @@ struct Pass {
     float* dlora_in;  // [R, 2 * rank_pad] packed: scale * B^T d(gate, up)
     float* dw_parts;  // [pieces(I, kDwColumns), R]
     float* dw_rows;   // [R]
-    float* dx;        // [T, H]
+    float* dx;        // [T, H]; null: not wanted
 
     // INT8 products only. Quantised and packed, rows padded to whole lines: act (null: not wanted), and the
     // gradients of gate and up times their channels' scales.
@@ -155,6 +155,9 @@ struct ScatterTask {
 }
 [[gnu::always_inline]] inline int64_t scatter_tasks(const Pass& p) {
     return scatter_slabs(p) * p.scatter_runs;
+}
+[[gnu::always_inline]] inline int64_t dx_tasks(const Pass& p) {
+    return p.dx == nullptr ? 0 : scatter_tasks(p);
 }
 [[gnu::always_inline]] inline ScatterTask scatter_task(const Pass& p, int64_t task) {
     return {task % scatter_slabs(p), task / scatter_slabs(p)};

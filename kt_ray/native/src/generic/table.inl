@@ -26,7 +26,7 @@ struct Entry {
             case Phase::down:
                 return scatter_tasks(p);
             case Phase::dx_grads:
-                return scatter_tasks(p) + grad_tasks(p);
+                return dx_tasks(p) + grad_tasks(p);
         }
         return 0;
     }
@@ -64,7 +64,7 @@ struct Entry {
             case Phase::dlora_in:
                 return work.dlora_in(task);
             case Phase::dx_grads: {
-                const int64_t scattering = scatter_tasks(p);
+                const int64_t scattering = dx_tasks(p);
                 return task < scattering ? work.dx(task) : work.adapter_grads(task - scattering);
             }
         }
@@ -81,7 +81,7 @@ struct Entry {
             case Phase::dlora_in:
                 return p.groups[p.chunks[task].group].expert;
             case Phase::dx_grads: {
-                const int64_t scattering = scatter_tasks(p);
+                const int64_t scattering = dx_tasks(p);
                 return task < scattering
                            ? -1
                            : p.groups[(task - scattering) / Work::grad_tasks_per_group(p)].expert;
