@@ -135,7 +135,8 @@ class ExpertActor(PlainActor):
                 if elsewhere is not None:
                     self.experts.count_elsewhere(layer, group, elsewhere)
             with recorder.span(direction, "compute", layer, group):
-                answers = self._compute(direction, layer, group, inputs, keep=spec.kind == "train")
+                keep = spec.kind == "train" and layer >= self.plan.backward.lowest
+                answers = self._compute(direction, layer, group, inputs, keep=keep)
             start_row = 0
             for replica, request in zip(self._replicas, requests, strict=True):
                 end_row = start_row + next(iter(request.tensors.values())).shape[0]

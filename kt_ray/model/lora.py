@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kt_ray.checkpoint.names import MAGNITUDE
+from kt_ray.checkpoint.names import MAGNITUDE, layer_of
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear
 from kt_ray.config.lora_patterns import module_lora
 from kt_ray.config.schema import LoraConfig
@@ -77,7 +77,8 @@ def resolve_targets(
     """
 
     def reached(name: str, suffix: str = "") -> bool:
-        layer, inside = layer_and_rest(name)
+        layer = layer_of(name)
+        inside = name.rpartition(f"layers.{layer}.")[2]
         return layers is None or layer in layers or len(suffix) > len(inside)
 
     if isinstance(target_modules, str):
@@ -115,13 +116,6 @@ def resolve_targets(
             "lora.experts trains the routed experts)",
         )
     return chosen
-
-
-def layer_and_rest(name: str) -> tuple[int, str]:
-    """A module's layer, and its name in there: "model.layers.3.self_attn.q_proj" -> 3, "self_attn.q_proj"."""
-    parts = name.split(".")
-    number = next(i for i, part in enumerate(parts) if part.isdigit())
-    return int(parts[number]), ".".join(parts[number + 1 :])
 
 
 def linear_names(layers: Mapping[str, nn.Module], model_type: str = "") -> list[str]:

@@ -120,39 +120,33 @@ def expert_lora_share(dims: ModelDims, lora: LoraConfig) -> float:
 
 
 def backward_of(dims: ModelDims, lora: LoraConfig, outside: Collection[int] | None = None) -> BackwardPart:
-    """Where backward ends.
-
-    Args:
-        outside: layers with LoRA outside their routed experts; None = by the dimensions.
-
-    Raises:
-        UserError: lora.layers has a layer that the model lacks, or leaves nothing to train.
-    """
+    """Where backward ends. outside: layers with LoRA outside their experts; None = by the dimensions."""
 
     def has(layer: int) -> bool:
         return bool(adapted(dims, lora, layer)) if outside is None else layer in outside
 
     experts = expert_lora_layers(dims, lora)
-    lowest = next((layer for layer in range(dims.num_layers) if has(layer) or layer in experts), None)
-    if lora.layers is not None:
-        strange = sorted(layer for layer in lora.layers if layer >= dims.num_layers)
-        if strange:
-            raise UserError(
-                "lora.layers has layers that this model lacks",
-                observed=show(strange),
-                required=f"0 to {dims.num_layers - 1}",
-                remedy="correct lora.layers, or set lora.layers=null for all",
-            )
-        if lowest is None:
-            of_experts = f", or with experts: {show(list(dims.moe_layers))}" if lora.experts else ""
-            raise UserError(
-                "lora.layers leaves nothing to train",
-                observed=show(lora.layers),
-                required=f"a layer with LoRA by lora.target_modules={show(lora.target_modules)}{of_experts}",
-                remedy="correct lora.layers, or set lora.layers=null for all",
-            )
-    lowest = lowest or 0
-    return BackwardPart(lowest, lowest + (not has(lowest) and lowest in experts))
+    lowest = next((layer for layer in range(dims.num_layers) if has(layer) or layer in experts), 0)
+    return BackwardPart(lowest, lowest + (lowest in experts and not has(lowest)))
+
+
+def check_layers(dims: ModelDims, lora: LoraConfig) -> None:
+    """Raises UserError where lora.layers has a layer that the model lacks, or leaves nothing to train."""
+    if lora.layers is None:
+        return
+    strange = sorted(layer for layer in lora.layers if layer >= dims.num_layers)
+    required = f"0 to {dims.num_layers - 1}"
+    if not strange and not trained_params(dims, lora):
+        required = f"a layer with LoRA by lora.target_modules={show(lora.target_modules)}"
+        required += f", or with experts: {show(list(dims.moe_layers))}" if lora.experts else ""
+    elif not strange:
+        return
+    raise UserError(
+        "lora.layers has layers that this model lacks" if strange else "lora.layers leaves nothing to train",
+        observed=show(strange or lora.layers),
+        required=required,
+        remedy="correct lora.layers, or set lora.layers=null for all",
+    )
 
 
 def in_parts(lora: LoraConfig, dtype: str, *, gpu: bool) -> bool:

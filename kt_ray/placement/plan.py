@@ -30,7 +30,7 @@ from kt_ray.placement.generation_memory import generates, room, step_tokens
 from kt_ray.placement.lane_plan import plan_lanes, with_held
 from kt_ray.placement.lane_share import UNTUNED, LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layout_of, layouts, with_layout
-from kt_ray.placement.lora_sizes import backward_of
+from kt_ray.placement.lora_sizes import backward_of, check_layers
 from kt_ray.placement.memory import budgets, layer_weight_bytes, staged
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.range_memory import range_counts, without_ranges
@@ -190,6 +190,8 @@ def _laid_out(
     weights stay on its device; None = all."""
     rule = config.rule
     generating = generates(config)
+    if not generating:
+        check_layers(dims, config.lora)
     backward = backward_of(dims, config.lora)
     if (config.mode == "train" or generating) and dims.refusal:
         raise UserError(

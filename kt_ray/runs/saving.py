@@ -189,7 +189,8 @@ def write_adapter(
     shapes = cluster.parameter_shapes()
     if prepared.config.lora.init.startswith("pissa"):
         shapes = {name: doubled_shape(name, shape) for name, shape in shapes.items()}
-    info = adapter_info(prepared.config, prepared.model_dir, shapes, prepared.plan.dims, notes)
+    about = (prepared.model_dir, shapes, prepared.plan.dims, notes, prepared.expert_modules)
+    info = adapter_info(prepared.config, *about)
     layout = adapter_layout(shapes, info.model_type)
     with writing("adapter", directory, layout.size):
         create_adapter(directory, layout)

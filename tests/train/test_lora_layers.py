@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kt_ray.checkpoint.names import layer_of
 from kt_ray.config.schema import Config
 from kt_ray.experts import LocalExperts
-from kt_ray.model.lora import layer_and_rest
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, relative, steps, waves_of
 
@@ -78,7 +78,7 @@ def test_gradients_are_those_of_the_whole(path: Path, chosen: str, layout: str) 
         if chosen == "[0]" and NO_OTHERS in keys:
             continue  # it has no experts
         names = trained_by(path, *keys)
-        layers = {layer_and_rest(name)[0] for name in names}
+        layers = {layer_of(name) for name in names}
         assert names and layers == {int(n) for n in chosen.strip("[]").split(",")}
         whole = config_for(path, *COMMON)
         with local_cluster(path, whole) as cluster:
@@ -139,14 +139,14 @@ def test_kept_activations_are_those_of_the_layers_passed(path: Path) -> None:
 
 
 def test_modules_with_layers_of_their_own_names_are_not_held_to_it(path: Path) -> None:
-    names = trained_by(path, "lora.layers=[3]", r"lora.target_modules=.*layers\.[12]\..*o_proj")
+    names = trained_by(path, "lora.layers=[3]", r'lora.target_modules=".*layers\.[12]\..*o_proj"')
     outside = {name for name in names if "experts." not in name}
-    assert {layer_and_rest(name)[0] for name in outside} == {1, 2}
-    assert {layer_and_rest(name)[0] for name in names - outside} == {3}
+    assert {layer_of(name) for name in outside} == {1, 2}
+    assert {layer_of(name) for name in names - outside} == {3}
     names = trained_by(
         path, "lora.layers=[3]", "lora.target_modules=[o_proj,model.layers.1.self_attn.o_proj]"
     )
-    assert {layer_and_rest(n)[0] for n in names if n.endswith("o_proj.lora_A.weight")} == {1, 3}
+    assert {layer_of(n) for n in names if n.endswith("o_proj.lora_A.weight")} == {1, 3}
 
 
 def test_it_resumes(path: Path, tmp_path: Path) -> None:
