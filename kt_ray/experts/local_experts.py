@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -32,12 +32,14 @@ from kt_ray.experts.process_memory import prefer_node
 from kt_ray.experts.shared_experts import ExportedExperts, export_experts, put_into
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, MemoryFile, Saved, allocating
+from kt_ray.native.engine import SaveMode
 from kt_ray.native.pages import in_huge_pages
 from kt_ray.optim.optimizers import LoraOptimizer, squared_norm, state_kinds
 from kt_ray.pulse import beat
 
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
 Alloc = Callable[[Sequence[int], torch.dtype], Tensor]  # memory for a result, any content
+_SAVED: dict[str, SaveMode] = {"int8": "int8", "recompute": "recompute"}  # the engine's by the plan's word
 # What a backend of the rule quantises experts to while it reads them; the others take them as stored.
 _TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4"}
 
@@ -344,9 +346,6 @@ class LocalExperts:
             x_TH = self.joined("x", x, lane_x)
             y_TH = self._result(shape, alloc)
             if layer in self.weights:
-                save: bool | Literal["recompute"] = keep
-                if keep and self.spec.activations == "recompute":
-                    save = "recompute"
                 weights = self.weights[layer]
                 y_TH, saved = self.engine.forward(
                     weights,
@@ -356,7 +355,7 @@ class LocalExperts:
                     lora=_first(lora, weights.E),
                     dropout=self._dropout,
                     keys=keys_T,
-                    save=save,
+                    save=keep and _SAVED.get(self.spec.activations, True),
                     out=y_TH,
                 )
             else:

@@ -34,9 +34,9 @@ from kt_ray.native.tensors import (
 
 Lora = ExpertLora | Sequence[ExpertLora] | None
 LoraGrads = ExpertLora | Sequence[ExpertLora | None] | None
-SaveMode = bool | Literal["recompute"]
+SaveMode = bool | Literal["recompute", "int8"]
 
-_KEEP = {False: 0, "recompute": 1, True: 2}
+_KEEP = {False: 0, "recompute": 1, True: 2, "int8": 3}
 
 
 def _arg(name: str, tensor: Tensor) -> _native.TensorArg:
@@ -218,8 +218,9 @@ class Engine:
                 by default 0 with one.
             dropout: LoRA dropout; needs `keys`.
             keys: [T] int64, sample * 2**32 + position of each token.
-            save: True keeps gate and up for backward, and x where there are adapters; "recompute" keeps x
-                and computes the rest again in backward; False keeps nothing. The first two give the same
+            save: True keeps gate and up for backward, and x where there are adapters; "int8" the same with
+                gate and up in blocks of int8, from which y is computed, too; "recompute" keeps x and
+                computes the rest again in backward; False keeps nothing. True and "recompute" give the same
                 bits; False may add products of few tokens in another order (docs/numerics.md).
             check_finite: look for NaN and infinity in x and y.
             out: contiguous float32 [T, H] to write y to; None = new memory.
@@ -233,7 +234,7 @@ class Engine:
             MemoryError: no memory for activations or scratch; names layer and expert.
         """
         if save not in _KEEP:
-            raise ValueError(f"save: {save!r}, required True, 'recompute' or False")
+            raise ValueError(f"save: {save!r}, required True, 'int8', 'recompute' or False")
         if self.int8_products:
             _check_per_channel_int8(weights)
         x_arg = _arg("x", x)
@@ -286,7 +287,7 @@ class Engine:
             ValueError, MemoryError: as `forward`.
         """
         if saved is None:
-            raise ValueError("saved: None; the forward must run with save=True or save='recompute'")
+            raise ValueError("saved: None; the forward must run with save=True, 'int8' or 'recompute'")
         if self.int8_products:
             _check_per_channel_int8(weights)
         weights_arg, dy_arg = _weights_arg(weights), _arg("dy", dy)

@@ -582,7 +582,6 @@ def _expert_actor(
     else:
         weights = per_layer * dims.expert_bytes(BACKEND_STORAGE.get(actor.backend))
     slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
-    recompute = actor.activations == "recompute"
     shape = engine_shape(dims, config.lora, isa, actor.backend)
     lowest, with_lora = backward_of(dims, config.lora).lowest, expert_lora_layers(dims, config.lora)
     kept = [
@@ -590,10 +589,10 @@ def _expert_actor(
         for layer in dims.moe_layers
         if layer >= lowest and not generates(config)
         for own in [shape if layer in with_lora else shape.without_lora]
-        for size in own.saved(sent, load.total * slots_per_token * left.rows, recompute=recompute).values()
+        for size in own.saved(sent, load.total * slots_per_token * left.rows, actor.activations).values()
     ]
     rows = load.group * slots_per_token * left.rows
-    buffers = shape.call(sent_of_group, rows, recompute=recompute)
+    buffers = shape.call(sent_of_group, rows, actor.activations)
     call = sum(buffers.values()) + actor.threads * rounded(shape.thread()) + sent_of_group * width * 16
     large = sum(size >= HUGE_PAGE for size in buffers.values())
     large += groups * sum(size / groups >= HUGE_PAGE for size in kept)

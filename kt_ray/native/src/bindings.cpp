@@ -299,14 +299,10 @@ void backward(kt::Engine& engine, const py::tuple& weights, const kt::Saved& sav
     dy.typed({"float32"}).shaped({saved.tokens, w.hidden});
     float* dx = nullptr;
     if (!dx_arg.is_none())
-        dx = Tensor(dx_arg.cast<py::tuple>())
-                 .typed({"float32"})
-                 .shaped({saved.tokens, w.hidden})
-                 .as<float>();
+        dx = Tensor(dx_arg.cast<py::tuple>()).typed({"float32"}).shaped({saved.tokens, w.hidden}).as<float>();
     dw.typed({"float32"}).shaped({saved.tokens, saved.slots});
     const py::gil_scoped_release released;
-    engine.backward(w, saved, dy.as<const float>(), lora, grads, dx, dw.as<float>(),
-                    check_finite);
+    engine.backward(w, saved, dy.as<const float>(), lora, grads, dx, dw.as<float>(), check_finite);
 }
 
 // Parts [T_i, ...] one after another to [sum of T_i, ...]; float32 may become bfloat16.

@@ -69,7 +69,8 @@ struct Weights {
     }
 };
 
-enum class Keep { nothing, input, all };
+// int8: as all, but gate and up as blocks of int8.
+enum class Keep { nothing, input, all, int8 };
 
 // What backward needs of one forward.
 struct Saved {
@@ -80,7 +81,7 @@ struct Saved {
     Routing routing;
     std::vector<int64_t> ranks;  // of each adapter
     Dropout dropout;
-    Lease x, pair, lora_in, lora_mid;
+    Lease x, pair, pair_int8, lora_in, lora_mid;
 
     size_t bytes() const;
     // Gives the memory back, once no backward reads it any more.

@@ -106,6 +106,7 @@ struct Pass {
     bool x_in_bf16;
     void* x;          // [T, hidden_pad] S: kept for backward
     void* pair;       // [R, parts * inter_pad] S: gate, up; null: not kept
+    void* pair_int8;  // [R, kept_row_bytes] of them; null: not kept so
     void* act;        // [R, inter_pad] C, packed
     float* lora_in;   // [R, 2 * rank_pad] packed: scale * A drop(x), gate then up
     float* lora_mid;  // [R, rank_pad] packed: scale * A_down drop(act)
@@ -136,9 +137,11 @@ enum class Phase : int32_t {
     store_x,   // task = kTokenChunk tokens: x -> S
     lora_in,   // task = chunk: A_gate, A_up
     gate_up,   // task = (span, slab of I): gate, up, act
+    shrink,    // task = chunk: gate, up to blocks of int8 and back; act from that
     lora_mid,  // task = chunk: A_down; INT8 products: act quantised
     down,      // task = (run of spans, slab of H): y
     store_dy,  // task = kTokenChunk tokens
+    restore,   // task = chunk: gate, up from blocks of int8
     lora_out,  // task = chunk: B_down^T
     dact,      // task = (span, slab of I): gradients of gate, up; parts of dw
     dlora_in,  // task = chunk: B_gate^T, B_up^T; dw; INT8 products: gradients of gate, up quantised
@@ -169,6 +172,9 @@ struct ScatterTask {
         ++span;
     return span;
 }
+
+constexpr int64_t kKeptBlock = 32;  // values of gate or up that share a scale; divides inter_pad
+inline int64_t kept_row_bytes(const Pass& p) { return p.parts * p.inter_pad / kKeptBlock * (kKeptBlock + 2); }
 
 constexpr int64_t kRowTokens = 16;  // by rows: tokens of a call and rows of a span, at most
 constexpr int64_t kTokenChunk = 64;
