@@ -162,3 +162,18 @@ def test_it_resumes(path: Path, tmp_path: Path) -> None:
     with local_cluster(path, config) as cluster:
         cluster.restore(str(tmp_path / "c"), 2)
         assert steps(cluster, config, batches, 4, first=2) == expected[2:]
+
+
+def test_a_layer_that_is_not_affine_in_its_experts(tmp_path: Path) -> None:
+    """Its dy is known once it is recomputed, also where no dx comes back."""
+    path = build_checkpoint(tmp_path, "deepseek_v4")
+    for keys in (["lora.layers=[2]"], ["lora.layers=[2]", NO_OTHERS]):
+        names = trained_by(path, *keys)
+        assert names and {layer_of(name) for name in names} == {2}
+        with local_cluster(path, config_for(path, *COMMON)) as cluster:
+            values = values_of(cluster.parameter_shapes(), names)
+        _, _, expected = run(path, config_for(path, *COMMON), values, names)
+        config = config_for(path, *COMMON, *keys, "rule.activations=micro_batch")
+        _, _, gradients = run(path, config, values, names)
+        errors = relative(gradients, {name: expected[name] for name in gradients})
+        assert set(gradients) == names and max(errors.values()) < 1e-4, max(errors, key=errors.__getitem__)
