@@ -12,21 +12,17 @@ struct Touch {
 
 template <class T>
 struct PlainAhead {
-    const Source* source = nullptr;
-    int64_t begin = 0, end = 0;
+    Stretch wanted{};
     T* panel = nullptr;
 
-    // Slices [begin, end) of `source` are wanted in `panel`, during `slices` slices of products.
-    void start(const Source& from, int64_t first, int64_t last, T* to, int64_t /*slices*/,
-               const Source& /*after*/) {
-        source = &from;
-        begin = first;
-        end = last;
+    // A stretch is wanted in `panel`, during `slices` slices of products; `then` is wanted next.
+    void start(const Stretch& now, T* to, int64_t /*slices*/, const Stretch& /*then*/) {
+        wanted = now;
         panel = to;
     }
     void finish() {
-        if (source != nullptr) decode<T>(*source, begin, end, panel);
-        source = nullptr;
+        if (wanted.source != nullptr) decode<T>(*wanted.source, wanted.begin, wanted.end, panel);
+        wanted.source = nullptr;
     }
 };
 

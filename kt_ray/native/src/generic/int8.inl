@@ -105,22 +105,20 @@ void decode_int8(const Part& part, int64_t begin, int64_t end, T* panel) {
 
 template <uint8_t kFlip, class T>
 struct PlainInt8Ahead {
-    const Source* source = nullptr;
-    int64_t begin = 0, end = 0;
+    Stretch wanted{};
     T* panel = nullptr;
 
-    void start(const Source& from, int64_t first, int64_t last, T* to, int64_t /*slices*/,
-               const Source& /*after*/) {
-        source = &from;
-        begin = first;
-        end = last;
+    void start(const Stretch& now, T* to, int64_t /*slices*/, const Stretch& /*then*/) {
+        wanted = now;
         panel = to;
     }
     void step() {}
     void finish() {
+        const Source* const source = wanted.source;
         if (source == nullptr) return;
-        for (int i = 0; i < source->parts; ++i) decode_int8<kFlip>(source->part[i], begin, end, panel);
-        source = nullptr;
+        for (int i = 0; i < source->parts; ++i)
+            decode_int8<kFlip>(source->part[i], wanted.begin, wanted.end, panel);
+        wanted.source = nullptr;
     }
 };
 
@@ -128,6 +126,7 @@ struct PlainInt8Ahead {
 template <class M, class A>
 struct Int8Products {
     using T = typename M::T;
+    using Micro = M;
     using Ahead = A;
 
     static void run(Ahead& ahead, int count, const QuantisedLeft<T>& left, int64_t slices, const T* panel,

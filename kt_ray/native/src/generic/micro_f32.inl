@@ -23,6 +23,7 @@ struct MicroF32 {
     static constexpr int64_t kPack = 1;
     static constexpr int64_t kLine = 16;
     static constexpr int64_t kMaxRows = kMaxRowsF32;
+    static constexpr int64_t kPanelBytes = 128 * 1024, kSumPanels = 1;
     static constexpr int64_t kRowStep = 1;
 
     // `left1` multiplies the second half of the panel; the same as `left0` unless kTwo.

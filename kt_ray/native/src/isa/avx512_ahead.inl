@@ -72,9 +72,9 @@ struct AheadState {
         Matrix m[2];  // along rows: of the halves
         int64_t at[2];
         int64_t slice, units;  // first slice in the part, units in this run
-        int64_t total;         // slices of the whole part
-        Matrix after[2];       // what is decoded when these end, to be fetched from memory before
+        Matrix after[2];       // what is decoded when these end, to be fetched from memory before:
         int64_t after_at[2];
+        int64_t skip;  // its slices less those that would come next
         char* panel;
     };
     Run runs[2];
@@ -177,8 +177,8 @@ struct Job {
     // share its sets), and one unit ahead from there to the L1.
     KT_INLINE Lines lines(int64_t u) const {
         const int64_t slice = run.slice + u / kBf16Units, unit_of_slice = u % kBf16Units;
-        const bool over = slice >= run.total;
-        const int64_t here = over ? slice - run.total : slice;
+        const bool over = u >= run.units;
+        const int64_t here = over ? slice + run.skip : slice;
         const int64_t half = kAlongColumns ? 0 : unit_of_slice / 2;
         const Matrix& m = over ? run.after[half] : run.m[half];
         const int64_t at = over ? run.after_at[half] : run.at[half];
@@ -248,11 +248,11 @@ struct ComputeBf16 {
         AheadState state;
         Functions use{products_alone, nullptr};
 
-        // Slices [begin, end) of `source` are wanted in `panel`; `slices` slices of products will run
-        // meanwhile. What does not come in whole units is decoded here.
-        // `after` is the source that will follow this one.
-        void start(const Source& source, int64_t begin, int64_t end, Bf16* panel, int64_t slices,
-                   const Source& after) {
+        // A stretch is wanted in `panel`; `slices` slices of products will run meanwhile. What does not come
+        // in whole units is decoded here. `then` is wanted next.
+        void start(const Stretch& wanted, Bf16* panel, int64_t slices, const Stretch& then) {
+            const Source& source = *wanted.source;
+            const int64_t begin = wanted.begin, end = wanted.end;
             state = AheadState();
             use = {products_alone, nullptr};
             if (!whole(source)) return decode<Bf16>(source, begin, end, panel);
@@ -281,15 +281,17 @@ struct ComputeBf16 {
                 run.at[1] = source.parts == 1 ? part.at + kLanes : other.at;
                 run.slice = first - part.slice_begin;
                 run.units = (full - first) * kBf16Units;
-                run.total = part.slice_end - part.slice_begin;
-                const bool more = along_columns && i + 1 < parts;  // the same columns of the next matrix
-                const Source& next = more ? source : after;
-                const Part& next_first = next.part[more ? i + 1 : 0];
-                const Part& next_other = next.part[along_columns ? 0 : next.parts - 1];
+                // The same columns of the next matrix?
+                const bool more = along_columns && i + 1 < parts && source.part[i + 1].slice_begin < end;
+                const Source& next = more ? source : *then.source;
+                const int64_t next_slice = more ? source.part[i + 1].slice_begin : then.begin;
+                const Part& next_first = next.part_at(next_slice);
+                const Part& next_other = along_columns ? next_first : next.part[next.parts - 1];
                 run.after[0] = next_first.m;
                 run.after[1] = next_other.m;
                 run.after_at[0] = next_first.at;
                 run.after_at[1] = next.parts == 1 ? next_first.at + kLanes : next_other.at;
+                run.skip = next_slice - next_first.slice_begin - run.slice - run.units / kBf16Units;
                 run.panel = reinterpret_cast<char*>(panel) + (first - begin) * kPanelSlice;
                 units += run.units;
             }
