@@ -4,6 +4,7 @@ prove that tile products ran. Bits and counts; never speed."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import subprocess
@@ -151,11 +152,11 @@ def row_blocks(rows: int) -> list[int]:
     """Rows of an expert's blocks: as even as steps of 16 rows allow, at most 32."""
     steps, count = -(-rows // 16), -(-rows // 32)
     ends = [min(rows, steps * b // count * 16) for b in range(count + 1)]
-    return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def deep_plan(rows: list[int], columns: int, depth: int) -> dict[str, int]:
-    """Loads and stores of the products of all experts: depth goes in blocks of at most 512, sums in between."""
+    """Tile operations of the products of all experts; after every block of at most 512 depths a store."""
     panels, pieces = columns // 32, depth // 32
     cuts = -(-pieces // 16)
     blocks = [block for expert in rows for block in row_blocks(expert)]
@@ -203,7 +204,7 @@ def test_depth_goes_in_blocks_through_groups_of_panels(amx: Amx) -> None:
         "forward": [(2 * DEEP.inter, DEEP.hidden), (DEEP.hidden, DEEP.inter)],
         "backward": [(DEEP.inter, DEEP.hidden), (DEEP.hidden, 2 * DEEP.inter)],
     }
-    for before, after, products in zip(found, found[1:], sizes.values(), strict=False):
+    for (before, after), products in zip(itertools.pairwise(found), sizes.values(), strict=True):
         plans = [deep_plan(rows, columns, depth) for columns, depth in products]
         planned = {name: sum(plan[name] for plan in plans) for name in plans[0]}
         assert {name: after[name] - before[name] for name in planned} == planned

@@ -83,8 +83,12 @@ struct AheadState {
     int64_t quota = 0;  // units per slice of products
 };
 
-// A step of the products asks for one of the lines; those that do not fit are not asked for.
+// A step of the products does a bit of what is left to do, and asks for one of the lines; those that do not
+// fit are not asked for.
+template <class K>
 KT_INLINE void touch_one(Touch& touch) {
+    if constexpr (K::kInPassing)
+        if (touch.later != nullptr && touch.later->bits > 0) touch.later->do_bit(*touch.later);
     if (touch.count == 0) return;
     _mm_prefetch(*touch.lines++, _MM_HINT_T0);
     --touch.count;
@@ -96,9 +100,9 @@ struct Lines {
     int64_t step;
 };
 
-// kSpreads: the micro-kernel asks for the lines itself, one at a time (`far`, `near`); in bursts they would
-// hold all of the core's miss buffers and the products' own loads would wait.
-template <Format F, bool kAlongColumns, bool kSpreads>
+// kSpreads of the micro-kernel K: it asks for the lines itself, one at a time (`far`, `near`); in bursts they
+// would hold all of the core's miss buffers and the products' own loads would wait.
+template <Format F, bool kAlongColumns, class K>
 struct Job {
     static constexpr int64_t kStripBytes = strip_bytes(F);  // of 8 strips
     static constexpr bool kScattered = kStripBytes % 128 != 0;
@@ -124,7 +128,7 @@ struct Job {
     ~Job() { state.unit = unit; }
 
     KT_INLINE void step() {
-        touch_one(touch);
+        touch_one<K>(touch);
         for (int64_t q = 0; q < quota && unit < run.units; ++q, ++unit) decode(unit, q > 0);
     }
     // The 8 lines that the first unit of the next step asks for.
@@ -145,7 +149,7 @@ struct Job {
 
     KT_INLINE void decode(int64_t u, bool fetch) const {
         __m512i a[8];
-        if (!kSpreads || fetch) {
+        if (!K::kSpreads || fetch) {
             const Lines l = lines(u + kFar * kBf16Units);
             for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T1);
         }
@@ -159,7 +163,7 @@ struct Job {
             for (int i = 0; i < 4; ++i) store_step(a[2 * i], a[2 * i + 1], to + i * kPanelStep);
         } else {
             const int64_t half = u / 2 % 2, sub = u % 2;
-            if (!kSpreads || fetch) {
+            if (!K::kSpreads || fetch) {
                 const Lines l = lines(u + 1);
                 for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T0);
             }
@@ -190,12 +194,13 @@ struct Job {
     static constexpr int64_t kFar = 4;  // slices
 };
 
+template <class K>
 struct NoJob512 {
     static constexpr bool kFetches = false;
     static constexpr bool kFetchesNear = false;
     static constexpr _mm_hint kNearHint = _MM_HINT_T0;
     Touch touch;
-    KT_INLINE void step() { touch_one(touch); }
+    KT_INLINE void step() { touch_one<K>(touch); }
     static Lines far() { return {}; }
     static Lines near() { return {}; }
 };
@@ -212,17 +217,17 @@ struct ComputeBf16 {
     template <Format F, bool kAlongColumns>
     static void products(AheadState& state, int count, const Bf16* left, int64_t slices, const Bf16* panel,
                          float* tile, bool accumulate, Touch touch) {
-        Job<F, kAlongColumns, K::kSpreads> job(state, touch);
+        Job<F, kAlongColumns, K> job(state, touch);
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
     static void products_alone(AheadState&, int count, const Bf16* left, int64_t slices, const Bf16* panel,
                                float* tile, bool accumulate, Touch touch) {
-        NoJob512 job{touch};
+        NoJob512<K> job{touch};
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
     template <Format F, bool kAlongColumns>
     static void drain(AheadState& state) {
-        Job<F, kAlongColumns, false> job(state, {});
+        Job<F, kAlongColumns, K> job(state, {});
         for (; job.unit < job.run.units; ++job.unit) job.decode(job.unit, true);
     }
 
