@@ -9,8 +9,9 @@
     grouped_mm  the same transformers module, frozen, without LoRA
     kt          KTransformers, in kt_child.py
 
-A question is {"isa": ..., "lora": ...}; the answer {"forward_ms", "backward_ms"}: means of the case's calls.
-Ours adds {"predict_ms"} for a few tokens: a forward that keeps nothing, as generation does.
+A question is {"isa": ..., "lora": ..., "int8_products": ...}; the answer {"forward_ms", "backward_ms"}: means
+of the case's calls. Ours adds {"predict_ms"} for a few tokens: a forward that keeps nothing, as generation
+does.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Native:
         from kt_ray.native import Engine, ExpertLora, ExpertWeights
 
         self.case, self.inputs = case, make_inputs(case)
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[tuple[str, bool], Engine] = {}
         gate, up, down = (self._matrix(stored) for stored in make_weights(case))
         self.weights = ExpertWeights(gate, up, down, layer=0, expert_ids=tuple(range(case.experts)))
         self.lora = None
@@ -72,10 +73,10 @@ class Native:
         """Measure with the asked instruction set."""
         from kt_ray.native import Engine
 
-        isa = question["isa"]
-        if isa not in self.engines:
-            self.engines[isa] = Engine(isa, threads=self.case.threads)
-        engine, lora = self.engines[isa], self.lora if question["lora"] else None
+        key = isa, int8_products = question["isa"], question["int8_products"]
+        if key not in self.engines:
+            self.engines[key] = Engine(isa, threads=self.case.threads, int8_products=int8_products)
+        engine, lora = self.engines[key], self.lora if question["lora"] else None
         inputs, weights = self.inputs, self.weights
 
         def forward(call: int, save: bool = True) -> Any:

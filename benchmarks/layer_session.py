@@ -45,6 +45,7 @@ class Participant:
         case: what it computes; `format` may be the baseline's.
         isa: asked of the engine; None for peers.
         lora: False: without adapters.
+        int8_products: of the engine.
         times: milliseconds of each round: DIRECTIONS, "repack" (part of backward).
         last: its last answer.
         error: why it has no times.
@@ -54,9 +55,15 @@ class Participant:
     case: Case
     isa: str | None = None
     lora: bool = True
+    int8_products: bool = False
     times: dict[str, list[float]] = field(default_factory=dict)
     last: Message = field(default_factory=dict)
     error: str = ""
+
+    @property
+    def question(self) -> Message:
+        """What it is asked each round."""
+        return {"isa": self.isa, "lora": self.lora, "int8_products": self.int8_products}
 
     @property
     def process(self) -> tuple[str, Case]:
@@ -90,11 +97,15 @@ class Group:
     repeated: int = 0
 
 
-def make_group(case: Case, isas: Sequence[str], peers: Sequence[str], profile: bool) -> Group:
+def make_group(
+    case: Case, isas: Sequence[str], peers: Sequence[str], profile: bool, int8_products: bool = False
+) -> Group:
     """Who takes part: ours on every instruction set, the peers that know the format, the baseline."""
     ours = [Participant(OURS, case, isa) for isa in isas]
     if profile and case.rank:
         ours += [Participant(OURS, case, isa, lora=False) for isa in isas]
+    if int8_products and case.format in ("int8", "int4"):
+        ours += [Participant(OURS, case, isa, int8_products=True) for isa in isas]
     theirs = [Participant(peer, case) for peer in peers if case.format in PEERS[peer][0]]
     baselines = []
     if case.format not in ("bf16", "f32"):
@@ -192,7 +203,7 @@ def _start(
 def _turn(participant: Participant, child: Child) -> None:
     child.resume()
     try:
-        participant.last = child.ask({"isa": participant.isa, "lora": participant.lora})
+        participant.last = child.ask(participant.question)
     except ChildError as error:
         participant.error, participant.times = str(error), {}
         return
@@ -242,6 +253,7 @@ def _head(participant: Participant, group: Group) -> dict[str, Any]:
         "experts": experts,
         "rows_per_expert": round(case.tokens * k / experts, 2),
         "rank": case.rank if participant.lora and participant.impl != "grouped_mm" else 0,
+        "int8_products": participant.int8_products,
         "note": last.get("note", ""),
         "peak_rss_bytes": last.get("peak_rss_bytes"),
         "others_cpus": round(group.others_cpus, 3),
@@ -255,6 +267,7 @@ def _speed(participant: Participant, direction: str, rates: dict[str, float]) ->
     median = statistics.median(times)
     isa = participant.last.get("isa") if participant.impl == OURS else None
     loop = loop_for(isa, "float32" if case.format == "f32" else "bfloat16", rates)
+    loop = None if participant.int8_products else loop  # no loop multiplies integers
     gflops, touched = case.flops / median / 1e6, touched_bytes(case)
     speed = {
         "median_ms": round(median, 4),

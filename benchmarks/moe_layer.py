@@ -81,6 +81,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="counted ones, after one to warm up")
     parser.add_argument("--profile", action="store_true", help="ours without LoRA besides")
     parser.add_argument(
+        "--int8-products", action="store_true", help="ours with int8 products besides, int8 and int4 weights"
+    )
+    parser.add_argument(
         "--wait-quiet",
         type=float,
         default=0.0,
@@ -112,6 +115,7 @@ def table(group: Group, rates: Rates) -> str:
     lines = [f"{case.shape}, {case.tokens} tokens, {case.threads} threads, {case.format}:"]
     for record in records(group, rates):
         name = f"{record['impl']} {record['isa'] or ''}{'' if record['rank'] else ' without LoRA'}"
+        name += " int8 products" if record["int8_products"] else ""
         if "error" in record:
             lines.append(f"  {name:34} {record['error']}")
             continue
@@ -161,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.wait_quiet and groups:
                 is_quiet(args.wait_quiet)
             case = Case(args.shape, args.experts, tokens, args.rank, name, threads)
-            group = make_group(case, args.isas, args.against, args.profile)
+            group = make_group(case, args.isas, args.against, args.profile, args.int8_products)
             run_group(group, args.rounds, args.wait_quiet, kt, Path(logs))
             groups.append(group)
             print(table(group, before), file=say, flush=True)

@@ -26,7 +26,7 @@ _MOST = {"cores": 4096, "memory_gib": 1 << 20, "count": 1024, "hosts": 4096}
 # What each needs, as /proc/cpuinfo calls it; the same that the engine asks CPUID (cpu_features.cpp).
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-_AVX512_BF16 = _AVX512 | {"avx512_bf16", "avx512vbmi"}  # Cooper Lake lacks the second
+_AVX512_BF16 = _AVX512 | {"avx512_bf16", "avx512vbmi", "avx512_vnni"}  # Cooper Lake lacks the second
 _FLAGS: dict[str, set[str]] = {
     "reference": set(),
     "avx2": _AVX2,

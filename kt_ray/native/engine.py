@@ -36,6 +36,8 @@ Lora = ExpertLora | Sequence[ExpertLora] | None
 LoraGrads = ExpertLora | Sequence[ExpertLora | None] | None
 SaveMode = bool | Literal["recompute"]
 
+INTEGER_FORMATS = ("int8", "int4")  # what `int8_products` takes
+
 _KEEP = {False: 0, "recompute": 1, True: 2}
 
 
@@ -64,20 +66,23 @@ def _result(name: str, out: Tensor | None, shape: Sequence[int]) -> Tensor:
     return out
 
 
-def _check_per_channel_int8(weights: ExpertWeights) -> None:
+def _check_integers(weights: ExpertWeights) -> None:
     """`int8_products` takes no other weights."""
+    first = weights.formats[0]
     for name, projection in weights.projections().items():
         if isinstance(projection, Tensor):
             seen = f"a {PLAIN[projection.dtype]} tensor"
-        elif projection.format != "int8":
+        elif projection.format not in INTEGER_FORMATS:
             seen = f"format {projection.format}"
-        elif projection.scale_block != (1, projection.shape[2]):
+        elif projection.format != first:
+            seen = f"format {projection.format} beside {first}"
+        elif projection.format == "int8" and projection.scale_block != (1, projection.shape[2]):
             seen = f"format int8 with a scale per {projection.scale_block[1]} columns"
         else:
             continue
         raise ValueError(
-            f"{name}: {seen}, required format int8 with one scale per output channel by an engine with "
-            f"int8_products=True; quantise it so, or build the engine without"
+            f"{name}: {seen}, required format int4, or int8 with one scale per output channel, the same for "
+            f"all projections, by an engine with int8_products=True; quantise them so, or build it without"
         )
 
 
@@ -127,9 +132,9 @@ class Engine:
         threads: number of threads; None = one per CPU of `cpus`.
         cpus: CPUs the threads are pinned to, intersected with this process's affinity mask;
             None = the whole mask.
-        int8_products: multiply in int8 (W8A8): weights as stored, activations and gradients quantised row
-            by row. Faster and less exact, see docs/numerics.md; takes only weights in format "int8" with
-            one scale per output channel.
+        int8_products: multiply in int8, with activations and gradients quantised: row by row for weights in
+            format "int8" with one scale per output channel (W8A8), in groups of 32 in the forward of
+            weights in format "int4" (W4A8). Less exact, see docs/numerics.md; takes no other weights.
 
     Attributes:
         isa: the instruction set in use.
@@ -166,7 +171,7 @@ class Engine:
     @property
     def formats(self) -> tuple[str, ...]:
         """Weight formats this engine computes: all, on every instruction set, but for `int8_products`."""
-        return ("int8",) if self.int8_products else FORMATS
+        return INTEGER_FORMATS if self.int8_products else FORMATS
 
     @property
     def compute(self) -> Literal["f32", "bf16", "int8"]:
@@ -235,7 +240,7 @@ class Engine:
         if save not in _KEEP:
             raise ValueError(f"save: {save!r}, required True, 'recompute' or False")
         if self.int8_products:
-            _check_per_channel_int8(weights)
+            _check_integers(weights)
         x_arg = _arg("x", x)
         y_TH = _result("out", out, x.shape)
         saved = self._engine.forward(
@@ -284,7 +289,7 @@ class Engine:
         if saved is None:
             raise ValueError("saved: None; the forward must run with save=True or save='recompute'")
         if self.int8_products:
-            _check_per_channel_int8(weights)
+            _check_integers(weights)
         weights_arg, dy_arg = _weights_arg(weights), _arg("dy", dy)
         dx_out, dw_out = (None, None) if out is None else out
         dx_TH = _result("out[0]", dx_out, (saved.tokens, weights.H))

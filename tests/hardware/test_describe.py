@@ -112,7 +112,7 @@ def test_isas_of_flags() -> None:
     assert isas_of(set(SPR_FLAGS))[-1] == "amx"
     for flag in ("amx_tile", "amx_bf16", "amx_int8"):
         assert isas_of(set(SPR_FLAGS) - {flag})[-1] == "avx512_bf16"
-    for flag in ("avx512_bf16", "avx512vbmi"):
+    for flag in ("avx512_bf16", "avx512vbmi", "avx512_vnni"):
         assert isas_of(set(SPR_FLAGS) - {flag})[-1] == "avx512"
     assert isas_of(set(SPR_FLAGS) - {"f16c"}) == ("reference",)
     assert isas_of({"avx2", "fma", "f16c"}) == ("reference", "avx2")

@@ -25,7 +25,7 @@ EMULATOR = TESTS / "amxemu"
 TILE_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 AVX512_FLAGS = (
     *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-    *("-mprefer-vector-width=512", "-mavx512bf16", "-mavx512vbmi"),
+    *("-mprefer-vector-width=512", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni"),
 )
 # As CMakeLists.txt compiles an instruction set's object.
 ISA_FLAGS = (
@@ -70,7 +70,7 @@ class Amx:
     @staticmethod
     def unusable() -> str:
         """Why neither the CPU nor the emulator can run AMX code here; empty if one can."""
-        needed = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16"}
+        needed = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_vnni", "avx512_bf16"}
         missing = needed - cpu_flags()
         if missing:
             return f"this CPU lacks {', '.join(sorted(missing))}"

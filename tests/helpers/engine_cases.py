@@ -129,13 +129,14 @@ PORTABLE = ("thread_pool", "engine", "finite", "routing", "buffers", "cpu_featur
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"))
 # As CMakeLists.txt has them; the last two of AVX-512 are for g++'s own intrinsics (its bug 105593).
+_BF16 = ("-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")
 _QUIET = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "reference": (),
     "avx2": _AVX2,
     "avx512": (*_AVX512, *_QUIET),
-    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_QUIET),
-    "amx": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8", *_QUIET),
+    "avx512_bf16": (*_AVX512, *_BF16, *_QUIET),
+    "amx": (*_AVX512, *_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8", *_QUIET),
 }
 _COMMON = ("-std=c++20", "-Wall", "-Wextra", "-ffp-contract=off", "-I", str(SOURCES))
 _KERNELS = ("-fno-math-errno", "-fno-trapping-math")

@@ -1,4 +1,4 @@
-"""INT8 products (W8A8) in torch: what `Engine(int8_products=True)` computes, with every rounding of it.
+"""INT8 products (W8A8, W4A8) in torch: what `Engine(int8_products=True)` computes, with every rounding of it.
 
 Elementwise in float32 in the engine's order and with exact integer sums, so that results without exp and
 without adapters are the engine's to the bit. Shapes: R rows (a token at one expert), N outputs, K inputs.
@@ -28,19 +28,41 @@ def sums(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def weights_of(projection: ExpertMatrix, expert: int) -> tuple[Tensor, Tensor]:
-    """Integers [N, K] and scales [N] of one expert."""
+    """Integers [N, K] and scales [N, groups] of one expert."""
     assert projection.scales is not None
-    return projection.data[expert].float(), scales_to_float(projection.scales)[expert, :, 0]
+    scales = scales_to_float(projection.scales)[expert]
+    data = projection.data[expert]
+    if projection.format == "int8":
+        return data.float(), scales
+    return ((data.unsqueeze(-1) >> torch.arange(0, 32, 4) & 15) - 8).flatten(1).float(), scales
+
+
+def per_channel(projection: ExpertMatrix, expert: int) -> tuple[Tensor, Tensor]:
+    """Integers [N, K] and scales [N] that backward multiplies: those of int4 are requantised."""
+    integers, scales = weights_of(projection, expert)
+    if projection.format == "int8":
+        return integers, scales[:, 0]
+    channels = scales.abs().amax(1) * torch.tensor(8.0 / 127.0)
+    ratios = scales / torch.where(channels == 0, 1.0, channels)[:, None]
+    columns = projection.shape[2] // scales.shape[1]
+    return (integers * ratios.repeat_interleave(columns, 1)).round(), channels
 
 
 def linear(rows: Tensor, projection: ExpertMatrix, expert: int) -> Tensor:
+    """W x: of int4 group by group of 32 columns, added in order."""
     integers, scales = weights_of(projection, expert)
-    return sums(rows, integers.T) * scales
+    if projection.format == "int8":
+        return sums(rows, integers.T) * scales[:, 0]
+    result = torch.zeros(len(rows), len(integers))
+    columns = projection.shape[2] // scales.shape[1]
+    for k in range(0, projection.shape[2], 32):
+        result += sums(rows[:, k : k + 32], integers[:, k : k + 32].T) * scales[:, k // columns]
+    return result
 
 
 def linear_backward(gradients: Tensor, projections: list[ExpertMatrix], expert: int) -> Tensor:
     """Gradient of the common input, of those of several projections' outputs side by side."""
-    found = [weights_of(p, expert) for p in projections]
+    found = [per_channel(p, expert) for p in projections]
     scales, integers = torch.cat([s for _, s in found]), torch.cat([w for w, _ in found])
     return sums(gradients * scales, integers)
 

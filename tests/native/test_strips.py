@@ -15,7 +15,7 @@ FLAGS = [
     *("-std=c++20", "-O3", "-Wall", "-Wextra", "-Werror"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"),
     *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-    *("-mprefer-vector-width=512", "-mavx512bf16", "-mavx512vbmi"),
+    *("-mprefer-vector-width=512", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni"),
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
 

@@ -101,7 +101,8 @@ std::vector<IsaStatus> detect() {
     std::string avx512_bf16 = avx512;
     if (avx512_bf16.empty())
         avx512_bf16 = missing({{bool(leaf7_1.eax >> 5 & 1), "AVX512_BF16 in the CPU"},
-                               {bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"}});
+                               {bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"},
+                               {bool(leaf7.ecx >> 11 & 1), "AVX512_VNNI in the CPU"}});
     result.push_back({"avx2", avx2.empty(), avx2});
     result.push_back({"avx512", avx512.empty(), avx512});
     result.push_back({"avx512_bf16", avx512_bf16.empty(), avx512_bf16});

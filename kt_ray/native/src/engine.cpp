@@ -43,12 +43,14 @@ constexpr int64_t kCopiedBytes = 1 << 19;
 // |sums| of so many products of int8 by -127 .. 127 stay below 2^31.
 constexpr int64_t kInt8Depth = 1 << 17;
 
-void check_int8(const char* name, const Matrix& m, int64_t depth) {
+void check_int8(const char* name, const Matrix& m, Format format, int64_t depth) {
     const auto refuse = [&](const std::string& why) {
         throw std::invalid_argument(std::string(name) + ": " + why + ", as this engine multiplies in int8");
     };
-    if (m.format != Format::int8) refuse("must be stored in format int8");
-    if (m.block_rows != 1 || m.block_cols < m.cols) refuse("must have one scale per output channel");
+    if (m.format != Format::int8 && m.format != Format::int4) refuse("must be stored in format int8 or int4");
+    if (m.format != format) refuse("must be stored in the same format as up");
+    if (m.format == Format::int8 && (m.block_rows != 1 || m.block_cols < m.cols))
+        refuse("must have one scale per output channel");
     if (depth > kInt8Depth)
         refuse("sums of " + std::to_string(depth) + " products, at most 131072 are exact");
 }
@@ -219,17 +221,19 @@ const Kernels& Engine::kernels(const Weights& w) const {
     if (k.quantised_size > 0) {
         // Forward sums over H and I, backward over both parts' I in one sum.
         const int64_t inter = w.activation.gated() ? 2 * w.inter : w.inter;
-        if (w.activation.gated()) check_int8("gate", w.gate.first, std::max(w.hidden, inter));
-        check_int8("up", w.up.first, std::max(w.hidden, inter));
-        check_int8("down", w.down.first, std::max(w.hidden, w.inter));
+        const Format format = w.up.first.format;
+        if (w.activation.gated()) check_int8("gate", w.gate.first, format, std::max(w.hidden, inter));
+        check_int8("up", w.up.first, format, std::max(w.hidden, inter));
+        check_int8("down", w.down.first, format, std::max(w.hidden, w.inter));
     }
     return k;
 }
 
-Engine::QuantisedRows Engine::quantised_rows(const Kernels& k, int64_t rows, int64_t depth) {
+Engine::QuantisedRows Engine::quantised_rows(const Kernels& k, int64_t rows, int64_t depth, bool in_groups) {
     if (k.quantised_size == 0) return {};
     const int64_t row_bytes = padded(depth * k.quantised_size, 64);
-    return {take(rows * row_bytes), take(rows * sizeof(RowScale))};
+    const int64_t scales = in_groups ? row_bytes / k.quantised_size / kDepthStep : 1;
+    return {take(rows * row_bytes), take(rows * scales * sizeof(RowScale))};
 }
 
 int64_t Engine::span_rows(const Weights& w, const Kernels& k) {
@@ -258,6 +262,7 @@ void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t
     p.up_bias = w.up_bias;
     p.down_bias = w.down_bias;
     p.activation = w.activation;
+    p.in_groups = k.quantised_size > 0 && w.up.first.format == Format::int4;
     p.lora = lora.data();
     p.groups = routing.groups.data();
     p.num_groups = static_cast<int64_t>(routing.groups.size());
@@ -389,7 +394,7 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->lora_mid = take(p.rows * p.rank_pad * sizeof(float));
     if (keep == Keep::all) saved->pair = take(p.rows * p.parts * p.inter_pad * storage);
     const Lease act = take(p.rows * p.inter_pad * compute);
-    const QuantisedRows act_int8 = quantised_rows(k, p.rows, p.inter_pad);
+    const QuantisedRows act_int8 = quantised_rows(k, p.rows, p.inter_pad, p.in_groups);
 
     p.x_in = input.x;
     p.x_in_bf16 = input.x_is_bf16;
@@ -447,7 +452,7 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     const Lease lora_mid = take(again ? p.rows * p.rank_pad * sizeof(float) : 0);
     const Lease act = take(p.rows * p.inter_pad * compute);
     const Lease dpair = take(pair_size * compute);
-    const QuantisedRows dpair_int8 = quantised_rows(k, p.rows, p.parts * p.inter_pad);
+    const QuantisedRows dpair_int8 = quantised_rows(k, p.rows, p.parts * p.inter_pad, false);
     const Lease dy_stored = take(p.tokens * p.hidden_pad * storage);
     const Lease lora_out = take(p.rows * p.rank_pad * sizeof(float));
     const Lease dlora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));

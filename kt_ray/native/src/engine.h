@@ -127,7 +127,7 @@ struct ScatteredRows {
 class Engine {
   public:
     // isa: a name of isa_statuses(), available (std::invalid_argument otherwise). int8_products: weights
-    // must be int8 with one scale per output channel; they are multiplied as integers.
+    // must be int4, or int8 with one scale per output channel; they are multiplied as integers.
     Engine(const std::string& isa, int threads, const std::vector<int>& cpus, bool int8_products = false);
 
     // y [T, H]. Returns null when nothing is kept. `check_finite` looks for NaN and infinity and throws
@@ -173,7 +173,7 @@ class Engine {
     struct QuantisedRows {
         Lease packed, scales;
     };
-    QuantisedRows quantised_rows(const Kernels& kernels, int64_t rows, int64_t depth);
+    QuantisedRows quantised_rows(const Kernels& kernels, int64_t rows, int64_t depth, bool in_groups);
     // Rows of a span, whose packed left operand is to stay in the L2 cache.
     static int64_t span_rows(const Weights& weights, const Kernels& kernels);
     void describe(Pass& pass, const Weights& weights, const Routing& routing, int64_t tokens,

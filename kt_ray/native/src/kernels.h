@@ -67,10 +67,11 @@ struct ActivationSpec {
     bool gated() const { return kind != Activation::relu2; }
 };
 
-// A quantised row is scale * its integers, whose sum is `sum`.
+// A quantised row, or a group of one, is scale * its integers. Where panels are raised to be unsigned, its
+// int32 sums start from `start`, modulo 2^32.
 struct RowScale {
     float scale;
-    int32_t sum;
+    int32_t start;
 };
 
 // Everything one call needs. Pointers are into the caller's tensors or the engine's buffers.
@@ -123,7 +124,8 @@ struct Pass {
     // INT8 products only. Quantised and packed, rows padded to whole lines: act (null: not wanted), and the
     // gradients of gate and up times their channels' scales.
     void *act_int8, *dpair_int8;
-    RowScale *act_scales, *dpair_scales;  // [R]
+    RowScale *act_scales, *dpair_scales;  // [R]; act's [R, groups] with in_groups, packed as its rows
+    bool in_groups;                       // int4 weights: forward quantises x and act in groups of 32
 
     int64_t span_rows;    // at most, of a span
     int64_t inter_slab;   // columns of I per task: in backward a multiple of kDwColumns; no matter to results
@@ -192,7 +194,7 @@ struct Kernels {
     int64_t (*products)(int64_t runs);
 };
 
-// int8: for per-channel int8 weights, multiplied as integers with quantised activations.
+// int8: for int4 and per-channel int8 weights, multiplied as integers with quantised activations.
 namespace reference {
 extern const Kernels f32, bf16, int8;
 }

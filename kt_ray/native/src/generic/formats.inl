@@ -125,6 +125,34 @@ inline float strip_scale(const Matrix& m, int64_t n, int64_t k) {
     return scale_value(m.scale_type, m.scales + row * m.scale_row_bytes + col * scale_size(m.scale_type));
 }
 
+// Scales of the strips at column k of `count` rows from n on.
+inline void column_scales(const Matrix& m, int64_t n, int64_t k, int64_t count, float* to) {
+    const int64_t column =
+        k < m.block_cols ? 0 : static_cast<uint32_t>(k) / static_cast<uint32_t>(m.block_cols);
+    const uint8_t* from = m.scales + column * scale_size(m.scale_type);
+    if (m.block_rows > 1) {
+        const uint32_t rows = static_cast<uint32_t>(m.block_rows);
+        for (int64_t i = 0; i < count;) {
+            const int64_t block = static_cast<uint32_t>(n + i) / rows;
+            const float scale = scale_value(m.scale_type, from + block * m.scale_row_bytes);
+            for (const int64_t end = min_of(count, (block + 1) * rows - n); i < end; ++i) to[i] = scale;
+        }
+        return;
+    }
+    from += n * m.scale_row_bytes;
+    const auto fill = [&](auto value) {
+        for (int64_t i = 0; i < count; ++i, from += m.scale_row_bytes) to[i] = value(from);
+    };
+    switch (m.scale_type) {
+        case ScaleType::f32:
+            return fill([](const uint8_t* p) { return load_as<float>(p); });
+        case ScaleType::bf16:
+            return fill([](const uint8_t* p) { return to_float(load_as<Bf16>(p)); });
+        default:
+            return fill([&](const uint8_t* p) { return scale_value(m.scale_type, p); });
+    }
+}
+
 // Scale (low half) and minimum (high half) of sub-block j of a Q4_K or Q5_K block: 6 bits each, packed in
 // the 12 bytes p.
 inline uint32_t k_scale_min_bits(const uint8_t* p, int64_t j) {

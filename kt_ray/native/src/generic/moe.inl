@@ -52,7 +52,8 @@ struct Scratch {
     typename Frozen<C>::T* quantised;        // with these only: left operand of a span,
     RowScale* quantised_rows;                // its rows' scales,
     float* row;                              // a row to be quantised,
-    float* channels;                         // and the scales along it
+    float* channels;                         // the scales along it,
+    float* ratios;                           // and those of a panel to be requantised
 };
 
 template <class C>
@@ -257,7 +258,7 @@ struct Moe {
         know(now);
         std::conditional_t<F::Micro::kInPassing, EndingInPassing<Finish>, EndingAtOnce<Finish>> ending(
             finish);
-        typename F::Ahead ahead;
+        auto ahead = decoder();
         ahead.start(stretch(now), s.frozen_panel[0], 0, stretch(after(now)));
         ahead.finish();
         for (int buffer = 0; now.item < items; buffer ^= 1) {
@@ -288,6 +289,13 @@ struct Moe {
             now = next;
         }
         ending.finish();
+    }
+
+    auto decoder() const {
+        if constexpr (kQuantised)
+            return typename Frozen<C>::Ahead(Ratios(s.channels, s.ratios));
+        else
+            return typename Frozen<C>::Ahead();
     }
 
     struct BlockRange {

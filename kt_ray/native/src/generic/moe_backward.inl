@@ -19,7 +19,7 @@ void dact(int64_t task) const {
     sweep(
         pieces(last - first, kColumns), p.hidden_pad / kSlice,
         [&](int64_t j) { return Source{{make_part(w, true, first + j * kColumns, 0, 2, 0), Part()}, 1}; },
-        [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row); },
+        [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row, false); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * kColumns;
             if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b))

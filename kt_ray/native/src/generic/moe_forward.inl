@@ -84,7 +84,7 @@ void gate_up(int64_t task) const {
             if (!gated) return Source{{make_part(up, false, i, 0, 2, 0), Part()}, 1};
             return Source{{make_part(gate, false, i, 0, 1, 0), make_part(up, false, i, 1, 1, 0)}, 2};
         },
-        [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row); },
+        [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row, true); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * width;
             if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b)) {

@@ -9,6 +9,7 @@ struct PieceRun {
     const uint8_t* after;  // what will be read when these end
     int64_t after_row_bytes;
     float* to;
+    int64_t column;       // along columns, the first
     const float* scales;  // along rows [slice][kLanes], along columns [slice][kSlice]
     int64_t pieces, slices;
 };
@@ -69,6 +70,7 @@ struct PieceJob {
     [[gnu::always_inline]] FarLines far() const {
         const int64_t row = (kAlongColumns ? piece % kOfSlice : piece % 4) * kRows;
         FarLines lines = far_lines(run, kAlongColumns, piece / kOfSlice, row);
+        if constexpr (U::kBlocks) lines.from += U::place(run.column).low;
         if constexpr (!kAlongColumns && U::kBytes > 64) lines.from += piece % kOfSlice * 16 / 64 * 64;
         return lines;
     }
@@ -85,7 +87,16 @@ struct PieceJob {
 
     [[gnu::always_inline]] void decode() {
         const int64_t s = piece / kOfSlice, q = piece % kOfSlice;
-        if constexpr (kAlongColumns) {
+        if constexpr (U::kBlocks) {
+            const auto place = U::place(run.column);
+            const uint8_t* from = run.from + (s * kSlice + 4 * q) * run.row_bytes;
+            float* to = run.to + (s * kSlice + 4 * q) * 2 * kLanes;
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; ++r, from += run.row_bytes, to += 2 * kLanes)
+                U::two(from, place, [&](int v, Vec value) __attribute__((always_inline)) {
+                    vstore(to + v * kLanes, value);
+                });
+        } else if constexpr (kAlongColumns) {
             constexpr int64_t kBytes = kLanes * U::kBytes / kSlice;
             const uint8_t* from = run.from + (s * kSlice + 4 * q) * run.row_bytes;
             float* to = run.to + (s * kSlice + 4 * q) * 2 * kLanes;
@@ -288,16 +299,24 @@ struct ComputeF32Ahead {
         Drain drain = nullptr;
         int64_t of_slice = 0, bytes = 0, lines_between = 1;
         float factor = 1.0f;
+        const uint8_t* (*first)(const Matrix&, int64_t n,
+                                int64_t k) = nullptr;  // bytes of (n, k), or its block
     };
+    template <Format F>
+    static const uint8_t* first_bytes(const Matrix& m, int64_t n, int64_t k) {
+        if constexpr (Units<F>::kBlocks) return block_at<F>(m, n, k);
+        return m.data + n * m.row_bytes + k * Units<F>::kBytes / kSlice;
+    }
     template <Format F, bool kAlongColumns>
     static constexpr Functions functions_of() {
-        if constexpr (Units<F>::kThere)
+        if constexpr (Units<F>::kThere && (kAlongColumns || !Units<F>::kBlocks))
             return {products<F, kAlongColumns>,
                     drain<F, kAlongColumns>,
                     PieceJob<F, kAlongColumns>::kOfSlice,
                     Units<F>::kBytes,
                     kInside<kAlongColumns> ? 1 : kLinesBetween,
-                    Units<F>::kScale};
+                    Units<F>::kScale,
+                    first_bytes<F>};
         return {};
     }
     static Functions functions(Format format, bool along_columns) {
@@ -352,8 +371,8 @@ struct ComputeF32Ahead {
                 const int64_t at = part.at + (along_columns || from.parts == 2 ? 0 : i * kLanes);
                 run.row_bytes = m.row_bytes;
                 run.slice_bytes = use.bytes;
-                run.from = along_columns ? m.data + k * m.row_bytes + at * use.bytes / kSlice
-                                         : m.data + at * m.row_bytes + k * use.bytes / kSlice;
+                run.column = at;
+                run.from = along_columns ? use.first(m, k, at) : use.first(m, at, k);
                 run.slices = s1 - s0;
                 run.pieces = run.slices * use.of_slice;
                 run.to = to + (s0 - first) * kSlice * 2 * kLanes + (along_columns ? 0 : i * kLanes);

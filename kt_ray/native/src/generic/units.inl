@@ -9,34 +9,6 @@ using Bits = uint32_t __attribute__((vector_size(kLanes * 4)));
 
 inline Vec as_floats(Bits v) { return __builtin_bit_cast(Vec, v); }
 
-// Scales of the strips at column k of `count` rows from n on.
-inline void column_scales(const Matrix& m, int64_t n, int64_t k, int64_t count, float* to) {
-    const int64_t column =
-        k < m.block_cols ? 0 : static_cast<uint32_t>(k) / static_cast<uint32_t>(m.block_cols);
-    const uint8_t* from = m.scales + column * scale_size(m.scale_type);
-    if (m.block_rows > 1) {
-        const uint32_t rows = static_cast<uint32_t>(m.block_rows);
-        for (int64_t i = 0; i < count;) {
-            const int64_t block = static_cast<uint32_t>(n + i) / rows;
-            const float scale = scale_value(m.scale_type, from + block * m.scale_row_bytes);
-            for (const int64_t end = min_of(count, (block + 1) * rows - n); i < end; ++i) to[i] = scale;
-        }
-        return;
-    }
-    from += n * m.scale_row_bytes;
-    const auto fill = [&](auto value) {
-        for (int64_t i = 0; i < count; ++i, from += m.scale_row_bytes) to[i] = value(from);
-    };
-    switch (m.scale_type) {
-        case ScaleType::f32:
-            return fill([](const uint8_t* p) { return load_as<float>(p); });
-        case ScaleType::bf16:
-            return fill([](const uint8_t* p) { return to_float(load_as<Bf16>(p)); });
-        default:
-            return fill([&](const uint8_t* p) { return scale_value(m.scale_type, p); });
-    }
-}
-
 // Unsigned integers below 2^23, less kBias.
 template <int kBias>
 inline Vec unbiased(Bits v) {
@@ -49,11 +21,13 @@ inline Vec unbiased(Bits v) {
 template <Format F>
 struct Units {
     static constexpr bool kThere = false;
+    static constexpr bool kBlocks = false;
 };
 
 template <>
 struct Units<Format::f32> {
     static constexpr bool kThere = true;
+    static constexpr bool kBlocks = false;
     static constexpr int kBytes = 128;
     static constexpr bool kScaled = false;
     static constexpr float kScale = 1.0f;
@@ -67,6 +41,7 @@ struct Units<Format::f32> {
 template <>
 struct Units<Format::bf16> {
     static constexpr bool kThere = true;
+    static constexpr bool kBlocks = false;
     static constexpr int kBytes = 64;
     static constexpr bool kScaled = false;
     static constexpr float kScale = 1.0f;
@@ -81,6 +56,7 @@ struct Units<Format::bf16> {
 template <>
 struct Units<Format::int8> {
     static constexpr bool kThere = true;
+    static constexpr bool kBlocks = false;
     static constexpr int kBytes = 32;
     static constexpr bool kScaled = true;
     static constexpr float kScale = 1.0f;
@@ -97,6 +73,7 @@ struct Units<Format::int8> {
 template <>
 struct Units<Format::fp8> {
     static constexpr bool kThere = true;
+    static constexpr bool kBlocks = false;
     static constexpr int kBytes = 32;
     static constexpr bool kScaled = true;
     static constexpr float kScale = 256.0f;
@@ -111,6 +88,7 @@ struct Units<Format::fp8> {
 template <Format F>
 struct NibbleUnits {
     static constexpr bool kThere = true;
+    static constexpr bool kBlocks = false;
     static constexpr int kBytes = 16;
     static constexpr bool kScaled = true;
     static constexpr float kScale = 1.0f;
@@ -130,3 +108,85 @@ template <>
 struct Units<Format::int4> : NibbleUnits<Format::int4> {};
 template <>
 struct Units<Format::mxfp4> : NibbleUnits<Format::mxfp4> {};
+
+// GGUF formats, along columns only: `two` are the 2 * kLanes elements from column k on of a row whose block
+// is at `block`. A code has its low bits in nibbles at `low`, the others at `high`.
+struct BlockPlace {
+    int64_t low, high = 0;
+    int low_shift = 0, high_shift = 0;
+    int64_t sub;  // strip of the block
+
+    explicit BlockPlace(int64_t offset, int64_t k) : low(offset + k % kStrip), sub(k % 256 / kStrip) {}
+};
+
+template <Format F>
+struct BlockUnits {
+    static constexpr bool kThere = true, kBlocks = true, kScaled = false;
+    static constexpr int kBytes = static_cast<int>(strip_bytes(F) / 8);
+    static constexpr float kScale = 1.0f;
+};
+
+template <>
+struct Units<Format::q8_0> : BlockUnits<Format::q8_0> {
+    static BlockPlace place(int64_t k) { return BlockPlace(2, k); }
+    template <class Put>
+    [[gnu::always_inline]] static void two(const uint8_t* block, const BlockPlace& place, const Put& put) {
+        const float scale = half_value(block);
+        for (int v = 0; v < 2; ++v)
+            put(v, unbiased<128>(load_bytes(block + place.low + v * kLanes) ^ 0x80u) * scale);
+    }
+};
+
+// Scale times code less minimum: each rounded, as in whole_strip.
+template <Format F>
+struct ScaledMinUnits : BlockUnits<F> {
+    static constexpr bool kFifthBit = F == Format::q5_k;
+    static BlockPlace place(int64_t k) {
+        BlockPlace place(kFifthBit ? 48 : 16, k);
+        place.low += place.sub / 2 * kStrip;
+        place.low_shift = static_cast<int>(place.sub % 2 * 4);
+        place.high = 16 + k % kStrip;
+        place.high_shift = static_cast<int>(place.sub);
+        return place;
+    }
+    template <class Put>
+    [[gnu::always_inline]] static void two(const uint8_t* block, const BlockPlace& place, const Put& put) {
+        const uint32_t bits = k_scale_min_bits(block + 4, place.sub);
+        const float scale = half_value(block) * static_cast<float>(static_cast<int32_t>(bits & 0xffff));
+        const float min = half_value(block + 2) * static_cast<float>(static_cast<int32_t>(bits >> 16));
+        for (int v = 0; v < 2; ++v) {
+            Bits code = load_bytes(block + place.low + v * kLanes) >> place.low_shift & 15u;
+            if constexpr (kFifthBit)
+                code |= (load_bytes(block + place.high + v * kLanes) >> place.high_shift & 1u) << 4;
+            put(v, unbiased<0>(code) * scale - min);
+        }
+    }
+};
+template <>
+struct Units<Format::q4_k> : ScaledMinUnits<Format::q4_k> {};
+template <>
+struct Units<Format::q5_k> : ScaledMinUnits<Format::q5_k> {};
+
+template <>
+struct Units<Format::q6_k> : BlockUnits<Format::q6_k> {
+    static BlockPlace place(int64_t k) {
+        BlockPlace place(0, k);
+        const int64_t half = place.sub / 4, s = place.sub % 4;
+        place.low += half * 64 + s % 2 * kStrip;
+        place.low_shift = static_cast<int>(s / 2 * 4);
+        place.high = 128 + half * 32 + k % kStrip;
+        place.high_shift = static_cast<int>(s * 2);
+        return place;
+    }
+    template <class Put>
+    [[gnu::always_inline]] static void two(const uint8_t* block, const BlockPlace& place, const Put& put) {
+        const float d = half_value(block + 208);
+        for (int v = 0; v < 2; ++v) {
+            const int64_t column = place.high % kStrip + v * kLanes;  // of the strip
+            const int32_t scale = static_cast<int8_t>(block[192 + place.sub * 2 + column / 16]);
+            const Bits code = (load_bytes(block + place.low + v * kLanes) >> place.low_shift & 15u) |
+                              (load_bytes(block + place.high + v * kLanes) >> place.high_shift & 3u) << 4;
+            put(v, (d * static_cast<float>(scale)) * unbiased<32>(code));
+        }
+    }
+};

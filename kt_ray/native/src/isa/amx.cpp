@@ -1,4 +1,5 @@
-// AMX: bfloat16 and int8 in tile products, decoded with AVX-512; float32 weights as in avx512.
+// AMX: bfloat16 and int8 in tile products, decoded with AVX-512; nibbles in vpdpbusd, as a tile would hold
+// two groups of them; float32 weights as in avx512.
 #include <immintrin.h>
 
 #include <cstring>
@@ -14,6 +15,7 @@ namespace {
 #include "generic/scalar.inl"
 #include "isa/avx512_vec.inl"
 #include "isa/avx512_bf16_vec.inl"
+#include "isa/avx512_int8_vec.inl"
 
 #include "generic/vector.inl"
 #include "generic/formats.inl"
@@ -27,6 +29,7 @@ namespace {
 #include "isa/avx512_ahead.inl"
 #include "isa/amx_micro.inl"
 #include "generic/int8.inl"
+#include "generic/micro_int8.inl"
 #include "isa/avx512_int8.inl"
 #include "generic/moe.inl"
 
@@ -34,6 +37,8 @@ namespace {
 
 const Kernels f32 = Entry<float, ComputeF32>::kernels;
 const Kernels bf16 = Entry<Bf16, ComputeBf16<MicroAmx>>::kernels;
-const Kernels int8 = Entry<Bf16, ComputeInt8<ComputeBf16<MicroAmx>, MicroAmxInt8, Int8Ahead512<0>>>::kernels;
+const Kernels int8 =
+    Entry<Bf16,
+          ComputeInt8<ComputeBf16<MicroAmx>, MicroAmxInt8, MicroNibbles<int8_t>, Int8Ahead512<0>>>::kernels;
 
 }  // namespace kt::amx

@@ -190,5 +190,5 @@ struct MicroAmx : MicroTiles<Bf16Products> {};
 // int8 x int8 -> int32 (TDPBSSD), exact up to 131,071 elements of contraction; the caller turns sums into
 // float32 with the scales of row and column.
 struct MicroAmxInt8 : MicroTiles<Int8TileProducts> {
-    static constexpr int32_t kOffset = 0;  // of the panel's elements: signed as they are
+    static constexpr int kRaised = 0;  // the panel's elements: signed as they are
 };

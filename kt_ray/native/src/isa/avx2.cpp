@@ -114,6 +114,7 @@ using IVec = __m256i;
 inline IVec iload(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void istore(void* p, IVec v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 inline IVec iset1(int32_t v) { return _mm256_set1_epi32(v); }
+inline Vec ifloat(IVec v) { return _mm256_cvtepi32_ps(v); }
 inline IVec idot(IVec sum, IVec panel, IVec left) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(panel, left));
 }
@@ -129,6 +130,7 @@ inline Vec widened(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi
 inline Vec halves(__m256i v, int64_t which) {
     return _mm256_cvtph_ps(which == 0 ? _mm256_castsi256_si128(v) : _mm256_extracti128_si256(v, 1));
 }
+inline float half_value(const uint8_t* p) { return _cvtsh_ss(load_as<uint16_t>(p)); }
 
 #include "isa/avx_rows.inl"
 #include "generic/ahead.inl"
@@ -143,7 +145,7 @@ inline Vec halves(__m256i v, int64_t which) {
 
 const Kernels f32 = Entry<float, ComputeF32Ahead>::kernels;
 const Kernels bf16 = Entry<Bf16, ComputeF32Ahead>::kernels;
-const Kernels int8 =
-    Entry<Bf16, ComputeInt8<ComputeF32, MicroInt8<int16_t, 0>, PlainInt8Ahead<0, int16_t>>>::kernels;
+const Kernels int8 = Entry<Bf16, ComputeInt8<ComputeF32, MicroInt8<int16_t, 0>, MicroNibbles<int16_t>,
+                                             PlainInt8Ahead<0, int16_t>>>::kernels;
 
 }  // namespace kt::avx2

@@ -149,6 +149,7 @@ struct Job {
 
     KT_INLINE void decode(int64_t u, bool fetch) const {
         __m512i a[8];
+        if constexpr (F == Format::int4 && !kAlongColumns) fetch_scales(u + kFar * kBf16Units);
         if (!K::kSpreads || fetch) {
             const Lines l = lines(u + kFar * kBf16Units);
             for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T1);
@@ -159,7 +160,7 @@ struct Job {
             char* to = run.panel + u * 4 * kPanelStep;
             if constexpr (kOwnUnits)
                 if (first.wide) return first.depths(n, k, to);
-            for (int i = 0; i < 8; ++i) a[i] = first.bf16(n + i, k);
+            eight_strips(first, n, k, a);
             for (int i = 0; i < 4; ++i) store_step(a[2 * i], a[2 * i + 1], to + i * kPanelStep);
         } else {
             const int64_t half = u / 2 % 2, sub = u % 2;
@@ -172,7 +173,7 @@ struct Job {
             char* to = run.panel + u / kBf16Units * kPanelSlice + half * 64 + sub * 32;
             if constexpr (kOwnUnits)
                 if (strip.wide) return strip.rows(n, k, to);
-            for (int i = 0; i < 8; ++i) a[i] = strip.bf16(n + i, k);
+            eight_strips(strip, n, k, a);
             store_unit_of_rows(a, to);
         }
     }
@@ -192,6 +193,21 @@ struct Job {
                 m.row_bytes};
     }
     static constexpr int64_t kFar = 4;  // slices
+
+    // The scales of a unit of rows, where its slice may be the first with a line of them.
+    KT_INLINE void fetch_scales(int64_t u) const {
+        const int64_t slice = run.slice + u / kBf16Units, half = u % kBf16Units / 2;
+        const bool over = u >= run.units;
+        const Matrix& m = over ? run.after[half] : run.m[half];
+        const int64_t n = (over ? run.after_at[half] : run.at[half]) + u % 2 * 8;
+        const int64_t at = (over ? slice + run.skip : slice) * scale_size(m.scale_type);
+        if (at % 64 != 0) return;
+        const char* from = reinterpret_cast<const char*>(m.scales) + n * m.scale_row_bytes + at;
+        for (int i = 0; i < 8; ++i, from += m.scale_row_bytes) {
+            _mm_prefetch(from, _MM_HINT_T1);
+            _mm_prefetch(from + 63, _MM_HINT_T1);  // a row may begin inside a line
+        }
+    }
 };
 
 template <class K>

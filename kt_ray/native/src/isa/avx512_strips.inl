@@ -118,6 +118,18 @@ struct StripScales {
     }
 };
 
+// 8 strips of rows one after the other.
+template <class Strip>
+KT_INLINE void eight_strips(const Strip& strip, int64_t n, int64_t k, __m512i (&a)[8]) {
+    if constexpr (requires { strip.bf16(strip.data, strip.data); }) {
+        const uint8_t *p = strip.at(n, k), *scale = strip.scales.of_row(n, k);
+        for (int i = 0; i < 8; ++i, p += strip.row_bytes, scale += strip.scales.row_bytes)
+            a[i] = strip.bf16(p, scale);
+    } else {
+        for (int i = 0; i < 8; ++i) a[i] = strip.bf16(n + i, k);
+    }
+}
+
 // One for each format: bf16(n, k) decodes W[n][k .. k + 32), which lies inside the row-major matrix.
 template <Format F>
 struct Strip;
@@ -319,10 +331,11 @@ struct Strip<Format::int8> {
     StripScales scales;
 
     explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes), scales(m) {}
-    KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
-        const uint8_t* p = data + n * row_bytes + k;
-        const __m512 scale = scales(scales.of_row(n, k));
-        return rounded(scaled_int8(load_16(p), scale), scaled_int8(load_16(p + 16), scale));
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const { return bf16(at(n, k), scales.of_row(n, k)); }
+    KT_INLINE const uint8_t* at(int64_t n, int64_t k) const { return data + n * row_bytes + k; }
+    KT_INLINE __m512i bf16(const uint8_t* p, const uint8_t* scale) const {
+        const __m512 s = scales(scale);
+        return rounded(scaled_int8(load_16(p), s), scaled_int8(load_16(p + 16), s));
     }
 };
 
@@ -339,11 +352,11 @@ struct NibbleStrip {
                                    : _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f,
                                                     -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
     }
-    KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
-        const __m512 scale = F == Format::mxfp4
-                                 ? _mm512_set1_ps(kUe8m0.of[scales.at[n * scales.row_bytes + k / kStrip]])
-                                 : scales(scales.of_row(n, k));
-        return look_up(rounded(_mm512_mul_ps(values, scale)), nibble_pairs(data + n * row_bytes + k / 2));
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const { return bf16(at(n, k), scales.of_row(n, k)); }
+    KT_INLINE const uint8_t* at(int64_t n, int64_t k) const { return data + n * row_bytes + k / 2; }
+    KT_INLINE __m512i bf16(const uint8_t* p, const uint8_t* scale) const {
+        const __m512 s = F == Format::mxfp4 ? _mm512_set1_ps(kUe8m0.of[*scale]) : scales(scale);
+        return look_up(rounded(_mm512_mul_ps(values, s)), nibble_pairs(p));
     }
 };
 template <>

@@ -46,6 +46,11 @@ inline IVec iset1(int32_t v) {
     for (int64_t j = 0; j < kLanes; ++j) r.v[j] = v;
     return r;
 }
+inline Vec ifloat(IVec a) {
+    Vec r;
+    for (int64_t j = 0; j < kLanes; ++j) r[j] = static_cast<float>(a.v[j]);
+    return r;
+}
 inline IVec idot(IVec sum, IVec panel, IVec left) {
     for (int64_t j = 0; j < kLanes; ++j) {
         int16_t a[2], b[2];
@@ -71,7 +76,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 
 const Kernels f32 = Entry<float, ComputeF32>::kernels;
 const Kernels bf16 = Entry<Bf16, ComputeF32>::kernels;
-const Kernels int8 =
-    Entry<Bf16, ComputeInt8<ComputeF32, MicroInt8<int16_t, 0>, PlainInt8Ahead<0, int16_t>>>::kernels;
+const Kernels int8 = Entry<Bf16, ComputeInt8<ComputeF32, MicroInt8<int16_t, 0>, MicroNibbles<int16_t>,
+                                             PlainInt8Ahead<0, int16_t>>>::kernels;
 
 }  // namespace kt::reference
