@@ -238,7 +238,7 @@ class AttentionWorker(PlainActor):
             with recorder.span("begin", "compute"):
                 loop = stage.begin(spec, self.part.replica, experts, stages)
                 if self._lane is not None:
-                    how = (self._expert_dropout(spec), spec.adapters, len(loop.groups))
+                    how = (self._expert_dropout(spec), spec.adapters, len(loop.groups), self.plan.backward)
                     loop.tokens = lane = LaneTokens(self._lane, experts, stage.device, *how)
             for op in worker_program(self.plan, self.part.replica, self.part.stage, spec.kind):
                 self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"

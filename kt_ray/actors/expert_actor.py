@@ -135,7 +135,8 @@ class ExpertActor(PlainActor):
                 if elsewhere is not None:
                     self.experts.count_elsewhere(layer, group, elsewhere)
             with recorder.span(direction, "compute", layer, group):
-                answers = self._compute(direction, layer, group, inputs, keep=spec.kind == "train")
+                keep = spec.kind == "train" and layer >= self.plan.backward.lowest
+                answers = self._compute(direction, layer, group, inputs, keep=keep)
             start_row = 0
             for replica, request in zip(self._replicas, requests, strict=True):
                 end_row = start_row + next(iter(request.tensors.values())).shape[0]
@@ -177,12 +178,14 @@ class ExpertActor(PlainActor):
     def _compute(
         self, direction: str, layer: int, group: int, inputs: dict[str, list[Tensor]], *, keep: bool
     ) -> dict[str, Tensor]:
-        """One engine call: y_TH of forward, dx_TH and dw_TK of backward, all replicas' rows in one block."""
+        """One engine call: y_TH of forward, dx_TH and dw_TK of backward (as `LocalExperts` has them), all
+        replicas' rows in one block."""
         workers = [worker_of_layer(self.plan, layer, replica) for replica in self._replicas]
         alloc: Alloc = self.port.alloc if any(map(self.port.shares, workers)) else new_memory
         if direction == "forward":
             return self._forward(layer, group, inputs, alloc, keep=keep)
-        dx_TH, dw_TK = self.experts.backward(layer, group, inputs["dy"], alloc=alloc)
+        wanted = layer >= self.plan.backward.inputs
+        dx_TH, dw_TK = self.experts.backward(layer, group, inputs["dy"], alloc=alloc, input_grad=wanted)
         return {"dx": dx_TH, "dw": dw_TK}
 
     def _forward(

@@ -182,6 +182,7 @@ def stage_specs(
             streamed=worker.streamed,
             slots=worker.slots,
             embedding_on_host=embedding_on_host(plan.dims, worker, plan.stages),
+            backward=plan.backward,
             padded=config.pads(plan.replicas),
             start=start,
         )

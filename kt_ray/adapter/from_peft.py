@@ -20,7 +20,7 @@ from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.fused import FusedLayer
 from kt_ray.adapter.peft_config import CONFIG, WEIGHTS, module_of
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.names import MAGNITUDE, family, is_interleaved, one_expert
+from kt_ray.checkpoint.names import MAGNITUDE, family, is_interleaved, layer_of, one_expert
 from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
 from kt_ray.config.lora_patterns import module_lora
 from kt_ray.config.schema import LoraConfig
@@ -79,6 +79,7 @@ def settings_of(readers: Sequence[AdapterReader]) -> LoraConfig:
         alpha_pattern={"experts": scale * experts} if differ else None,
         target_modules=sorted({name for reader in readers for name in reader.lora.linear}) or "none",
         experts=any(reader.adapts_experts for reader in readers),
+        layers=sorted({layer for reader in readers for layer in reader.expert_layers}) or None,
         dora=dora is not None,
     )
 
@@ -139,6 +140,17 @@ class AdapterReader:
         """Whether it has routed experts."""
         return bool(self.lora.experts or self.lora.fused)
 
+    @cached_property
+    def _expert_prefixes(self) -> frozenset[str]:
+        return frozenset(
+            {prefix for prefix, *_ in self.lora.experts} | {prefix for prefix, _ in self.lora.fused}
+        )
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """Layers whose routed experts it has."""
+        return sorted({layer for prefix in self._expert_prefixes if (layer := layer_of(prefix)) is not None})
+
     def require_fit(self, shapes: Mapping[str, tuple[int, int]], num_experts: int) -> None:
         """Refuse an adapter of another model, by names and shapes alone.
 
@@ -161,7 +173,7 @@ class AdapterReader:
                     name = names.get((prefix, expert, role), f"{prefix}.{expert}.{role}")
                     own[name] = layer.shape(role)[::-1] if expert < layer.experts else (0, 0)
         wrong = [f"{name} {_sizes(own[name])}" for name in own if shapes.get(name) != own[name]]
-        lacking = [name for name in names.values() if name not in own] if self.adapts_experts else []
+        lacking = [name for key, name in names.items() if key[0] in self._expert_prefixes and name not in own]
         if not wrong and not lacking:
             return
         examples = [f"{name} {_sizes(shapes[name])}" for name in own if name in shapes] or [
@@ -226,11 +238,10 @@ class AdapterReader:
         return count
 
     def _changes(self, name: str) -> bool:
-        """Whether the adapter ought to have a parameter: it has the module, or routed experts at all."""
+        """Whether the adapter ought to have a parameter: it has the module, or the layer's routed experts."""
         module = module_of(name)
-        if one_expert(module) is None:
-            return module in self.lora.linear
-        return self.adapts_experts
+        expert = one_expert(module)
+        return module in self.lora.linear if expert is None else expert.prefix in self._expert_prefixes
 
     def _factors(self, module: str) -> tuple[Tensor, Tensor, float] | None:
         """A [r, in], B [out, r] and scale of a module."""

@@ -1,7 +1,7 @@
 """adapter_config.json and README.md of an adapter: under which settings PEFT loads every tensor.
 
 PEFT >= 0.19 turns per-expert keys into the fused parameters of transformers v5 while it loads, and
-rewrites `target_modules` for the families it knows. Three consequences, each checked by a test
+rewrites `target_modules` for the families it knows. Four consequences, each checked by a test
 against PEFT itself:
 
 * Beside per-expert keys, a shared expert or dense MLP (gate_proj, up_proj, down_proj) named under
@@ -11,6 +11,8 @@ against PEFT itself:
   (which is also where SGLang looks), and rank and alpha are single numbers.
 * For families whose keys PEFT converts but whose configuration it does not (qwen2_moe), the fused
   parameters are named under `target_parameters`, with the doubled rank of gate beside up.
+* Experts' leaf names, and ends of parameters' names, mean those of every layer. Where some layers' experts
+  are not adapted (lora.layers), the fused parameters of the others are named in full.
 
 Families whose keys PEFT cannot convert get the fused form (fused.py).
 
@@ -25,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kt_ray.checkpoint.names import ONE_BY_ONE, one_expert
+from kt_ray.checkpoint.names import ONE_BY_ONE, layer_of, one_expert
 from kt_ray.config.lora_patterns import shortest_patterns
 
 PREFIX = "base_model.model."
@@ -62,6 +64,8 @@ class AdapterInfo:
     auto: str = "AutoModelForCausalLM"  # class of transformers that loads the base with the trained names
     # module outside the routed experts -> its rank and plain alpha, where they are others
     others: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    # modules of the routed experts that are adapted ("...layers.3.mlp.experts"), where others' are not
+    expert_modules: tuple[str, ...] = ()
 
     @property
     def plain_alpha(self) -> float | int:
@@ -165,11 +169,11 @@ def adapter_config(
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    if form == "modules":
+    if form == "modules" and not info.expert_modules:
         targets += sorted({expert.leaf for expert in experts.values()})
-    elif form in ("parameters", "fused"):
+    elif form != "none":
         gated = any(expert.role == "gate" for expert in experts.values())
-        parameters += [_GATE_UP if gated else _UP, _DOWN]
+        parameters += in_full([_GATE_UP if gated else _UP, _DOWN], info)
         if gated:
             # Not of every gate_up_proj: MiniMax-M3's dense layers and shared experts have one, too.
             config["rank_pattern"] = {r".*\.experts\.gate_up_proj": 2 * info.rank}
@@ -184,6 +188,20 @@ def adapter_config(
         own = {f"{end}.weight" if ends[end] else end: _number(value) for end, value in patterns.items()}
         config[key] = own | config[key]
     return config
+
+
+def in_full(ends: Iterable[str], info: AdapterInfo) -> list[str]:
+    """Fused parameters ("experts.down_proj") as target_parameters name them: PEFT takes an end for every
+    layer's, whatever layers_to_transform says."""
+    leaves = [end.rpartition(".")[2] for end in ends]
+    return [f"{module}.{leaf}" for module in info.expert_modules for leaf in leaves] or list(ends)
+
+
+def expert_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """`AdapterInfo.expert_modules` of an adapter, by its adapter_config.json."""
+    ends = tuple(f".{end}" for end in (_GATE_UP, _UP, _DOWN))
+    named = (p for p in config.get("target_parameters") or () if p.endswith(ends) and layer_of(p) is not None)
+    return tuple(dict.fromkeys(p.rpartition(".")[0] for p in named))
 
 
 def _shortened(modules: set[str], everything: Iterable[str] | None) -> list[str]:

@@ -138,7 +138,7 @@ def _locate(path: Path, names: list[str]) -> dict[str, TensorInfo]:
             places[name] = info
     missing = sorted(name for name in names if name not in places)
     if missing:
-        remedy = "set lora.target_modules and lora.experts as in the run that wrote it"
+        remedy = "set lora.target_modules, lora.experts and lora.layers as in the run that wrote it"
         observed = f"missing: {some(missing)}"
         raise damaged(
             "checkpoint lacks parameters of this run", path, observed, f"{len(names)} tensors", remedy

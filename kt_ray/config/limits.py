@@ -47,7 +47,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
     "rule.activations": ("auto", "group", "micro_batch", "host", "ranges"),
     "rule.attention_output": ("auto", "retain", "recompute"),
-    "rule.experts.activations": ("auto", "retain", "recompute"),
+    "rule.experts.activations": ("auto", "retain", "int8", "recompute"),
     "rule.experts.stream_to": ("auto", "actors", "workers"),
     "rule.experts.answers": ("float32", "bfloat16"),
     "rule.experts.gpu_products": ("bfloat16", "float8"),

@@ -30,6 +30,8 @@ def lora_faults(c: Config) -> Iterator[Fault]:
             yield from regex_faults(key, pattern)
             if not bound.holds(value):
                 yield Fault(f"{key}.{pattern}={value:g}", "is out of range", str(bound), f"correct {key}")
+    if lora.layers is not None and (not lora.layers or min(lora.layers) < 0):
+        yield Fault("lora.layers", "names no layer, or one below 0", "numbers of layers, or null for all")
     if target == "none" and not lora.experts:
         yield Fault(
             "lora.target_modules",

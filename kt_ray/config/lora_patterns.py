@@ -100,6 +100,7 @@ def expert_lora(lora: LoraConfig, layers: tuple[int, ...], experts: int) -> Lora
     if not (lora.rank_pattern or lora.alpha_pattern):
         return lora
     patterns = (tuple((getattr(lora, key) or {}).items()) for key in _KEYS)
+    layers = tuple(filter(lora.reaches, layers))
     rank, alpha = _of_experts(lora.rank, lora.alpha, *patterns, layers, experts)
     return replace(lora, rank=rank, alpha=alpha, rank_pattern=None, alpha_pattern=None)
 
@@ -145,7 +146,7 @@ def check_patterns(lora: LoraConfig, modules: Sequence[str], layers: tuple[int, 
     names = list(modules)
     if lora.experts:
         expert_lora(lora, layers, experts)
-        prefixes = [f"model.layers.{layer}.mlp.experts" for layer in layers]
+        prefixes = [f"model.layers.{layer}.mlp.experts" for layer in filter(lora.reaches, layers)]
         names += prefixes + [f"{p}.{e}.{role}" for p in prefixes for e in range(experts) for role in _ROLES]
     for key in _KEYS:
         unused = [

@@ -137,6 +137,7 @@ class LoraConfig:
     dropout: float = 0.0
     target_modules: str | list[str] = "auto"
     experts: bool = True
+    layers: list[int] | None = None
     dora: bool = False
     init: str = "default"
     adapter: str | None = None
@@ -144,6 +145,10 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         return float(self.alpha) / (self.rank**0.5 if self.rslora else self.rank)
+
+    def reaches(self, layer: int) -> bool:
+        """Whether `layers` has a layer."""
+        return self.layers is None or layer in self.layers
 
 
 @dataclass(frozen=True)

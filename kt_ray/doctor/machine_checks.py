@@ -12,7 +12,7 @@ from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.doctor.check import Check, failed, passed, warned
 from kt_ray.hardware.describe import GIB, cpu_name, cpu_quota, meminfo, memory_limit, parse_cpus, read_text
 from kt_ray.hardware.machine import Hardware
-from kt_ray.placement.lora_sizes import expert_lora_params, lora_params
+from kt_ray.placement.lora_sizes import trained_params
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import cpu_ranges, gib
 
@@ -182,7 +182,4 @@ def run_bytes(config: Config, plan: Plan) -> int:
     One checkpoint more than is kept exists while the newest is written. Where all are kept
     (keep_checkpoints=0), two are counted: how many there will be is not known here.
     """
-    dims, lora = plan.dims, config.lora
-    params = sum(lora_params(dims, lora, layer) for layer in range(dims.num_layers))
-    params += expert_lora_params(dims, lora) * dims.num_experts * len(dims.moe_layers)
-    return 4 * params * (1 + 3 * ((config.trainer.keep_checkpoints or 1) + 1))
+    return 4 * trained_params(plan.dims, config.lora) * (1 + 3 * ((config.trainer.keep_checkpoints or 1) + 1))

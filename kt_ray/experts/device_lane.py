@@ -264,14 +264,16 @@ class DeviceLane:
         ready: Any = None,
         room: Room | None = None,
         following: Following | None = None,
+        input_grad: bool = True,
     ) -> Future[LaneBackward]:
         """Start the backward of a kept forward.
 
         Args:
             dy: parts [T_i, H], float32, where x was. ready, following: as of `LaneInput`. room: for the
-                adapters' gradients; None = memory of torch's.
+                adapters' gradients; None = memory of torch's. input_grad: whether dx is wanted; else it is
+                [U, 0].
         """
-        more = (ready, room, following)
+        more = (ready, room, following, input_grad)
         return self._pool.submit(self._timed, self._backward, layer, saved, dy, lora, *more)
 
     def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -334,6 +336,7 @@ class DeviceLane:
         ready: Any,
         room: Room | None,
         following: Following | None,
+        input_grad: bool,
     ) -> LaneBackward:
         here, routed, device = self._layers[layer], saved.routed, self.device
         assert saved.x is not None, "the forward was kept"
@@ -341,7 +344,8 @@ class DeviceLane:
         with device.computing():
             x, (at, weight, spread) = self._with_empty([saved.x], here.kind.compute), self._places(routed)
             keys, upstream = self._keys(saved), self._with_empty(dy, torch.float32, self._stays)
-            dx = torch.zeros(upstream[:-1].shape, dtype=torch.float32, device=device.device)
+            shape = (len(upstream) - 1, upstream.shape[1] if input_grad else 0)
+            dx = torch.zeros(shape, dtype=torch.float32, device=device.device)
             dw = torch.empty(len(routed.slots), dtype=torch.float32, device=device.device)
         grads: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         coming = _Coming(device, saved)
@@ -360,8 +364,10 @@ class DeviceLane:
                         gate = None if kept_gate is None else _at_places(kept_gate, part, spread)
                         up = _at_places(kept_up, part, spread)
                     part_weight = _by_expert(weight, part)
-                    made = backward(experts, part_x, gate, up, upstream[places], part_weight, masks)
-                    add_part(dx, places, made.dx, part)
+                    given = (experts, part_x, gate, up, upstream[places], part_weight, masks)
+                    made = backward(*given, input_grad=input_grad)
+                    if made.dx is not None:
+                        add_part(dx, places, made.dx, part)
                     dw[part.rows] = _rows(made.dw, part, spread)
                     own = {name: t + own[name] if own else t for name, t in made.lora.items()}
                 if own:

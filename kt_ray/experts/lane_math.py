@@ -121,9 +121,10 @@ def project_out(experts: DeviceExperts, gate: Tensor | None, up: Tensor, masks: 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """dx [B, n, H] and dw [B, n] float32; lora: gradients by the adapter's names, float32."""
+    """dx [B, n, H] and dw [B, n] float32; lora: gradients by the adapter's names, float32. dx None = not
+    wanted."""
 
-    dx: Tensor
+    dx: Tensor | None
     dw: Tensor
     lora: Mapping[str, Tensor]
 
@@ -136,6 +137,8 @@ def backward(
     dy: Tensor,
     weight: Tensor,
     masks: Masks | None,
+    *,
+    input_grad: bool = True,
 ) -> RowGradients:
     """Gradients of `weight` * o.
 
@@ -143,7 +146,7 @@ def backward(
         x: [B, n, H], gate and up: [B, n, I], as stored in forward.
         dy: [B, n, H] float32, of the weighted sum. weight: [B, n] float32, the router's. Both are zeros
             where there is no row.
-        masks: forward's.
+        masks: forward's. input_grad: whether dx is wanted.
     """
     act = _activated(experts, gate, up)
     stored_dy, w = dy.to(experts.stored), weight.unsqueeze(-1)
@@ -161,11 +164,11 @@ def backward(
         if wide is None:
             continue
         d = wide.to(experts.stored)
-        own = _Frozen(experts, d).by(projection, back=True)
-        dx = own if dx is None else dx.add_(own)
+        if input_grad:
+            own = _Frozen(experts, d).by(projection, back=True)
+            dx = own if dx is None else dx.add_(own)
         if experts.lora:
             grads |= _through_adapter(experts, projection, x, d, dx, masks, None)
-    assert dx is not None
     return RowGradients(dx, dw, grads)
 
 
@@ -174,11 +177,12 @@ def _through_adapter(
     projection: int,
     z: Tensor,
     d: Tensor,
-    dz: Tensor,
+    dz: Tensor | None,
     masks: Masks | None,
     weight: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The adapter's part of a projection's backward: adds to dz, returns the gradients of A and B.
+    """The adapter's part of a projection's backward: adds to dz if it is wanted, returns the gradients
+    of A and B.
 
     Args:
         z: [B, n, K] and d: [B, n, N], the projection's input and the gradient of its output, as stored.
@@ -187,9 +191,9 @@ def _through_adapter(
     a, b = experts.adapter(projection)
     inside, wide = _masked(z, masks, projection), d.float()
     v = experts.scale * (wide @ b)
-    if masks is None:
+    if dz is not None and masks is None:
         dz.baddbmm_(v, a)
-    else:
+    elif dz is not None and masks is not None:
         dz.addcmul_(v @ a, masks(projection, z.shape[-1]))
     h = experts.scale * (inside @ a.mT)
     if weight is not None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -32,12 +32,14 @@ from kt_ray.experts.process_memory import prefer_node
 from kt_ray.experts.shared_experts import ExportedExperts, export_experts, put_into
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, MemoryFile, Saved, allocating
+from kt_ray.native.engine import SaveMode
 from kt_ray.native.pages import in_huge_pages
 from kt_ray.optim.optimizers import LoraOptimizer, squared_norm, state_kinds
 from kt_ray.pulse import beat
 
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
 Alloc = Callable[[Sequence[int], torch.dtype], Tensor]  # memory for a result, any content
+_SAVED: dict[str, SaveMode] = {"int8": "int8", "recompute": "recompute"}  # the engine's by the plan's word
 # What a backend of the rule quantises experts to while it reads them; the others take them as stored.
 _TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4"}
 
@@ -192,6 +194,8 @@ class LocalExperts:
     def _make_lora(self, shapes: Mapping[int, Mapping[str, tuple[int, int]]]) -> None:
         spec, rank = self.spec, self.spec.lora.rank
         for layer, experts in self.names.items():
+            if not spec.lora.reaches(layer):
+                continue
             matrices = self._parameters[layer] = {}
             for projection in experts[0]:
                 out_features, in_features = shapes[layer][projection]
@@ -333,7 +337,8 @@ class LocalExperts:
             if keep:  # page-locked: it is copied to the devices once more
                 lane_x = self.lane.room((layer, group), shape, self.lane.compute_dtype(layer))
             keys = keys_T.clone() if keep else keys_T
-            call = LaneInput(x, ids_TK, weights_TK, lora, self._dropout, keys, lane_x, counts)
+            dropout = None if lora is None else self._dropout
+            call = LaneInput(x, ids_TK, weights_TK, lora, dropout, keys, lane_x, counts)
             pending = self.lane.forward(layer, chosen, call)
             self.counters.lane_slots += sum(counts[e] for e in there)
         saved: Saved | None = None
@@ -341,9 +346,6 @@ class LocalExperts:
             x_TH = self.joined("x", x, lane_x)
             y_TH = self._result(shape, alloc)
             if layer in self.weights:
-                save: bool | Literal["recompute"] = keep
-                if keep and self.spec.activations == "recompute":
-                    save = "recompute"
                 weights = self.weights[layer]
                 y_TH, saved = self.engine.forward(
                     weights,
@@ -353,7 +355,7 @@ class LocalExperts:
                     lora=_first(lora, weights.E),
                     dropout=self._dropout,
                     keys=keys_T,
-                    save=save,
+                    save=keep and _SAVED.get(self.spec.activations, True),
                     out=y_TH,
                 )
             else:
@@ -416,7 +418,13 @@ class LocalExperts:
             tokens[position[expert]] += count
 
     def backward(
-        self, layer: int, group: int, dy: Sequence[Tensor], *, alloc: Alloc = new_memory
+        self,
+        layer: int,
+        group: int,
+        dy: Sequence[Tensor],
+        *,
+        alloc: Alloc = new_memory,
+        input_grad: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the forward of (layer, group): dx [T, H] in the type of `spec.answers`, and d(router
         weights) [T, K], float32.
@@ -424,17 +432,19 @@ class LocalExperts:
         LoRA gradients are added to those of the passes before.
 
         Args:
-            alloc: where dx and dw are to lie.
+            alloc: where dx and dw are to lie. input_grad: whether dx is wanted; else it is [T, 0].
         """
         start = time.monotonic()
         kept, lora, grads = self._kept.pop((layer, group)), self.lora.get(layer), self._grads.get(layer)
         pending: list[Future[LaneBackward]] = []
         if self.lane is not None:
-            pending = self.lane.backward(layer, kept.lane, dy, lora)
+            pending = self.lane.backward(layer, kept.lane, dy, lora, input_grad=input_grad)
             self.counters.lane_slots += sum(len(part.routed.slots) for part in kept.lane)
         try:
             dy_TH = self.joined("dy", dy)
-            dx_TH, dw_TK = self._result(dy_TH.shape, alloc), alloc(kept.shape, torch.float32)
+            tokens, hidden = dy_TH.shape
+            dx_TH = self._result((tokens, hidden if input_grad else 0), alloc)
+            dw_TK = alloc(kept.shape, torch.float32)
             if kept.engine is not None:
                 weights = self.weights[layer]
                 self.engine.backward(
@@ -443,6 +453,7 @@ class LocalExperts:
                     dy_TH,
                     lora=_first(lora, weights.E),
                     lora_grads=_first(grads, weights.E),
+                    input_grad=input_grad,
                     out=(dx_TH, dw_TK),
                 )
             else:

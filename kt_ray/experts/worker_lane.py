@@ -33,7 +33,7 @@ from kt_ray.experts.shared_experts import OpenExperts
 from kt_ray.gpu import aside, driver
 from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
 from kt_ray.native import DropoutSpec
-from kt_ray.placement.plan_types import LanePlan
+from kt_ray.placement.plan_types import ALL_LAYERS, BackwardPart, LanePlan
 from kt_ray.pulse import beat
 
 
@@ -174,7 +174,8 @@ class LaneTokens(TokenExchange):
 
     Args:
         lane: the worker's. experts: the exchange with the actors. device: the stage's.
-        dropout: of the pass. adapter: which one it uses. groups: how many pass each layer, in order.
+        dropout: of the pass. adapter: which one it uses. groups: how many pass each layer, in order. passed:
+            what backward passes.
     """
 
     def __init__(
@@ -185,8 +186,10 @@ class LaneTokens(TokenExchange):
         dropout: DropoutSpec | None,
         adapter: bool | str,
         groups: int,
+        passed: BackwardPart = ALL_LAYERS,
     ) -> None:
         super().__init__(experts, device)
+        self._passed = passed
         self._link, self._lane = experts, lane
         self._dropout, self._adapter, self._last = dropout, adapter, groups - 1
         self._calls: dict[tuple[int, int], _Call] = {}
@@ -344,7 +347,11 @@ class LaneTokens(TokenExchange):
             room = self._room(layer, call, adapter)
             following = self._after_backward(layer, group)
             (call.backward,) = self._lane.lane.backward(
-                layer, [call.saved], dy, adapter, ready=ready, room=room, following=following
+                *(layer, [call.saved], dy, adapter),
+                ready=ready,
+                room=room,
+                following=following,
+                input_grad=layer >= self._passed.inputs,
             )
         if call.rows is not None:
             dy = [part.index_select(0, rows) for part, rows in zip(dy, call.rows, strict=True)]

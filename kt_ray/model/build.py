@@ -40,6 +40,7 @@ class StageModel:
     layers: dict[int, nn.Module]  # own decoder layers by index
     names: dict[int, str]  # their Hugging Face names
     experts: dict[int, LayerContext]  # context of each own MoE layer
+    expert_modules: dict[int, str]  # MoE layer of the whole model -> name of its experts' module
     formulas: dict[int, ExpertFormula]  # what the experts of each MoE layer of the whole model compute
     capture: LayerCallCapture  # gives the layers' call arguments
     lora_names: list[str]  # linear modules of the whole model that LoRA may adapt (all layers)
@@ -140,7 +141,7 @@ def build_on_meta(spec: StageSpec) -> StageModel:
             remedy="choose another model family",
         )
     prefix = f"{root}.layers"
-    contexts, formulas = _check_experts(layers, prefix, family)
+    contexts, expert_modules, formulas = _check_experts(layers, prefix, family)
     others = [
         name
         for name, module in causal.named_modules()
@@ -156,6 +157,7 @@ def build_on_meta(spec: StageSpec) -> StageModel:
         layers={index: layers[index] for index in own},
         names={index: names[index] for index in own},
         experts={index: context for index, context in contexts.items() if index in own},
+        expert_modules=expert_modules,
         formulas=formulas,
         capture=LayerCallCapture(causal, base, list(layers)),
         lora_names=linear_names(dict(zip(names, layers, strict=True)), family.text_type),
@@ -171,10 +173,11 @@ def build_on_meta(spec: StageSpec) -> StageModel:
 
 def _check_experts(
     layers: nn.ModuleList, prefix: str, family: Family
-) -> tuple[dict[int, LayerContext], dict[int, ExpertFormula]]:
+) -> tuple[dict[int, LayerContext], dict[int, str], dict[int, ExpertFormula]]:
     """Attach a context to each MoE layer's experts; refuse experts that would stay on this device."""
     label = family.label
     contexts: dict[int, LayerContext] = {}
+    names: dict[int, str] = {}
     formulas: dict[int, ExpertFormula] = {}
     for index, layer in enumerate(layers):
         modules = [(name, module) for name, module in layer.named_modules() if is_experts(module)]
@@ -186,7 +189,8 @@ def _check_experts(
                 required="one",
                 remedy="choose another model family",
             )
-        for _, module in modules:
+        for name, module in modules:
+            names[index] = f"{prefix}.{index}.{name}"
             formulas[index] = check_trainable(module, label, family.config.hidden_size)
             contexts[index] = module._kt_stage = LayerContext(index, int(module.num_experts))
         experts = tuple(f"{name}." for name, _ in modules)
@@ -208,7 +212,7 @@ def _check_experts(
             required="a Mixture-of-Experts language model",
             remedy="set model.path to a MoE model",
         )
-    return contexts, formulas
+    return contexts, names, formulas
 
 
 def _resolve_dtype(name: str, *configs: object) -> torch.dtype:

@@ -46,6 +46,7 @@ from kt_ray.model.state import Graph, GroupState, MicroState, RecomputedRoutes, 
 from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
 from kt_ray.model.token_loss import Head
 from kt_ray.placement.order import Op
+from kt_ray.placement.plan_types import ALL_LAYERS, BackwardPart
 from kt_ray.placement.weight_slots import WeightSlots
 
 
@@ -73,7 +74,7 @@ class LayerLoop:
 
     shelf: where hidden states wait for backward; None = on the device. slots: of streamed layers.
     whole_groups: `recompute` runs a whole group; else its first micro-batch, and `backward` the others.
-    known: by layer, of which products a recomputed layer need not repeat.
+    known: by layer, of which products a recomputed layer need not repeat. passed: what backward passes.
     """
 
     # Kind -> method. Names, since bound methods kept in the loop would keep a finished pass alive until the
@@ -102,6 +103,7 @@ class LayerLoop:
         slots: WeightSlots | None = None,
         whole_groups: bool = True,
         known: Mapping[int, KnownOutputs] | None = None,
+        passed: BackwardPart = ALL_LAYERS,
     ) -> None:
         self.model, self.device = model, model.device
         self.scales, self.dropout, self.head = scales, dropout, head
@@ -116,6 +118,7 @@ class LayerLoop:
         self.slots = slots or WeightSlots((), 0)
         self.whole_groups = whole_groups
         self.known = known or {}
+        self.passed = passed
         self._keep: Callable[[Tensor], Kept] = KeptOnDevice if shelf is None else shelf.keep
         self.train = spec.kind == "train"
         self.loss_sum = 0.0  # of the losses so far (last stage)
@@ -218,13 +221,17 @@ class LayerLoop:
         state.logits = logits if spec.return_logits else None
         self.loss_sum += total
 
+    def keeps(self, layer: int) -> bool:
+        """Whether this pass comes back through a layer."""
+        return self.train and layer >= self.passed.lowest
+
     # ---------------------------------------------------------------- forward
 
     def forward(self, layer: int, group: int) -> None:
         """Run a layer on every micro-batch of a group; submit its tokens if it has experts."""
         state = self.groups[group]
         hidden = require(state.hidden, "forward", layer, group)
-        if self.train:
+        if self.keeps(layer):
             state.layer_inputs[layer] = [self._keep(h) for h in hidden]
         context = self.model.experts.get(layer)
         if context is None:
@@ -263,7 +270,7 @@ class LayerLoop:
 
     def _recorded(self, layer: int, state: GroupState) -> AbstractContextManager[None]:
         """Inside, what is kept of the layer's products is."""
-        if not self.train or layer not in self.known:
+        if not self.keeps(layer) or layer not in self.known:
             return nullcontext()
         kept = state.known_outputs[layer] = []
         return self.known[layer].recorded(lambda output: kept.append(self._keep(output)))
@@ -274,13 +281,13 @@ class LayerLoop:
         ids = [part.to(torch.int32) for _, part, _ in collected]
         ids = ids or [torch.empty(0, model.top_k, dtype=torch.int32)]
         weights = [part for _, _, part in collected] or [torch.empty(0, model.top_k, dtype=torch.float32)]
-        if self.train:
+        if self.keeps(layer):
             state.routes[layer] = [Routes(*each) for each in zip(ids, weights, strict=True)]
         keys = [m.keys_T for m in state.micro] or [torch.empty(0, dtype=torch.int64)]
         # In the middle of the layer: without overlap the answer is awaited here.
         with self.clock.host("experts_wait"):
             floats = [w.float() for w in weights]
-            self.tokens.submit_forward(layer, group, x, ids, floats, keys, self.train)
+            self.tokens.submit_forward(layer, group, x, ids, floats, keys, self.keeps(layer))
 
     def join(self, layer: int, group: int) -> None:
         """Wait for a group's experts and finish the layer."""
@@ -295,7 +302,7 @@ class LayerLoop:
                     add_answers(*each, scale) for each in zip(state.micro, hidden, parts, strict=True)
                 ]
                 return
-            if self.train:
+            if self.keeps(layer):
                 state.expert_outputs[layer] = list(parts)
             context = self.model.experts[layer]
             state.hidden = []
@@ -306,15 +313,17 @@ class LayerLoop:
     # --------------------------------------------------------------- backward
 
     def recompute(self, layer: int, group: int) -> None:
-        """Submit dy, and run the layer again under grad: for the whole group, or its first micro-batch."""
+        """Submit dy, and run the layer again under grad: for the whole group, or its first micro-batch; not
+        where only its experts train, and nothing below."""
         state = self.groups[group]
         grads = require(state.grads, "recompute", layer, group)
         self.slots.hold(layer)
         state.graphs[layer] = []
-        ahead = len(state.micro) if self.whole_groups else 1
-        self._fetch(layer, state, 0)
+        ahead = 0 if layer < self.passed.inputs else len(state.micro) if self.whole_groups else 1
+        scale = self.scales.get(layer)
+        if ahead or scale is None:
+            self._fetch(layer, state, 0)
         if layer in self.model.experts:
-            scale = self.scales[layer]
             if scale is None:  # dy is the gradient at y, so every graph is needed now
                 dy = [
                     self._leaf_gradient(layer, group, i, grad, keep=i < ahead) for i, grad in enumerate(grads)
@@ -338,8 +347,7 @@ class LayerLoop:
         """The graph of a micro-batch's layer."""
         state = self.groups[group]
         micro, outputs = state.micro[number], state.known_outputs.get(layer)
-        # The embedding is frozen: nothing before the model's first layer wants a gradient.
-        h = state.layer_inputs[layer][number].take().detach().requires_grad_(layer > 0)
+        h = state.layer_inputs[layer][number].take().detach().requires_grad_(layer > self.passed.lowest)
         known = self.known.get(layer, KnownOutputs()).given(outputs[number].take() if outputs else None)
         self._fetch(layer, state, number + 1)
         graph, context = Graph(h, h), self.model.experts.get(layer)
@@ -389,11 +397,14 @@ class LayerLoop:
                 dx, dw = (d.split(state.sizes) for d in self.tokens.join_backward(layer, group))
         else:
             dx = dw = (None,) * len(grads)
-        graphs = state.graphs[layer]
-        state.grads = [
-            self._differentiated(graphs.pop(0) if graphs else self._recomputed(layer, group, i), *gradients)
-            for i, gradients in enumerate(zip(grads, dx, dw, strict=True))
-        ]
+        graphs, state.grads = state.graphs[layer], None
+        if layer >= self.passed.inputs:
+            state.grads = [
+                self._differentiated(
+                    graphs.pop(0) if graphs else self._recomputed(layer, group, i), *gradients
+                )
+                for i, gradients in enumerate(zip(grads, dx, dw, strict=True))
+            ]
         state.drop(layer)
         self.slots.release(layer)
 

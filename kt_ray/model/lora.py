@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kt_ray.checkpoint.names import MAGNITUDE
+from kt_ray.checkpoint.names import MAGNITUDE, layer_of
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear
 from kt_ray.config.lora_patterns import module_lora
 from kt_ray.config.schema import LoraConfig
@@ -62,21 +62,30 @@ def is_gate(name: str) -> bool:
     return _GATES.search(name) is not None
 
 
-def resolve_targets(target_modules: str | Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+def resolve_targets(
+    target_modules: str | Sequence[str], names: Sequence[str], layers: Sequence[int] | None = None
+) -> tuple[str, ...]:
     """Names of the modules that get LoRA.
 
     Args:
         target_modules: "auto", "none", a list of module name suffixes, or a regex (full match).
         names: Hugging Face names of every linear module of the whole model that could be adapted.
+        layers: lora.layers; a regex and names with a layer's number are not held to it.
 
     Raises:
         UserError: a suffix (or the regex) matches nothing; lists the suffixes that exist.
     """
+
+    def reached(name: str, suffix: str = "") -> bool:
+        layer = layer_of(name)
+        inside = name.rpartition(f"layers.{layer}.")[2]
+        return layers is None or layer in layers or len(suffix) > len(inside)
+
     if isinstance(target_modules, str):
         if target_modules == "none":
             return ()
         if target_modules == "auto":
-            return tuple(name for name in names if not is_gate(name))
+            return tuple(name for name in names if not is_gate(name) and reached(name))
         try:
             pattern = re.compile(target_modules)
         except re.error as error:
@@ -89,13 +98,18 @@ def resolve_targets(target_modules: str | Sequence[str], names: Sequence[str]) -
         chosen = tuple(name for name in names if pattern.fullmatch(name))
         unmatched = [] if chosen else [target_modules]
     else:
-        endings = tuple("." + suffix for suffix in target_modules)
-        chosen = tuple(name for name in names if f".{name}".endswith(endings))
-        unmatched = [e[1:] for e in endings if not any(f".{name}".endswith(e) for name in chosen)]
+        found = {
+            suffix: [name for name in names if f".{name}".endswith(f".{suffix}") and reached(name, suffix)]
+            for suffix in target_modules
+        }
+        some = {name for own in found.values() for name in own}
+        chosen = tuple(name for name in names if name in some)
+        unmatched = [suffix for suffix, own in found.items() if not own]
     if unmatched:
-        known = sorted({name.rpartition(".")[2] for name in names})
+        known = sorted({name.rpartition(".")[2] for name in names if reached(name)})
         raise UserError(
-            "lora.target_modules names modules that this model does not have outside its routed experts",
+            "lora.target_modules names modules that this model does not have outside its routed experts"
+            + ("" if layers is None else " in lora.layers"),
             observed=", ".join(unmatched),
             required="among the suffixes " + ", ".join(known) if known else "no module can be adapted",
             remedy="change lora.target_modules (lm_head, embeddings and routed experts are never targets; "

@@ -165,7 +165,7 @@ class RangeLoop(LayerLoop):
     def forward(self, layer: int, group: int) -> None:
         state = self.groups[group]
         hidden = require(state.hidden, "forward", layer, group)
-        if self.train:
+        if self.keeps(layer):
             state.layer_inputs[layer] = [KeptOnDevice(h) for h in hidden]
             state.routes[layer] = []
             state.known_outputs[layer] = []
@@ -176,12 +176,12 @@ class RangeLoop(LayerLoop):
             for micro, h in zip(state.micro, hidden, strict=True):
                 n, ranges = micro.samples_N.numel(), self.ranges[layer]
                 heads = self._heads_of(layer, n)
-                if self.train and self.retain:
+                if self.keeps(layer) and self.retain:
                     heads = self.host.room((self.count, n, ranges.width // self.count), self.model.dtype)
                     state.known_outputs[layer].append(KeptOnDevice(heads))
                 self._attend(layer, micro, *self._enter(layer, micro, h), heads)
                 out.append(self._leave(layer, micro, h, heads, sent if moe else None))
-                if self.train and moe:
+                if self.keeps(layer) and moe:
                     state.routes[layer].append(sent.routes())
         if moe:
             if not state.micro:
@@ -189,7 +189,7 @@ class RangeLoop(LayerLoop):
             else:
                 keys_T = torch.cat([m.keys_T for m in state.micro])
                 with self.clock.host("experts_wait"):
-                    self.experts.submit_forward(layer, group, *sent.submitted(keys_T), self.train)
+                    self.experts.submit_forward(layer, group, *sent.submitted(keys_T), self.keeps(layer))
         state.hidden = out
 
     def _enter(self, layer: int, micro: MicroState, h: Tensor) -> tuple[list[Tensor], Call]:
@@ -222,7 +222,7 @@ class RangeLoop(LayerLoop):
 
     def _leave(self, layer: int, micro: MicroState, h: Tensor, heads: Tensor, sent: _Sent | None) -> Tensor:
         """The layer's output; its tokens go to `sent`."""
-        flat, out = h.flatten(0, 1), self._room(h) if self.train else h
+        flat, out = h.flatten(0, 1), self._room(h) if self.keeps(layer) else h
         for part in self._tokens(micro):
             given = self.ranges[layer].left(self._heads_up(heads, part.rows)[None])
             if sent is None:
@@ -287,7 +287,7 @@ class RangeLoop(LayerLoop):
                 dx_TH, dw_TK = self.experts.join_backward(layer, group)
             joined = list(zip(dx_TH.split(state.sizes), dw_TK.split(state.sizes), strict=True))
         with torch.enable_grad(), self.clock.device("attention"):
-            for number, micro in enumerate(state.micro):
+            for number, micro in enumerate(state.micro if layer >= self.passed.inputs else ()):
                 h = state.layer_inputs[layer][number].take()
                 entered, call = self._enter(layer, micro, h)
                 if self.retain:
@@ -319,8 +319,7 @@ class RangeLoop(LayerLoop):
         flat, grad = h.flatten(0, 1), grad.flatten(0, 1)
         known = self.known.get(layer, KnownOutputs())
         for part in self._tokens(micro):
-            # The embedding is frozen: nothing before the model's first layer wants a gradient.
-            h_in = self._up(flat[part.rows]).detach().requires_grad_(layer > 0)
+            h_in = self._up(flat[part.rows]).detach().requires_grad_(layer > self.passed.lowest)
             leaf = self._heads_up(heads, part.rows).requires_grad_()
             found: list[Tensor] = []
             given = (known.given(None), self.ranges[layer].left(leaf[None]))
@@ -383,7 +382,7 @@ class RangeLoop(LayerLoop):
         flat, grad = h.flatten(0, 1), grad.flatten(0, 1)
         slopes = [values.flatten(0, 1) for values in slopes]
         for part in self._tokens(micro):
-            h_in = self._up(flat[part.rows]).detach().requires_grad_(layer > 0)
+            h_in = self._up(flat[part.rows]).detach().requires_grad_(layer > self.passed.lowest)
             values, _ = self._entered(layer, part, h_in)
             pairs = [(v, s[None, part.rows].to(v.dtype)) for v, s in zip(values, slopes, strict=True)]
             pairs = [(v, s) for v, s in pairs if v.requires_grad]

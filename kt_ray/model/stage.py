@@ -118,7 +118,7 @@ class Stage:
 
     def _inject(self, model: StageModel) -> dict[str, nn.Parameter]:
         prefixes = tuple(name + "." for name in model.names.values())
-        targets = resolve_targets(self.spec.lora.target_modules, model.lora_names)
+        targets = resolve_targets(self.spec.lora.target_modules, model.lora_names, self.spec.lora.layers)
         return inject_lora(
             {name: model.layers[index] for index, name in model.names.items()},
             [name for name in targets if name.startswith(prefixes)],
@@ -218,6 +218,7 @@ class Stage:
             assert self.shelf is not None
             return RangeLoop(
                 *(*own, spec, groups, *links),
+                passed=self.spec.backward,
                 slots=slots,
                 known=self.known_outputs,
                 ranges=self.ranges,
@@ -227,11 +228,17 @@ class Stage:
             )
         if self.shelf is not None and spec.kind == "train":
             shapes = [(*m.batch.input_ids.shape, *self.state_shape) for group in groups for m in group.micro]
-            retained = sum(known.retained is not None for known in self.known_outputs.values())
+            passed = [layer for layer in self.model.layers if layer >= self.spec.backward.lowest]
+            known = [self.known_outputs[layer] for layer in passed if layer in self.known_outputs]
+            retained = sum(one.retained is not None for one in known)
             outputs = [(*shape[:2], shape[-1]) for shape in shapes]
-            self.shelf.clear(shapes * len(self.model.layers) + outputs * retained, self.dtype)
-        whole_groups = self.spec.activations == "group"
-        return self.loop(*own, spec, groups, *links, self.shelf, slots, whole_groups, self.known_outputs)
+            self.shelf.clear(shapes * len(passed) + outputs * retained, self.dtype)
+        return self.loop(
+            *(*own, spec, groups, *links, self.shelf, slots),
+            whole_groups=self.spec.activations == "group",
+            known=self.known_outputs,
+            passed=self.spec.backward,
+        )
 
     def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
         last = len(self.model.capture.stubs) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kt_ray.config.schema import LoraConfig
+from kt_ray.placement.plan_types import ALL_LAYERS, BackwardPart
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class StageSpec:
     embedding_on_host: bool = False  # whether the embedding waits there, too, and tokens are looked up there
     # path and name of a file in memory for those weights, which replicas share; None = their own memory
     weights_file: tuple[str, str] | None = None
+    backward: BackwardPart = ALL_LAYERS  # of the whole model
     padded: bool = False  # whether micro-batches may hold padding after their rows
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
 

@@ -57,7 +57,10 @@ class ExpertExchange(Protocol):
         """Send dy float32."""
 
     def join_backward(self, layer: int, group: int) -> tuple[Tensor, Tensor]:
-        """Wait for (dx_TH, dw_TK) float32; on the CPU or on the stage's device."""
+        """Wait for (dx_TH, dw_TK) float32; on the CPU or on the stage's device.
+
+        dx is [T, 0] in layers below `BackwardPart.inputs`.
+        """
 
 
 class TokenExchange:

@@ -154,6 +154,9 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
     lora = f"LoRA rank {config.lora.rank}"
     lora += f" (other ranks: {show(config.lora.rank_pattern)})" if config.lora.rank_pattern else ""
     lora += "" if config.lora.experts else ", not on routed experts"
+    if plan.backward.lowest or config.lora.layers is not None:
+        chosen = "" if config.lora.layers is None else f" in layers {show(config.lora.layers)}"
+        lora += f"{chosen}; backward ends at layer {plan.backward.lowest}"
     lines = [
         f"model     {config.model.name} ({dims.model_type}): {billions(dims.total_params)} parameters, "
         f"{billions(dims.routed_params)} in routed experts",

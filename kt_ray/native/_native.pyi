@@ -59,7 +59,7 @@ class Engine:
         dy: TensorArg,
         lora: list[LoraArg],
         lora_grads: list[LoraArg | None],
-        dx: TensorArg,
+        dx: TensorArg | None,
         dw: TensorArg,
         check_finite: bool,
     ) -> None: ...

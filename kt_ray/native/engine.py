@@ -34,11 +34,11 @@ from kt_ray.native.tensors import (
 
 Lora = ExpertLora | Sequence[ExpertLora] | None
 LoraGrads = ExpertLora | Sequence[ExpertLora | None] | None
-SaveMode = bool | Literal["recompute"]
+SaveMode = bool | Literal["recompute", "int8"]
 
 INTEGER_FORMATS = ("int8", "int4")  # what `int8_products` takes
 
-_KEEP = {False: 0, "recompute": 1, True: 2}
+_KEEP = {False: 0, "recompute": 1, True: 2, "int8": 3}
 
 
 def _arg(name: str, tensor: Tensor) -> _native.TensorArg:
@@ -223,9 +223,10 @@ class Engine:
                 by default 0 with one.
             dropout: LoRA dropout; needs `keys`.
             keys: [T] int64, sample * 2**32 + position of each token.
-            save: True keeps x, gate and up for backward; "recompute" keeps x and computes the rest
-                again in backward; False keeps nothing. The first two give the same bits; False may add
-                products of few tokens in another order (docs/numerics.md).
+            save: True keeps gate and up for backward, and x where there are adapters; "int8" the same with
+                gate and up in blocks of int8, from which y is computed, too; "recompute" keeps x and
+                computes the rest again in backward; False keeps nothing. True and "recompute" give the same
+                bits; False may add products of few tokens in another order (docs/numerics.md).
             check_finite: look for NaN and infinity in x and y.
             out: contiguous float32 [T, H] to write y to; None = new memory.
 
@@ -238,7 +239,7 @@ class Engine:
             MemoryError: no memory for activations or scratch; names layer and expert.
         """
         if save not in _KEEP:
-            raise ValueError(f"save: {save!r}, required True, 'recompute' or False")
+            raise ValueError(f"save: {save!r}, required True, 'int8', 'recompute' or False")
         if self.int8_products:
             _check_integers(weights)
         x_arg = _arg("x", x)
@@ -266,6 +267,7 @@ class Engine:
         *,
         lora: Lora = None,
         lora_grads: LoraGrads = None,
+        input_grad: bool = True,
         check_finite: bool = False,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -277,22 +279,25 @@ class Engine:
             dy: [T, H] float32.
             lora: as in the forward.
             lora_grads: gradients are added to these; an adapter whose entry is None gets none.
+            input_grad: whether dx is wanted. Without it the products with gate and up are saved; all else has
+                the same bits.
             check_finite: look for NaN and infinity in dy, dx and the adapters' gradients.
-            out: contiguous float32 [T, H] and [T, K] to write the results to; None = new memory.
+            out: contiguous float32 to write the results to; None = new memory.
 
         Returns:
-            (dx [T, H] float32, gradient of weights_TK [T, K] float32; 0 where there is no expert).
+            (dx [T, H] float32, or [T, 0] if it is not wanted; gradient of weights_TK [T, K] float32, 0 where
+            there is no expert).
 
         Raises:
             ValueError, MemoryError: as `forward`.
         """
         if saved is None:
-            raise ValueError("saved: None; the forward must run with save=True or save='recompute'")
+            raise ValueError("saved: None; the forward must run with save=True, 'int8' or 'recompute'")
         if self.int8_products:
             _check_integers(weights)
         weights_arg, dy_arg = _weights_arg(weights), _arg("dy", dy)
         dx_out, dw_out = (None, None) if out is None else out
-        dx_TH = _result("out[0]", dx_out, (saved.tokens, weights.H))
+        dx_TH = _result("out[0]", dx_out, (saved.tokens, weights.H if input_grad else 0))
         dw_TK = _result("out[1]", dw_out, (saved.tokens, saved.slots))
         self._engine.backward(
             weights_arg,
@@ -300,7 +305,7 @@ class Engine:
             dy_arg,
             _lora_args("lora", lora, weights.gate is not None),
             _lora_args("lora_grads", lora_grads, weights.gate is not None),
-            _arg("dx", dx_TH),
+            _arg("dx", dx_TH) if input_grad else None,
             _arg("dw", dw_TK),
             check_finite,
         )

@@ -10,7 +10,7 @@ activation, 1 without a gate. docs/numerics.md says what each buffer holds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kt_ray.config.schema import LoraConfig
 from kt_ray.dims.model_dims import ModelDims
@@ -20,6 +20,7 @@ from kt_ray.placement.lora_sizes import expert_rank
 HUGE_PAGE = 2 << 20
 ROUTING = 16  # bytes of a row's token, slot and router weight
 HASHES = 12  # and of its dropout hashes
+INT8 = 34 / 32  # of a value of gate or up in blocks of int8
 
 _LANES = {"reference": 8, "avx2": 8}  # floats of a vector; all others 16
 _BF16_PRODUCTS = ("avx512_bf16", "amx")
@@ -67,26 +68,34 @@ class EngineShape:
     def _parts(self) -> int:
         return 2 if self.gated else 1
 
-    def saved(self, tokens: float, rows: float, *, recompute: bool = False) -> dict[str, float]:
+    @property
+    def without_lora(self) -> EngineShape:
+        """A layer whose experts have no adapters."""
+        return replace(self, rank=0, dropout=False)
+
+    def saved(self, tokens: float, rows: float, activations: str = "retain") -> dict[str, float]:
         """Bytes kept of one forward for backward, by buffer: their sum is `Saved.bytes`.
 
-        retain      T H' s + R (p I' s + 3 r' 4 + 16 + 12 with dropout)
+        retain      T H' s + R (p I' s + 3 r' 4 + 16 + 12 with dropout); x, T H' s, with adapters alone
+        int8        the same with 34 / 32 in the place of s of gate and up
         recompute   T H' s + R (16 + 12 with dropout)
         """
         h, i, r = self._widths
         storage, _ = self._elements
-        kept = {"x": tokens * h * storage, "routing": rows * (ROUTING + (HASHES if self.dropout else 0))}
-        if not recompute:
-            kept["gate and up"] = rows * self._parts * i * storage
+        kept = {"routing": rows * (ROUTING + (HASHES if self.dropout else 0))}
+        if activations == "recompute" or self.rank:
+            kept["x"] = tokens * h * storage
+        if activations != "recompute":
+            kept["gate and up"] = rows * self._parts * i * (INT8 if activations == "int8" else storage)
             kept["lora in"] = rows * 2 * r * 4
             kept["lora mid"] = rows * r * 4
         return kept
 
-    def call(self, tokens: float, rows: float, *, recompute: bool = False) -> dict[str, float]:
+    def call(self, tokens: float, rows: float, activations: str = "retain") -> dict[str, float]:
         """Bytes of one backward's buffers, shared by all threads; a forward needs fewer.
 
-        T H' s + R (I' c + p I' c + 3 r' 4 + 4 (I / 128 rounded up) + 4), and with recompute what `saved`
-        would have kept.
+        T H' s + R (I' c + p I' c + 3 r' 4 + 4 (I / 128 rounded up) + 4), and what `saved` would have kept of
+        gate and up with retain, with recompute also of the adapters.
         """
         h, i, r = self._widths
         storage, compute = self._elements
@@ -99,9 +108,9 @@ class EngineShape:
             "parts of dw": -(-self.inter // _DW_COLUMNS) * rows * 4,
             "dw": rows * 4,
         }
-        if recompute:
-            kept, lasting = self.saved(tokens, rows), self.saved(tokens, rows, recompute=True)
-            buffers |= {name: size for name, size in kept.items() if name not in lasting}
+        if activations != "retain":
+            again = ("gate and up", *(("lora in", "lora mid") if activations == "recompute" else ()))
+            buffers |= {name: size for name, size in self.saved(tokens, rows).items() if name in again}
         return buffers
 
     def thread(self) -> int:

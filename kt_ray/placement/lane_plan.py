@@ -40,7 +40,7 @@ from kt_ray.placement.lane_share import (
     resident_by_layer,
     whole_experts,
 )
-from kt_ray.placement.lora_sizes import expert_lora_params
+from kt_ray.placement.lora_sizes import backward_of, expert_lora_params, expert_lora_share
 from kt_ray.placement.plan_types import ExpertActorPlan, LanePlan
 
 Actors = tuple[ExpertActorPlan, ...]
@@ -283,7 +283,8 @@ def expert_sizes(actors: Actors, dims: ModelDims, config: Config, *, together: b
         experts=dims.num_experts,
         per_token=dims.experts_per_token,
         params=dims.expert_params,
-        bytes=stored_bytes(dims, config) + 4 * expert_lora_params(dims, config.lora),
+        bytes=stored_bytes(dims, config)
+        + 4 * expert_lora_params(dims, config.lora) * expert_lora_share(dims, config.lora),
         hidden=dims.expert_width,
         kept=dims.expert_intermediate * (2 if dims.gated else 1) * (4 if dims.expert_format == "f32" else 2),
     )
@@ -318,7 +319,7 @@ def lane_lines(
     if lane is None:
         return
     width, inter, cuda = dims.expert_width, dims.expert_intermediate, lane.cuda
-    element, layers = 4 if size.float32 else 2, len(dims.moe_layers)
+    element, lowest = 4 if size.float32 else 2, backward_of(dims, config.lora).lowest
     buffers = lane_buffers(dims, config, lane, size, max(actor.counts(dims.moe_layers)))
     buffers += lane.held * size.expert
     for number, device in enumerate(lane.devices):
@@ -335,7 +336,7 @@ def lane_lines(
         yield home, "workspace", (1 + len(lane.devices)) * _page_locked(answers, cuda)
     if cuda and not (actor.activations == "recompute" or lane.recompute):
         kept += part * size.slots * size.total * (2 if dims.gated else 1) * inter * element
-    yield home, "kept activations", layers * kept
+    yield home, "kept activations", sum(layer >= lowest for layer in dims.moe_layers) * kept
 
 
 def lane_buffers(dims: ModelDims, config: Config, lane: LanePlan, size: LaneMemory, experts: int) -> float:

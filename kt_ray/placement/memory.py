@@ -54,6 +54,8 @@ from kt_ray.placement.generation_memory import (
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.lora_sizes import (
     adapted,
+    backward_of,
+    expert_lora_layers,
     expert_lora_params,
     in_parts,
     lora_params,
@@ -405,9 +407,10 @@ def worker_items(
     """Bytes of an attention worker by item; all on its device but those `ON_HOST`. hosts: with attention."""
     start, stop = worker.layers
     own = range(start, stop)
+    passed = range(max(start, backward_of(dims, config.lora).lowest), stop)  # by backward
     element, hidden = ELEMENT_BYTES[dtype], dims.hidden_size
     first, last = worker.stage == 0, worker.stage == stages - 1
-    moe = sum(layer in dims.moe_layers for layer in own)
+    moe = sum(layer in dims.moe_layers for layer in passed)
     ends = 1 if dims.tie_embeddings and first and last else first + last
     looked_up = int(embedding_on_host(dims, worker, stages))
     adapters = sum(lora_params(dims, config.lora, layer) for layer in own)
@@ -416,7 +419,7 @@ def worker_items(
     reduced = sum(lora_params(dims, config.lora, n) for n in (range(dims.num_layers) if root else own))
     far = config.rule.replica_count * (hosts - 1) // hosts  # replicas on other hosts than worker 0
     outputs = int(load.outputs)  # each as wide as one stream of the hidden state
-    states = (stop - start) * load.replica * (dims.hidden_streams + outputs) * hidden * element
+    states = len(passed) * load.replica * (dims.hidden_streams + outputs) * hidden * element
     # Of what waits on the host are here hidden states between two layers, and two of each that are copied.
     kept = 2 * load.replica * dims.hidden_streams * hidden * element
     kept += 2 * load.micro * (dims.hidden_streams + outputs) * hidden * element
@@ -424,7 +427,7 @@ def worker_items(
     if load.ranges:
         tokens = (load.replica, load.own_group, load.micro)
         kept = load.replica * TOKEN_BYTES
-        states = math.ceil(range_host(dims, own, *tokens, element, outputs=load.outputs))
+        states = math.ceil(range_host(dims, passed, *tokens, element, outputs=load.outputs))
     kept += moe * load.replica * dims.experts_per_token * 12
     if dims.hidden_streams > 1:  # not affine in the experts' output, which is then kept as well
         kept += moe * load.replica * hidden * 4
@@ -569,9 +572,9 @@ def _expert_actor(
 ) -> dict[str, float]:
     total, group = (part_of(tokens, reached) for tokens in (load.total, load.group))
     sent, sent_of_group = (part_of(tokens, left.tokens) for tokens in (total, group))
-    width, layers = dims.expert_width, len(dims.moe_layers)
+    width = dims.expert_width
     count = sum(actor.counts(dims.moe_layers))
-    per_layer = count / layers
+    per_layer = count / len(dims.moe_layers)
     file = dims.experts_file_bytes and actor.backend not in BACKEND_STORAGE  # those quantise what they read
     if actor.backend == "llamafile" or file:
         whole = dims.experts_file_bytes or expert_file_estimate(dims)
@@ -579,22 +582,26 @@ def _expert_actor(
     else:
         weights = per_layer * dims.expert_bytes(BACKEND_STORAGE.get(actor.backend))
     slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
-    recompute = actor.activations == "recompute"
     shape = engine_shape(dims, config.lora, isa, actor.backend)
-    kept = shape.saved(sent, load.total * slots_per_token * left.rows, recompute=recompute)
-    if generates(config):
-        kept = {}
+    lowest, with_lora = backward_of(dims, config.lora).lowest, expert_lora_layers(dims, config.lora)
+    kept = [
+        size
+        for layer in dims.moe_layers
+        if layer >= lowest and not generates(config)
+        for own in [shape if layer in with_lora else shape.without_lora]
+        for size in own.saved(sent, load.total * slots_per_token * left.rows, actor.activations).values()
+    ]
     rows = load.group * slots_per_token * left.rows
-    buffers = shape.call(sent_of_group, rows, recompute=recompute)
+    buffers = shape.call(sent_of_group, rows, actor.activations)
     call = sum(buffers.values()) + actor.threads * rounded(shape.thread()) + sent_of_group * width * 16
     large = sum(size >= HUGE_PAGE for size in buffers.values())
-    large += layers * groups * sum(size / groups >= HUGE_PAGE for size in kept.values())
-    adapters = count * expert_lora_params(dims, config.lora)
+    large += groups * sum(size / groups >= HUGE_PAGE for size in kept)
+    adapters = sum(actor.counts(with_lora)) * expert_lora_params(dims, config.lora)
     return {
         "experts": weights,
         "LoRA": lora_bytes(config) * adapters,
         "optimizer": 8 * adapters / actor.copies,
-        "kept activations": layers * sum(kept.values()),
+        "kept activations": sum(kept),
         "workspace": call + large * HUGE_PAGE,
         # And what the other copies send at the end of a step: gradients of own layers, updated other ones.
         "staging": expert_staging(dims, sent, actor.answers) + 4 * adapters * (1 - 1 / actor.copies),

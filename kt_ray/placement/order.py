@@ -56,10 +56,11 @@ def expert_order(plan: Plan, kind: str) -> tuple[ExpertCall, ...]:
 
 
 def stage_program(
-    layers: Sequence[tuple[int, int]], moe: Iterable[int], groups: int, stage: int, kind: str
+    layers: Sequence[tuple[int, int]], moe: Iterable[int], groups: int, stage: int, kind: str, lowest: int = 0
 ) -> tuple[Op, ...]:
-    """`worker_program` of a plan that is still being made. layers: of every stage, half-open."""
-    return _program(_Shape(tuple(layers), frozenset(moe), 1, groups), 0, stage, kind)
+    """`worker_program` of a plan that is still being made. layers: of every stage, half-open. lowest: as in
+    `BackwardPart`."""
+    return _program(_Shape(tuple(layers), frozenset(moe), 1, groups, lowest), 0, stage, kind)
 
 
 class _Shape(NamedTuple):
@@ -69,11 +70,12 @@ class _Shape(NamedTuple):
     moe: frozenset[int]
     replicas: int
     groups: int
+    lowest: int  # at which backward ends
 
 
 def _shape(plan: Plan) -> _Shape:
     layers = tuple(plan.worker(0, stage).layers for stage in range(plan.stages))
-    return _Shape(layers, frozenset(plan.dims.moe_layers), plan.replicas, plan.groups)
+    return _Shape(layers, frozenset(plan.dims.moe_layers), plan.replicas, plan.groups, plan.backward.lowest)
 
 
 @lru_cache(maxsize=256)
@@ -104,7 +106,7 @@ def _operations(shape: _Shape, stage: int, kind: str) -> list[Op]:
     On the last stage a group goes into backward as soon as its loss is there, while the experts still
     compute the last layer of the groups behind it. In backward at most `groups` recomputed layers are
     alive; the oldest is finished (its experts' answer awaited) only when the next item needs its gradient
-    or its place, so that recomputation fills the waits.
+    or its place, so that recomputation fills the waits. Layers below the lowest with LoRA have no backward.
     """
     start, stop = shape.layers[stage]
     last_stage = stage == len(shape.layers) - 1
@@ -127,7 +129,7 @@ def _operations(shape: _Shape, stage: int, kind: str) -> list[Op]:
         enter(len(whole), tail[0] if tail else stop, group)
         ops += [Op("forward", layer, group) for layer in tail]
         ops.append(Op("loss" if last_stage else "send_hidden", stop - 1, group))
-        if kind == "train" and last_stage:
+        if kind == "train" and last_stage:  # which has layers to train, or there would be none
             backward.take(0, group)
     if kind == "train":
         for number in range(1 if last_stage else 0, len(backward.runs)):
@@ -145,7 +147,8 @@ class _Backward:
         self.shape = shape
         self.stage = stage
         self.start, self.stop = shape.layers[stage]
-        self.runs = [r for r in _runs(reversed(range(self.start, self.stop)), shape.moe) if r]
+        lowest = max(self.start, shape.lowest)
+        self.runs = [r for r in _runs(reversed(range(lowest, self.stop)), shape.moe) if r]
         self.ops = ops
         self.alive: list[tuple[int, int]] = []  # (layer, group) recomputed, their experts not yet awaited
 
@@ -175,7 +178,7 @@ class _Backward:
 
     def backward(self, layer: int, group: int) -> None:
         self.ops.append(Op("backward", layer, group))
-        if layer == self.start and self.stage > 0:
+        if layer == self.start > self.shape.lowest and self.stage > 0:
             self.ops.append(Op("send_grad", layer, group))
 
 
@@ -235,5 +238,6 @@ def _expert_order(shape: _Shape, kind: str) -> tuple[ExpertCall, ...]:
             arrived.add(taken)
         tick += 1
         assert (len(order), sum(at.values())) != before or ready, "the programs wait for each other"
-    assert len(order) == len(shape.moe) * shape.groups * (2 if kind == "train" else 1)
+    back = sum(layer >= shape.lowest for layer in shape.moe) if kind == "train" else 0
+    assert len(order) == (len(shape.moe) + back) * shape.groups
     return tuple(order)

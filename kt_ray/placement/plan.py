@@ -30,6 +30,7 @@ from kt_ray.placement.generation_memory import generates, room, step_tokens
 from kt_ray.placement.lane_plan import plan_lanes, with_held
 from kt_ray.placement.lane_share import UNTUNED, LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layout_of, layouts, with_layout
+from kt_ray.placement.lora_sizes import backward_of, check_layers
 from kt_ray.placement.memory import budgets, layer_weight_bytes, staged
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.range_memory import range_counts, without_ranges
@@ -189,6 +190,9 @@ def _laid_out(
     weights stay on its device; None = all."""
     rule = config.rule
     generating = generates(config)
+    if not generating:
+        check_layers(dims, config.lora)
+    backward = backward_of(dims, config.lora)
     if (config.mode == "train" or generating) and dims.refusal:
         raise UserError(
             f"{dims.model_type} cannot be {'used' if generating else 'trained'} from this checkpoint",
@@ -241,7 +245,7 @@ def _laid_out(
         return tuple(replace(actor, activations=activations) for actor in experts)
 
     def with_streams(groups: int) -> tuple[WorkerPlan, ...]:
-        return streaming(workers, dims, groups, resident, trains=not generating)
+        return streaming(workers, dims, groups, resident, trains=not generating, lowest=backward.lowest)
 
     def budget_of(wave: int, held: Held) -> tuple[Budget, ...]:
         own, groups = keeping(held.experts), choose_groups(config, wave)
@@ -288,6 +292,7 @@ def _laid_out(
         head_ranges=chosen.held.ranges,
         attention_output=chosen.held.output,
         tuning=UNTUNED if lane_rates is None else lane_rates.tuning,
+        backward=backward,
         overlap=rule.overlap,
         budgets=chosen.memory,
         rule=rule.name,

@@ -205,6 +205,20 @@ class Held(NamedTuple):
     ranges: int = 0  # `Plan.head_ranges`
 
 
+class BackwardPart(NamedTuple):
+    """The layers that backward passes.
+
+    lowest: the first with LoRA, where it ends. inputs: the first whose experts' inputs get gradients (dx):
+    the same, or the next one where the lowest has LoRA on its routed experts alone.
+    """
+
+    lowest: int = 0
+    inputs: int = 0
+
+
+ALL_LAYERS = BackwardPart()
+
+
 class Choice(NamedTuple):
     """A plan that fits, by what may be left at auto, and the simulated seconds of a step."""
 
@@ -244,6 +258,7 @@ class Plan:
     head_ranges: int = 0  # with "ranges" as many of heads, in the place of all at once
     attention_output: str = "recompute"  # or "retain": whether it waits for backward (rule.attention_output)
     tuning: Tuning = UNTUNED  # of what lanes carry, with rule.experts.stream=auto
+    backward: BackwardPart = ALL_LAYERS
     overlap: bool = True  # False = attention and experts wait for each other
     budgets: tuple[Budget, ...] = ()
     notes: tuple[str, ...] = ()

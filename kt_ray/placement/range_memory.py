@@ -128,13 +128,13 @@ def range_host(
     """Bytes of host memory of what waits, of a worker.
 
     Args:
-        layers: its own. replica, group, micro: tokens of the replica's wave, and of a group and a micro-batch
-            of it. outputs: whether heads' outputs are kept from forward.
+        layers: its own that backward passes. replica, group, micro: tokens of the replica's wave, and of a
+            group and a micro-batch of it. outputs: whether heads' outputs are kept from forward.
     """
     hidden = dims.hidden_size * element
     widths = [heads_width(dims, layer) for layer in layers]
     # Before every layer, after the last, one that comes from or goes to the stages beside; embedded ones.
     states = (len(widths) + 3) * replica * hidden
-    heads = element * (micro * max(widths) + (replica * sum(widths) if outputs else 0))
+    heads = element * (micro * max(widths, default=0) + (replica * sum(widths) if outputs else 0))
     # Answers of the experts are added up here, in float32; the loss has a gradient of its own for a moment.
     return states + heads + group * (4 * dims.expert_width + hidden)

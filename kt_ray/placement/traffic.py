@@ -70,6 +70,7 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
             own, away = count / plan.copies, parts[actor.rank]
             routed = away * touched(dims.num_experts, len(actor.experts_of(layer)), k)
             answer = ELEMENT_BYTES[actor.answers] * width
+            back, passed = answer if layer >= plan.backward.inputs else 0, layer >= plan.backward.lowest
             links += [
                 Link(
                     layer=layer,
@@ -78,14 +79,15 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
                     tokens=n,
                     forward_there=n * (x_bytes * width + (_ID + _FLOAT) * k + _KEY),
                     forward_back=n * answer,
-                    backward_there=n * _FLOAT * width,
-                    backward_back=n * (answer + _FLOAT * k),
+                    backward_there=n * _FLOAT * width * passed,
+                    backward_back=n * (back + _FLOAT * k) * passed,
                 )
                 for is_far, n in ((False, own * (1 - away)), (True, own * routed))
                 if n
             ]
-    hidden = 2 * count * x_bytes * dims.hidden_size * dims.hidden_streams
-    return Traffic(tuple(links), (hidden,) * (plan.stages - 1))
+    hidden = count * x_bytes * dims.hidden_size * dims.hidden_streams
+    starts = [plan.worker(0, stage).layers[0] for stage in range(1, plan.stages)]
+    return Traffic(tuple(links), tuple(hidden * (1 + (start > plan.backward.lowest)) for start in starts))
 
 
 def far_part(plan: Plan, actor: ExpertActorPlan) -> float:

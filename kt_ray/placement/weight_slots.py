@@ -104,9 +104,20 @@ class WeightSlots:
 
 
 def streaming(
-    workers: Sequence[WorkerPlan], dims: ModelDims, groups: int, resident: int | None, *, trains: bool = True
+    workers: Sequence[WorkerPlan],
+    dims: ModelDims,
+    groups: int,
+    resident: int | None,
+    *,
+    trains: bool = True,
+    lowest: int = 0,
 ) -> tuple[WorkerPlan, ...]:
-    """The workers of a plan with what is streamed on each. resident: layers of each that stay; None = all."""
+    """The workers of a plan with what is streamed on each.
+
+    Args:
+        resident: layers of each that stay; None = all. trains: whether backward passes them, down to
+            `lowest`.
+    """
     if resident is None:
         return tuple(workers)
     last = max(worker.stage for worker in workers)
@@ -122,7 +133,7 @@ def streaming(
         stay = resident_of(worker.layers, min(resident, stop - start))
         streamed = tuple(layer for layer in range(start, stop) if layer not in stay)
         kind = "train" if trains else "eval"
-        program = stage_program(ranges, dims.moe_layers, groups, worker.stage, kind)
+        program = stage_program(ranges, dims.moe_layers, groups, worker.stage, kind, lowest)
         kinds[worker.stage] = streamed, slots_needed(program, streamed)
         return of(worker)
 

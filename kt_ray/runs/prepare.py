@@ -21,7 +21,7 @@ from kt_ray.adapter.peft_config import AdapterInfo, load_limits, module_of
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import Manifest
-from kt_ray.checkpoint.names import one_expert
+from kt_ray.checkpoint.names import layer_of, one_expert
 from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.config.faults import value_of
 from kt_ray.config.fields import show
@@ -46,6 +46,7 @@ from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import room
+from kt_ray.placement.lora_sizes import backward_of, expert_lora_layers
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import counted
@@ -70,6 +71,7 @@ class PreparedModel:
     root: str  # module name of the language model
     module_names: tuple[str, ...]  # the linear modules of its layers outside the routed experts
     other_names: tuple[str, ...]  # its linear modules outside its layers: head, other towers
+    expert_modules: Mapping[int, str]  # MoE layer -> module of its routed experts
     notes: tuple[
         str, ...
     ]  # what the checkpoint holds that training ignores, one line each; what LoRA starts from
@@ -111,7 +113,7 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     """
     model = prepare_model(config, training=True, manifest=manifest)
     config = model.config
-    resolve_targets(config.lora.target_modules, model.module_names)
+    resolve_targets(config.lora.target_modules, model.module_names, config.lora.layers)
     data = for_stage(config.trainer.stage, load_data(config, model.model_dir, config.seed))
     _check_held_out(config, data)
     batches = step_batches(config, model.plan, data)
@@ -175,12 +177,10 @@ def prepare_model(config: Config, *, training: bool, manifest: Manifest | None =
         config, line = fitted(config, reader, whole, layout, dims)
         notes.append(line)
     if training:
-        check_patterns(
-            config.lora,
-            resolve_targets(config.lora.target_modules, whole.lora_names),
-            dims.moe_layers,
-            dims.num_experts,
-        )
+        targets = resolve_targets(config.lora.target_modules, whole.lora_names, config.lora.layers)
+        check_patterns(config.lora, targets, dims.moe_layers, dims.num_experts)
+        outside = {layer for name in targets if (layer := layer_of(name)) is not None}
+        plan = replace(plan, backward=backward_of(dims, config.lora, outside))
         notes += _adapter_limits(config, model_dir, layout, whole, dims)
     check_content(index)
     return PreparedModel(
@@ -193,6 +193,7 @@ def prepare_model(config: Config, *, training: bool, manifest: Manifest | None =
         root=whole.root,
         module_names=tuple(whole.lora_names),
         other_names=tuple(whole.other_names),
+        expert_modules=whole.expert_modules,
         notes=tuple(notes),
         start=start_of(config, reader, manifest),
     )
@@ -202,21 +203,24 @@ def _adapter_limits(
     config: Config, model_dir: str, layout: ExpertLayout, whole: StageModel, dims: ModelDims
 ) -> list[str]:
     """Where the adapter to come will not load."""
-    names = list(resolve_targets(config.lora.target_modules, whole.lora_names))
-    if config.lora.experts:
-        names += [
-            name for layer in layout.moe_layers[:1] for name in layout.names(layer, 0, whole.root).values()
-        ]
+    names = list(resolve_targets(config.lora.target_modules, whole.lora_names, config.lora.layers))
+    for layer in expert_lora_layers(dims, config.lora)[:1]:
+        names += layout.names(layer, 0, whole.root).values()
     return [f"adapter: {line}" for line in load_limits(names, adapter_info(config, model_dir, names, dims))]
 
 
 def adapter_info(
-    config: Config, model_dir: str, names: Iterable[str], dims: ModelDims, notes: tuple[str, ...] = ()
+    config: Config,
+    model_dir: str,
+    names: Iterable[str],
+    dims: ModelDims,
+    notes: tuple[str, ...] = (),
+    experts: Mapping[int, str] | None = None,
 ) -> AdapterInfo:
     """What the adapter's files will say of this run.
 
     Args:
-        names: of its tensors or modules.
+        names: of its tensors or modules. experts: `PreparedModel.expert_modules`.
     """
     lora, family = config.lora, read_family(model_dir)
     if lora.adapter is not None:
@@ -226,7 +230,9 @@ def adapter_info(
     settings = {m: (own.rank, own.alpha) for m in sorted(modules) for own in [module_lora(lora, m)]}
     of_experts = expert_lora(lora, dims.moe_layers, dims.num_experts)
     rank, alpha = of_experts.rank, of_experts.alpha
-    if settings and not lora.experts:
+    layers = expert_lora_layers(dims, lora)
+    whole = len(layers) == len(dims.moe_layers)
+    if settings and not layers:
         rank, alpha = Counter(settings.values()).most_common(1)[0][0]
     return AdapterInfo(
         base_model=model_dir,
@@ -245,6 +251,7 @@ def adapter_info(
         notes=notes,
         whole_type="" if family.whole is None else family.model_type,
         auto=family.auto,
+        expert_modules=() if whole or experts is None else tuple(experts[layer] for layer in layers),
     )
 
 

@@ -189,7 +189,8 @@ def write_adapter(
     shapes = cluster.parameter_shapes()
     if prepared.config.lora.init.startswith("pissa"):
         shapes = {name: doubled_shape(name, shape) for name, shape in shapes.items()}
-    info = adapter_info(prepared.config, prepared.model_dir, shapes, prepared.plan.dims, notes)
+    about = (prepared.model_dir, shapes, prepared.plan.dims, notes, prepared.expert_modules)
+    info = adapter_info(prepared.config, *about)
     layout = adapter_layout(shapes, info.model_type)
     with writing("adapter", directory, layout.size):
         create_adapter(directory, layout)
@@ -200,7 +201,7 @@ def write_adapter(
 
 
 # Values of lora's keys that earlier versions did not have
-_UNSET = {"init": "default", "dora": False, "rank_pattern": None, "alpha_pattern": None}
+_UNSET = {"init": "default", "dora": False, "rank_pattern": None, "alpha_pattern": None, "layers": None}
 
 
 def _fields(prepared: Prepared) -> dict[str, Any]:
@@ -224,7 +225,7 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
 
 
 def lora_fields(lora: LoraConfig) -> dict[str, Any]:
-    """Settings of the adapters; init, dora and patterns only where they are set.
+    """Settings of the adapters; init, dora, layers and patterns only where they are set.
 
     Of lora.adapter counts what it is, not where it lies. Patterns are pairs: the first that matches counts.
     """

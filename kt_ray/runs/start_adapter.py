@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,13 @@ from kt_ray.adapter.peft_config import EXPERT_LEAVES
 from kt_ray.checkpoint import ExpertLayout
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import Manifest
+from kt_ray.checkpoint.names import layer_of
 from kt_ray.config.checks import check
 from kt_ray.config.fields import show
 from kt_ray.config.lora_patterns import shortest_patterns
 from kt_ray.config.mapping import from_dict
 from kt_ray.config.schema import Config, LoraConfig
+from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.model.build import StageModel
@@ -25,7 +28,17 @@ from kt_ray.model.stage_spec import StartAdapter
 
 DIGEST = "lora.adapter (digest of its weights)"  # field of a checkpoint's manifest
 _DEFAULT = LoraConfig()
-_SETTINGS = ("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "target_modules", "experts", "dora")
+_SETTINGS = (
+    "rank",
+    "alpha",
+    "rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "experts",
+    "layers",
+    "dora",
+)
 
 
 def open_start(
@@ -51,7 +64,8 @@ def open_start(
         _check_same(config.lora.adapter, str(manifest.fields[DIGEST]))
         return replace(config, lora=_as_before(config.lora, manifest)), None
     reader = AdapterReader(adapter_directory(config.lora.adapter, "lora.adapter"), model_dir)
-    config = replace(config, lora=_of_adapter(config.lora, reader))
+    layers = None if model_dir is None else dims_from_dir(model_dir).moe_layers
+    config = replace(config, lora=_of_adapter(config.lora, reader, layers))
     if config.lora.dora:
         check(config)  # what does not go together with it
     return config, reader
@@ -89,7 +103,7 @@ def _as_before(given: LoraConfig, manifest: Manifest) -> LoraConfig:
     return replace(given, **{key: getattr(from_dict({"lora": before}).lora, key) for key in before})
 
 
-def _of_adapter(given: LoraConfig, reader: AdapterReader) -> LoraConfig:
+def _of_adapter(given: LoraConfig, reader: AdapterReader, moe_layers: Sequence[int] | None) -> LoraConfig:
     kinds = reader.expert_kinds
     scales = sorted({scale for _, scale in kinds})
     if scales and not math.isclose(scales[0], scales[-1], rel_tol=1e-6):
@@ -128,6 +142,9 @@ def _of_adapter(given: LoraConfig, reader: AdapterReader) -> LoraConfig:
         wrong.append(("lora.dora=true", "plain LoRA"))
     if reader.adapts_experts and not given.experts:
         wrong.append(("lora.experts=false", "routed experts"))
+    layers = reader.expert_layers
+    if given.layers is not None and layers and layers != sorted(given.layers):
+        wrong.append((f"lora.layers={show(given.layers)}", f"routed experts of layers {show(layers)}"))
     if wrong:
         raise UserError(
             "options disagree with the adapter that the run starts from",
@@ -148,6 +165,7 @@ def _of_adapter(given: LoraConfig, reader: AdapterReader) -> LoraConfig:
         dora=reader.lora.dora,
         # DoRA is of other modules alone; true is the default, so nobody need have asked for it.
         experts=given.experts and not reader.lora.dora,
+        layers=given.layers if not layers or layers == list(moe_layers or ()) else layers,
         target_modules=(sorted(reader.lora.linear) or "none") if targets == "auto" else targets,
     )
 
@@ -172,7 +190,7 @@ def fitted(
                 shapes[name] = (inner, width) if role == "down" else (width, inner)
     reader.require_fit(shapes, layout.num_experts)
     lora, own = config.lora, set(reader.lora.linear)
-    chosen = set(resolve_targets(lora.target_modules, whole.lora_names))
+    chosen = set(resolve_targets(lora.target_modules, whole.lora_names, lora.layers))
     if left_out := sorted(own - chosen):
         raise UserError(
             "lora.target_modules leaves out modules of the adapter that the run starts from",
@@ -182,11 +200,14 @@ def fitted(
             remedy="leave out lora.target_modules: the adapter's are taken",
         )
     if chosen == own and own:
-        lora = replace(lora, target_modules=_short(own, whole.lora_names))
+        lora = replace(lora, target_modules=_short(own, whole.lora_names, lora))
     anew = [f"{len(chosen - own)} other modules"] if chosen - own else []
     anew += ["routed experts"] if lora.experts and not reader.adapts_experts else []
     parts = [f"{len(own)} modules"] if own else []
-    parts += ["all routed experts"] if reader.adapts_experts else []
+    if reader.adapts_experts:
+        count = len(reader.expert_layers)
+        whole_model = count == len(layout.moe_layers)
+        parts.append("all routed experts" if whole_model else f"the routed experts of {count} layers")
     line = (
         f"LoRA starts from {lora.adapter} ({' and '.join(parts)}): rank {lora.rank}, alpha {lora.alpha:g}"
         + (" with rsLoRA" if lora.rslora else "")
@@ -198,11 +219,12 @@ def fitted(
     return replace(config, lora=lora), line
 
 
-def _short(modules: set[str], names: list[str]) -> list[str]:
-    """The modules by the last parts of their names, where these mean no others."""
+def _short(modules: set[str], names: list[str], lora: LoraConfig) -> list[str]:
+    """The modules by the last parts of their names, where these mean them and no others in lora.layers."""
     last = {name: name.rpartition(".")[2] for name in names}
-    partly = {last[name] for name in names if name not in modules}
-    return sorted({name if last[name] in partly else last[name] for name in modules})
+    reached = {name for name in names if lora.reaches(layer_of(name) or 0)}
+    partly = {last[name] for name in reached - modules}
+    return sorted({last[n] if n in reached and last[n] not in partly else n for n in modules})
 
 
 def start_of(config: Config, reader: AdapterReader | None, manifest: Manifest | None) -> StartAdapter | None:

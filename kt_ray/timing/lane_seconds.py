@@ -20,7 +20,7 @@ from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import touched
 from kt_ray.placement.lane_plan import expert_sizes
 from kt_ray.placement.lane_share import ExpertSizes, batch_size, lane_parts, whole_experts
-from kt_ray.placement.lora_sizes import expert_lora_params
+from kt_ray.placement.lora_sizes import expert_lora_params, expert_lora_share
 from kt_ray.placement.memory import reached_part
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan
 from kt_ray.timing.lane_products import lane_flops
@@ -86,8 +86,8 @@ def computed(
 
 
 def adapter_bytes(dims: ModelDims, config: Config) -> float:
-    """Bytes of one expert's LoRA."""
-    return 4.0 * expert_lora_params(dims, config.lora)
+    """Bytes of one expert's LoRA, mean over its layers."""
+    return 4.0 * expert_lora_params(dims, config.lora) * expert_lora_share(dims, config.lora)
 
 
 @dataclass(frozen=True, eq=False)

@@ -307,7 +307,8 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, 
     if rule.experts.activations != "auto":
         for activations in ("retain", "recompute"):
             if activations != rule.experts.activations:
-                yield {"rule.experts.activations": activations}, same
+                effect = rounding if rule.experts.activations == "int8" else same
+                yield {"rule.experts.activations": activations}, effect
     if rule.activations != "auto":
         yield {"rule.activations": "auto"}, same
     if rule.attention_output != "auto":

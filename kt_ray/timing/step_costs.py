@@ -23,7 +23,7 @@ from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.expert_load import touched
-from kt_ray.placement.lora_sizes import expert_lora_params, expert_rank, lora_params
+from kt_ray.placement.lora_sizes import expert_lora_layers, expert_lora_params, expert_rank, lora_params
 from kt_ray.placement.memory import held_format, home_socket, layer_weight_bytes, logit_rows, reached_part
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timing.event_loop import Carriage, Leg
@@ -76,13 +76,13 @@ class PlanDurations:
     # -- attention ---------------------------------------------------------------------------
 
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
-        key = (kind, self._signatures[layer], group)
+        key = (kind, self._signatures[layer], layer < self.plan.backward.inputs, group)
         if key not in self._of_groups:
             self._of_groups[key] = self._attention(kind, layer, group)
         return self._of_groups[key]
 
     @cached_property
-    def _of_groups(self) -> dict[tuple[str, str, Group], tuple[float, float]]:
+    def _of_groups(self) -> dict[tuple[str, str, bool, Group], tuple[float, float]]:
         return {}
 
     @cached_property
@@ -110,6 +110,11 @@ class PlanDurations:
 
     def _attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
         moe = layer in self.plan.dims.moe_layers
+        # Only its experts train. With several streams dy is known once the layer is recomputed.
+        bare = layer < self.plan.backward.inputs and self.plan.dims.hidden_streams == 1
+        if bare and kind in ("recompute", "backward"):
+            tokens = sum(m.tokens for m in group)
+            return (self._submit(kind, tokens), 0.0) if kind == "recompute" else (0.0, 0.0)
         before = after = 0.0
         parts = [(kind, m) for m in group]
         ranges = self.plan.head_ranges > 0
@@ -273,9 +278,13 @@ class PlanDurations:
         # Carried experts are read from the same memory.
         busy = min(count, slots) * (1 - resident) * left.experts + left.read
         slots *= (1 - resident - carried) * left.rows
-        total = self._kernel(direction, slots, rows, holder.threads)
+        of_inner = 2 / 3 if dims.gated else 1 / 2  # gate's and up's part of the products
+        rank = expert_rank(dims, self.config.lora) if layer in self._expert_lora else 0
+        how = (slots, rows, holder.threads, rank)
+        wanted = direction == "forward" or layer >= self.plan.backward.inputs
+        total = self._kernel(direction, *how, products=1.0 if wanted else 1 - of_inner)
         if direction == "backward" and holder.activations == "recompute":  # all but down again
-            total += self._kernel("forward", slots, rows, holder.threads) * (2 / 3 if dims.gated else 1 / 2)
+            total += self._kernel("forward", *how) * of_inner
         memory = self.rates.memory
         speed = memory.read_all.value if holder.threads > 1 else memory.read_one.value
         least = busy * self.expert_weight_bytes / speed
@@ -289,18 +298,24 @@ class PlanDurations:
         late = 3 * left.gradients / 2 / copying  # each read and added to another
         return ExpertCall(beside, (rounded + added / 2) / copying + dispatch, late)
 
-    def _kernel(self, direction: str, slots: float, rows: float, threads: int) -> float:
+    @cached_property
+    def _expert_lora(self) -> frozenset[int]:
+        return frozenset(expert_lora_layers(self.plan.dims, self.config.lora))
+
+    def _kernel(
+        self, direction: str, slots: float, rows: float, threads: int, rank: int, *, products: float = 1.0
+    ) -> float:
         """Engine seconds. What does not multiply frozen matrices (LoRA, activation, adding to tokens) grows
-        with H + I, the products with H * I: the measured share of it is scaled to this shape."""
+        with H + I, the products with H * I: the measured share of it is scaled to this shape. products: which
+        part of them is wanted."""
         dims, rate = self.plan.dims, self.expert_rate
-        rank = expert_rank(dims, self.config.lora)
         hidden, inter = dims.expert_width, dims.expert_intermediate
         flop = (6.0 if dims.gated else 4.0) * hidden * inter * slots
         plain = (rate.plain_forward if direction == "forward" else rate.plain_backward).value
         speed = rate.flops(direction, rows, threads, rank)
         other = (1 - plain) if rank else 0.0
         grown = (hidden + inter) / (hidden * inter) * (rate.hidden * rate.inter) / (rate.hidden + rate.inter)
-        return flop / speed * (1 - other + other * grown)
+        return flop / speed * ((1 - other) * products + other * grown)
 
     def _around(self, actor: int, tokens: int, direction: str) -> tuple[float, float]:
         """Bytes that the actor copies before and after a call's products: replicas' rows that are joined, and
@@ -470,14 +485,15 @@ class PlanDurations:
         # Copies of an expert send one another the gradients of each one's own layers, then updated weights. A
         # host's actors share its link.
         others = 1 - 1 / plan.copies
-        on_link = sum(sum(a.counts(dims.moe_layers)) for a in plan.experts if a.host == 0) * per_expert
+        with_lora = expert_lora_layers(dims, lora)
+        on_link = sum(sum(a.counts(with_lora)) for a in plan.experts if a.host == 0) * per_expert
         swapped = others * on_link * 4 / rates.transport.network_bytes.value
         for c in self.machine.experts:
             actor = plan.experts[c.actors[0]]
-            params = per_expert * sum(actor.counts(dims.moe_layers))
+            params = per_expert * sum(actor.counts(with_lora))
             share = min(1.0, actor.threads / max(1, rates.cpu_all.threads))
             copying = self.copied_per_second(actor.threads)
-            count = 6 * len(dims.moe_layers) if params else 0
+            count = 6 * len(with_lora) if params else 0
             updated, added = params / plan.copies, params * others * ADD_BYTES / 2 / copying
             expert_norms.append(swapped + added + updated * SUM_BYTES / 2 / copying + 2 * count * small)
             stepped = updated / (optimizer * share) + params * 2 / copying

@@ -32,6 +32,8 @@ from kt_ray.adapter.peft_config import (
     AdapterInfo,
     adapter_config,
     converts_keys,
+    expert_modules,
+    in_full,
     stored_name,
 )
 from kt_ray.checkpoint.index import CheckpointIndex, some
@@ -204,7 +206,8 @@ def _fused_config(lora: Lora, linear: list[Item], experts: list[Item]) -> dict[s
     config = _plain_config(lora, linear, default)
     if experts:
         roles = sorted({i.pattern.rpartition(".")[2] for i in experts})
-        config["target_parameters"] = [*(config["target_parameters"] or []), *(f"experts.{r}" for r in roles)]
+        ends = in_full([f"experts.{r}" for r in roles], _info(lora, linear, default))
+        config["target_parameters"] = [*(config["target_parameters"] or []), *ends]
         for role in roles:
             own = [i for i in experts if i.pattern.endswith(f".{role}")]
             usual = _common(own)
@@ -311,7 +314,8 @@ def _info(
 ) -> AdapterInfo:
     others = {i.module: (i.rank, i.scale * i.rank) for i in linear if (i.rank, i.scale) != default}
     rank, scale = default
-    return AdapterInfo(lora.base, model_type, rank, rank * scale, whole_type=whole_type, others=others)
+    more: dict[str, Any] = {"others": others, "expert_modules": expert_modules(lora.config)}
+    return AdapterInfo(lora.base, model_type, rank, rank * scale, whole_type=whole_type, **more)
 
 
 def _plain_config(lora: Lora, linear: list[Item], default: tuple[int, float]) -> dict[str, Any]:

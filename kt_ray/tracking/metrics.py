@@ -201,7 +201,7 @@ def expert_flops(
     intermediate: int,
     direction: Direction,
     *,
-    rank: int = 0,
+    rank: float = 0,
     recompute: bool = False,
 ) -> int:
     """Floating-point operations of the routed experts in one direction (a multiply-add is two).
@@ -216,15 +216,15 @@ def expert_flops(
 
     Args:
         slots: (token, expert) pairs, summed over layers.
-        rank: LoRA rank on gate, up and down; 0 = no expert LoRA.
+        rank: LoRA rank on gate, up and down, mean of the layers; 0 = no expert LoRA.
         recompute: `rule.experts.activations=recompute`: backward also redoes gate and up of the
             forward, 4HI + 4r(H + I) per slot.
     """
     h, i = hidden, intermediate
     if direction == "forward":
-        return slots * (6 * h * i + 6 * rank * (h + i))
+        return round(slots * (6 * h * i + 6 * rank * (h + i)))
     again = 4 * h * i + 4 * rank * (h + i) if recompute else 0
-    return slots * (6 * h * i + 12 * rank * (h + i) + again)
+    return round(slots * (6 * h * i + 12 * rank * (h + i) + again))
 
 
 def expert_flops_reference(slots: int, hidden: int, intermediate: int, direction: Direction) -> int:

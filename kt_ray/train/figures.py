@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.balance import mean_imbalance
-from kt_ray.placement.lora_sizes import expert_rank
+from kt_ray.placement.lora_sizes import expert_lora_share, expert_rank
 from kt_ray.placement.plan_types import Plan
 from kt_ray.tracking.metrics import (
     StepMetrics,
@@ -36,7 +36,7 @@ def step_metrics(
     """One step's figures; `report` covers all its waves, `step` counts from 1, `seconds` is its wall time."""
     dims = plan.dims
     sizes = (dims.hidden_size, dims.expert_intermediate)
-    rank = expert_rank(dims, config.lora)
+    rank = expert_rank(dims, config.lora) * expert_lora_share(dims, config.lora)  # mean of the layers
     recompute = plan.experts[0].activations == "recompute"
     counters = [e.counters for e in report.experts]
     forward = [c.forward_seconds for c in counters]

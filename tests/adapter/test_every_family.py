@@ -26,7 +26,7 @@ from torch import Tensor
 from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.adapter.peft_config import TESTED, AdapterInfo, converts_keys, load_limits, module_of
-from kt_ray.checkpoint.names import one_expert
+from kt_ray.checkpoint.names import layer_of, one_expert
 from kt_ray.config.lora_patterns import expert_lora
 from kt_ray.generate.requests import Sampling
 from kt_ray.model.family import read_family
@@ -200,6 +200,36 @@ def test_modules_with_ranks_of_their_own(family: str, rslora: bool, tmp_path: Pa
     assert server.startswith("no: ") and any(
         "vLLM and SGLang: not as it is" in n for n in trained.prepared.notes
     )
+
+
+@pytest.mark.parametrize("others", ["auto", "none"])
+@pytest.mark.parametrize("family", [*PATTERNS, "mixtral", "gpt_oss", "qwen3_5_moe_text"])
+def test_adapters_of_some_layers(family: str, others: str, tmp_path: Path) -> None:
+    """lora.layers: PEFT makes no adapters for the other layers' experts, which every form leaves out."""
+    trained = train(family, tmp_path, "lora.layers=[1]", f"lora.target_modules={others}")
+    assert {layer_of(name) for name in trained.values} == {1} and any("experts." in n for n in trained.values)
+    read_back(trained.adapter, trained)
+    kind = named_class(trained.adapter)
+    tuned = in_peft(kind, trained.base, trained.adapter)
+    assert all((p != 0).any() for name, p in tuned.named_parameters() if ".lora_" in name)
+    assert distance(logits(tuned), trained.logits) < 2e-5
+    merge(trained.base, trained.adapter, tmp_path / "merged")
+    merged = kind.from_pretrained(tmp_path / "merged", dtype=torch.float32, attn_implementation="eager")
+    assert distance(logits(merged.eval()), trained.logits) < 5e-5
+    for form in ("peft-fused", "peft-per-expert"):
+        export(trained.adapter, tmp_path / form, form)
+        read_back(tmp_path / form, trained)
+        if form == "peft-fused" or converts_keys(read_family(trained.base).text_type):
+            tuned = in_peft(kind, trained.base, tmp_path / form)
+            assert all((p != 0).any() for name, p in tuned.named_parameters() if ".lora_" in name)
+            assert distance(logits(tuned), trained.logits) < 2e-5
+    config = config_for(trained.base, f"lora.adapter={trained.adapter}")
+    again = prepare_model(config, training=True)
+    with local_cluster(trained.base, again.config) as cluster:
+        assert cluster.parameter_shapes() == {n: tuple(t.shape) for n, t in trained.values.items()}
+    assert again.plan.backward.lowest == 1
+    found = AdapterReader(str(trained.adapter), str(trained.base)).config
+    assert found.layers == [1] and found.experts
 
 
 # SGLang 0.5.23, srt/lora/utils.py and lora.py: every key belongs to a layer by its number; routed experts are

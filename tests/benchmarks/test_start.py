@@ -25,6 +25,7 @@ STARTS = {
     "first_night": "--scratch {tmp}/night --rows 24 --json {out} cluster=local plan.rates=nominal "
     "data.eval_fraction=0.1 trainer.batch_size=2 generate.max_new_tokens=4",
     "int8_products": "--hidden 256 --inter 128 --tokens 8 --threads 1 --json {out}",
+    "kept_activations": "--hidden 256 --inter 128 --tokens 8 --threads 1 --json {out}",
     "lane_products": "--hidden 256 --inter 128 --tokens 8 --threads 1 --json {out}",
     "network": "--gbit= --links 1 --repeats 1 --steps 0 --json {out}",
     "prediction": "--scratch {tmp} --cases demo.local_1x1 --rates nominal --warmup 0 --steps 1 --json {out}",

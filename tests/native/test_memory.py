@@ -32,7 +32,7 @@ def rows_of(case: Case) -> int:
     return int((case.ids < case.weights.E).sum())
 
 
-def compare(case: Case, isa: str, *, recompute: bool, threads: int = 1) -> None:
+def compare(case: Case, isa: str, *, save: bool | str, threads: int = 1) -> None:
     """Forward and backward on a new engine against the plan's figures."""
     plan, tokens, rows = shape_of(case, isa), case.x.shape[0], rows_of(case)
     with Engine(isa, threads=threads) as engine:
@@ -45,14 +45,14 @@ def compare(case: Case, isa: str, *, recompute: bool, threads: int = 1) -> None:
             adapter_of_token=case.adapter_of_token,
             dropout=case.dropout,
             keys=case.keys,
-            save="recompute" if recompute else True,
+            save=save,
         )
         assert saved is not None
-        kept = plan.saved(tokens, rows, recompute=recompute)
+        kept = plan.saved(tokens, rows, "retain" if save is True else str(save))
         assert saved.bytes == sum(kept.values()), kept
         for _ in range(2):
             engine.backward(case.weights, saved, case.dy, lora=case.lora or None)
-            buffers = plan.call(tokens, rows, recompute=recompute)
+            buffers = plan.call(tokens, rows, "retain" if save is True else str(save))
             shared = sum(rounded(size) for size in buffers.values())
             # A block has 32 rows on amx, fewer elsewhere: all that the formula of a thread rounds up.
             scratch = engine.scratch_bytes - shared
@@ -60,7 +60,7 @@ def compare(case: Case, isa: str, *, recompute: bool, threads: int = 1) -> None:
 
 
 @pytest.mark.parametrize(("isa", "dtype"), EVERY)
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("save", [True, "int8", "recompute"])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -72,29 +72,29 @@ def compare(case: Case, isa: str, *, recompute: bool, threads: int = 1) -> None:
     ids=str,
 )
 def test_the_plan_is_what_the_engine_takes(
-    isa: str, dtype: torch.dtype, shape: Shape, recompute: bool
+    isa: str, dtype: torch.dtype, shape: Shape, save: bool | str
 ) -> None:
-    compare(make_case(shape, dtype), isa, recompute=recompute)
+    compare(make_case(shape, dtype), isa, save=save)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_with_dropout_without_a_gate_and_quantised(isa: str) -> None:
     shape = Shape(tokens=50, hidden=96, inter=160, rank=5)
-    compare(make_case(shape, torch.bfloat16, dropout=0.1), isa, recompute=False)
-    compare(make_case(shape, torch.bfloat16, dropout=0.1), isa, recompute=True)
-    compare(make_case(shape, torch.bfloat16, activation="relu2"), isa, recompute=True)
-    compare(quantised_case(shape, "q8_0"), isa, recompute=False)
+    compare(make_case(shape, torch.bfloat16, dropout=0.1), isa, save=True)
+    compare(make_case(shape, torch.bfloat16, dropout=0.1), isa, save="recompute")
+    compare(make_case(shape, torch.bfloat16, activation="relu2"), isa, save="recompute")
+    compare(quantised_case(shape, "q8_0"), isa, save=True)
 
 
 def test_large_buffers_are_whole_huge_pages() -> None:
     """Activations of 7 MiB and more: rounded up to 2 MiB each."""
     shape = Shape(tokens=2500, slots=2, experts=2, hidden=500, inter=700, rank=8)
-    compare(make_case(shape, torch.float32), ISAS[-1], recompute=False)
+    compare(make_case(shape, torch.float32), ISAS[-1], save=True)
 
 
 def test_each_thread_has_the_same_scratch() -> None:
     case = make_case(Shape(tokens=400, hidden=200, inter=2000), torch.bfloat16)
-    compare(case, ISAS[-1], recompute=False, threads=2)
+    compare(case, ISAS[-1], save=True, threads=2)
 
 
 def test_layers_of_a_model_share_the_buffers() -> None:

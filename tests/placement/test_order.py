@@ -10,7 +10,7 @@ import pytest
 
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.order import Op, expert_order, worker_program
-from kt_ray.placement.plan_types import ExpertActorPlan, Plan, WorkerPlan
+from kt_ray.placement.plan_types import BackwardPart, ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.split import split_experts
 from tests.placement.configs import small_dims
 
@@ -164,6 +164,33 @@ def test_eval_is_the_forward_part_of_train() -> None:
         train = worker_program(plan, 0, stage, "train")
         assert tuple(op for op in train if op.kind not in backward) == worker_program(plan, 0, stage, "eval")
     assert {d for _, d, _ in expert_order(plan, "eval")} == {"forward"}
+
+
+@pytest.mark.parametrize("lowest", range(LAYERS))
+@pytest.mark.parametrize(("stages", "groups"), [(1, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize("mix", MIXES)
+def test_backward_ends_at_the_lowest_layer_with_lora(mix: str, stages: int, groups: int, lowest: int) -> None:
+    """Where the layers of a stage are all below it, nothing comes back to it."""
+    whole = plan_of(stages, 2, groups, MIXES[mix])
+    plan = dataclasses.replace(whole, backward=BackwardPart(lowest, lowest))
+    back = ("recv_grad", "recompute", "backward", "send_grad")
+    for worker in plan.workers:
+        start, stop = worker.layers
+        program = worker_program(plan, worker.replica, worker.stage, "train")
+        kept = [
+            op for op in worker_program(whole, worker.replica, worker.stage, "train") if op.kind not in back
+        ]
+        assert [op for op in program if op.kind not in back] == kept
+        passed = [layer for layer in range(start, stop) if layer >= lowest]
+        for kind in ("recompute", "backward"):
+            found = [(op.layer, op.group) for op in program if op.kind == kind]
+            assert sorted(found) == [(layer, group) for layer in passed for group in range(groups)]
+        kinds = [op.kind for op in program]
+        assert kinds.count("send_grad") == (groups if start > lowest and worker.stage else 0)
+        assert kinds.count("recv_grad") == (groups if stop > lowest and worker.stage < stages - 1 else 0)
+    order = expert_order(plan, "train")
+    assert {layer for layer, way, _ in order if way == "backward"} == {n for n in MIXES[mix] if n >= lowest}
+    execute(plan, "train", random.Random(f"{mix}{stages}{groups}{lowest}"))
 
 
 def test_two_groups_alternate_between_attention_and_experts() -> None:

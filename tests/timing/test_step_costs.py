@@ -220,8 +220,24 @@ def test_recomputing_experts_costs_gate_and_up_again() -> None:
         .beside
         for kind in ("retain", "recompute")
     )
-    forward = durations(rule=ONE)._kernel("forward", 2048, 256, 4)
+    forward = durations(rule=ONE)._kernel("forward", 2048, 256, 4, 8)
     assert again - keep == pytest.approx(forward * 2 / 3, rel=0.2)
+
+
+def test_no_gradient_at_the_experts_inputs_saves_gate_and_up() -> None:
+    """Where only the experts of a layer train, and nothing below."""
+    lora = {"layers": [1, 3], "target_modules": "none"}
+    found = durations(rule=ONE, lora=lora)
+    full, least = (found.expert(0, layer, "backward", 4096).beside for layer in (3, 1))
+    products = found._kernel("backward", 8192, 2048, 4, 8) - found._kernel(
+        "backward", 8192, 2048, 4, 8, products=0
+    )
+    assert products > 0 and least < full - products / 2  # two thirds of the products, none of the rest
+    bare = found.expert(0, 2, "backward", 4096).beside
+    assert bare < full
+    group = (Micro(4, 16, 64, 64),)
+    assert found.attention("backward", 1, group) == (0.0, 0.0)
+    assert sum(found.attention("recompute", 1, group)) < sum(found.attention("recompute", 2, group))
 
 
 def test_experts_of_two_actors_halve() -> None:

@@ -124,6 +124,7 @@ def _write_adapter(cluster: ActorCluster, config: Config, built: Built, director
         model_dir=str(built.released),
         module_names=tuple(whole.lora_names),
         other_names=tuple(whole.other_names),
+        expert_modules=whole.expert_modules,
     )
     return write_adapter(cast(Prepared, prepared), directory, cluster)
 

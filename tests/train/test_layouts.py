@@ -83,6 +83,15 @@ def test_workers_on_cards_give_the_curve_of_one(
     )
 
 
+def test_gate_and_up_in_int8_give_nearly_the_same_curve(tmp_path: Path) -> None:
+    """To the rounding of 8 bits, whatever the layout, and not the curve of what was not rounded."""
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    expected, kept = curve(path, stop=3), "rule.experts.activations=int8"
+    found = curve(path, kept, stop=3)
+    assert found != expected and found == pytest.approx(expected, rel=1e-2)
+    assert curve(path, kept, "rule.stages=2", "rule.replicas=2", stop=3) == pytest.approx(found, rel=1e-3)
+
+
 def test_overlap_changes_no_bit(tmp_path: Path) -> None:
     path = build_checkpoint(tmp_path, "deepseek_v3")
     for layout in ([], ["rule.stages=2", "rule.replicas=2", "rule.experts.sockets=2", "rule.groups=3"]):

@@ -191,6 +191,22 @@ def test_bit_identical_to_an_undisturbed_run(
     assert len(run.back) - backs == repeated, run.lines
 
 
+def test_adapters_of_some_layers_too(model: Path, tmp_path: Path) -> None:
+    """The first worker's layers are frozen: it has no parameters, and no backward."""
+    settings = ("rule=cpu_2workers_2sockets", "lora.layers=[2]")
+    calm = Run(model, tmp_path / "calm", [], *settings).go()
+    assert calm.parameters and all(".layers.2." in name for name in calm.parameters)
+    deaths = [
+        Death(EXPERTS[1], "run_pass", passes(3), 3),
+        Death(WORKERS[0], "run_pass", 6, 1),
+        Death(WORKERS[1], "commit", 4),
+    ]
+    more = ("trainer.save_every=2", "trainer.recoveries=20")
+    run = Run(model, tmp_path / "run", deaths, *settings, *more).go()
+    check(run, calm)
+    assert run.cluster.happened == len(deaths), run.lines
+
+
 def test_replicas_too(model: Path, tmp_path: Path, undisturbed: dict[str, Run]) -> None:
     deaths = [
         Death(WORKERS[1], "run_pass", passes(2), 2),

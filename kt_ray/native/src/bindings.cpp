@@ -283,7 +283,7 @@ std::unique_ptr<kt::Saved> forward(kt::Engine& engine, const py::tuple& weights,
 
 void backward(kt::Engine& engine, const py::tuple& weights, const kt::Saved& saved, const py::tuple& dy_arg,
               const std::vector<py::tuple>& lora_arg, const std::vector<py::object>& grads_arg,
-              const py::tuple& dx_arg, const py::tuple& dw_arg, bool check_finite) {
+              const py::object& dx_arg, const py::tuple& dw_arg, bool check_finite) {
     const kt::Weights w = weights_from(weights);
     const std::vector<kt::LoraView> lora = lora_from(lora_arg, w);
     const std::vector<kt::LoraGradView> grads = grads_from(grads_arg, lora, w);
@@ -295,13 +295,14 @@ void backward(kt::Engine& engine, const py::tuple& weights, const kt::Saved& sav
     if (saved.ranks != ranks)
         throw py::value_error("lora: ranks " + Tensor::text(ranks) + ", the forward had " +
                               Tensor::text(saved.ranks));
-    const Tensor dy(dy_arg), dx(dx_arg), dw(dw_arg);
+    const Tensor dy(dy_arg), dw(dw_arg);
     dy.typed({"float32"}).shaped({saved.tokens, w.hidden});
-    dx.typed({"float32"}).shaped({saved.tokens, w.hidden});
+    float* dx = nullptr;
+    if (!dx_arg.is_none())
+        dx = Tensor(dx_arg.cast<py::tuple>()).typed({"float32"}).shaped({saved.tokens, w.hidden}).as<float>();
     dw.typed({"float32"}).shaped({saved.tokens, saved.slots});
     const py::gil_scoped_release released;
-    engine.backward(w, saved, dy.as<const float>(), lora, grads, dx.as<float>(), dw.as<float>(),
-                    check_finite);
+    engine.backward(w, saved, dy.as<const float>(), lora, grads, dx, dw.as<float>(), check_finite);
 }
 
 // Parts [T_i, ...] one after another to [sum of T_i, ...]; float32 may become bfloat16.

@@ -72,12 +72,16 @@ const char* name_of(Phase phase) {
             return "LoRA of gate and up";
         case Phase::gate_up:
             return "gate and up";
+        case Phase::shrink:
+            return "gate and up to int8";
         case Phase::lora_mid:
             return "LoRA of down";
         case Phase::down:
             return "down";
         case Phase::store_dy:
             return "storing dy";
+        case Phase::restore:
+            return "gate and up from int8";
         case Phase::lora_out:
             return "LoRA of down, backward";
         case Phase::dact:
@@ -164,7 +168,7 @@ size_t Saved::bytes() const {
     const auto lock = reading();
     const size_t index = routing.row_token.size() * (sizeof(int32_t) + sizeof(int64_t) + sizeof(float)) +
                          routing.row_hash.size() * sizeof(uint32_t);
-    return x.bytes() + pair.bytes() + lora_in.bytes() + lora_mid.bytes() + index;
+    return x.bytes() + pair.bytes() + pair_int8.bytes() + lora_in.bytes() + lora_mid.bytes() + index;
 }
 
 void Saved::release() {
@@ -172,6 +176,7 @@ void Saved::release() {
     if (getpid() == process_) lock.lock();
     Lease(std::move(x));
     Lease(std::move(pair));
+    Lease(std::move(pair_int8));
     Lease(std::move(lora_in));
     Lease(std::move(lora_mid));
     routing = Routing();
@@ -334,7 +339,8 @@ void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::v
         const size_t at = std::upper_bound(ends.begin(), ends.end(), numbered) - ends.begin();
         const Phase phase = phases[at];
         const int64_t task = at == 0 ? numbered : numbered - ends[at - 1];
-        const bool in_turn = scatters(phase) && task < scatter_tasks(pass);
+        const bool in_turn =
+            scatters(phase) && task < (phase == Phase::down ? scatter_tasks(pass) : dx_tasks(pass));
         const ScatterTask turn = scatter_task(pass, task);
         try {
             Buffer& scratch = thread_scratch_[thread];
@@ -392,14 +398,18 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->x = take(p.tokens * p.hidden_pad * storage);
     saved->lora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));
     saved->lora_mid = take(p.rows * p.rank_pad * sizeof(float));
-    if (keep == Keep::all) saved->pair = take(p.rows * p.parts * p.inter_pad * storage);
+    const size_t pair_bytes = p.rows * p.parts * p.inter_pad * storage;
+    if (keep == Keep::all) saved->pair = take(pair_bytes);
+    if (keep == Keep::int8) saved->pair_int8 = take(p.rows * kept_row_bytes(p));
+    const Lease shrinking = take(keep == Keep::int8 ? pair_bytes : 0);
     const Lease act = take(p.rows * p.inter_pad * compute);
     const QuantisedRows act_int8 = quantised_rows(k, p.rows, p.inter_pad, p.in_groups);
 
     p.x_in = input.x;
     p.x_in_bf16 = input.x_is_bf16;
     p.x = saved->x.data();
-    p.pair = saved->pair.data();
+    p.pair = keep == Keep::int8 ? shrinking.data() : saved->pair.data();
+    p.pair_int8 = saved->pair_int8.data();
     p.act = act.data();
     p.act_int8 = act_int8.packed.data();
     p.act_scales = act_int8.scales.as<RowScale>();
@@ -407,8 +417,9 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     p.lora_mid = saved->lora_mid.as<float>();
     p.y = y;
     const FiniteCheck check{w, p, k.compute_is_bf16};
-    const std::vector<Phase> phases = {Phase::store_x, Phase::lora_in, Phase::gate_up, Phase::lora_mid,
-                                       Phase::down};
+    std::vector<Phase> phases = {Phase::store_x, Phase::lora_in, Phase::gate_up};
+    if (keep == Keep::int8) phases.push_back(Phase::shrink);
+    phases.insert(phases.end(), {Phase::lora_mid, Phase::down});
     if (by_rows)  // each takes less time than to wake a thread
         run(k, p, w.layer, w.expert_ids, phases);
     else
@@ -424,6 +435,8 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     if (keep == Keep::input) {
         Lease(std::move(saved->lora_in));
         Lease(std::move(saved->lora_mid));
+    } else if (lora.empty()) {  // x is for the adapters' gradients alone
+        Lease(std::move(saved->x));
     }
     return saved;
 }
@@ -447,12 +460,13 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     describe(p, w, routing, saved.tokens, lora, saved.dropout);
     const bool again = saved.keep == Keep::input;
     const size_t pair_size = p.rows * p.parts * p.inter_pad;
-    const Lease pair = take(again ? pair_size * storage : 0);
+    const Lease pair = take(saved.keep == Keep::all ? 0 : pair_size * storage);
     const Lease lora_in = take(again ? p.rows * 2 * p.rank_pad * sizeof(float) : 0);
     const Lease lora_mid = take(again ? p.rows * p.rank_pad * sizeof(float) : 0);
     const Lease act = take(p.rows * p.inter_pad * compute);
     const Lease dpair = take(pair_size * compute);
-    const QuantisedRows dpair_int8 = quantised_rows(k, p.rows, p.parts * p.inter_pad, false);
+    const QuantisedRows dpair_int8 =
+        dx == nullptr ? QuantisedRows() : quantised_rows(k, p.rows, p.parts * p.inter_pad, false);
     const Lease dy_stored = take(p.tokens * p.hidden_pad * storage);
     const Lease lora_out = take(p.rows * p.rank_pad * sizeof(float));
     const Lease dlora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));
@@ -460,7 +474,8 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     const Lease dw_rows = take(p.rows * sizeof(float));
 
     p.x = saved.x.data();
-    p.pair = again ? pair.data() : saved.pair.data();
+    p.pair = saved.keep == Keep::all ? saved.pair.data() : pair.data();
+    p.pair_int8 = saved.pair_int8.data();
     p.lora_in = again ? lora_in.as<float>() : saved.lora_in.as<float>();
     p.lora_mid = again ? lora_mid.as<float>() : saved.lora_mid.as<float>();
     p.act = act.data();
@@ -482,12 +497,13 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     if (again)
         for (const Phase phase : {Phase::lora_in, Phase::gate_up, Phase::lora_mid})
             run(k, p, w.layer, w.expert_ids, {phase});
+    if (saved.keep == Keep::int8) run(k, p, w.layer, w.expert_ids, {Phase::restore});
     for (const Phase phase : {Phase::lora_out, Phase::dact, Phase::dlora_in, Phase::dx_grads})
         run(k, p, w.layer, w.expert_ids, {phase});
 
     if (check_finite) {
         check.rows("the gradients of gate and up", p.dpair, p.parts * p.inter_pad);
-        check.output("dx", p.dx);
+        if (p.dx != nullptr) check.output("dx", p.dx);
         for (size_t a = 0; a < grads.size(); ++a) check.gradients(a, grads[a], lora[a].rank);
     }
     std::memset(dw, 0, saved.tokens * saved.slots * sizeof(float));

@@ -69,7 +69,8 @@ struct Weights {
     }
 };
 
-enum class Keep { nothing, input, all };
+// int8: as all, but gate and up as blocks of int8.
+enum class Keep { nothing, input, all, int8 };
 
 // What backward needs of one forward.
 struct Saved {
@@ -80,7 +81,7 @@ struct Saved {
     Routing routing;
     std::vector<int64_t> ranks;  // of each adapter
     Dropout dropout;
-    Lease x, pair, lora_in, lora_mid;
+    Lease x, pair, pair_int8, lora_in, lora_mid;
 
     size_t bytes() const;
     // Gives the memory back, once no backward reads it any more.
@@ -135,7 +136,7 @@ class Engine {
     // adapters may have been added to.
     std::unique_ptr<Saved> forward(const Weights& weights, ForwardInput input,
                                    const std::vector<LoraView>& lora, Keep keep, float* y, bool check_finite);
-    // dx [T, H], dw [T, K]; `grads` is empty or has an entry per adapter.
+    // dx [T, H], or null where nobody asks for it; dw [T, K]. `grads` is empty or has an entry per adapter.
     void backward(const Weights& weights, const Saved& saved, const float* dy,
                   const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
                   float* dw, bool check_finite);

@@ -107,6 +107,7 @@ struct Pass {
     bool x_in_bf16;
     void* x;          // [T, hidden_pad] S: kept for backward
     void* pair;       // [R, parts * inter_pad] S: gate, up; null: not kept
+    void* pair_int8;  // [R, kept_row_bytes] of them; null: not kept so
     void* act;        // [R, inter_pad] C, packed
     float* lora_in;   // [R, 2 * rank_pad] packed: scale * A drop(x), gate then up
     float* lora_mid;  // [R, rank_pad] packed: scale * A_down drop(act)
@@ -119,7 +120,7 @@ struct Pass {
     float* dlora_in;  // [R, 2 * rank_pad] packed: scale * B^T d(gate, up)
     float* dw_parts;  // [pieces(I, kDwColumns), R]
     float* dw_rows;   // [R]
-    float* dx;        // [T, H]
+    float* dx;        // [T, H]; null: not wanted
 
     // INT8 products only. Quantised and packed, rows padded to whole lines: act (null: not wanted), and the
     // gradients of gate and up times their channels' scales.
@@ -138,9 +139,11 @@ enum class Phase : int32_t {
     store_x,   // task = kTokenChunk tokens: x -> S
     lora_in,   // task = chunk: A_gate, A_up
     gate_up,   // task = (span, slab of I): gate, up, act
+    shrink,    // task = chunk: gate, up to blocks of int8 and back; act from that
     lora_mid,  // task = chunk: A_down; INT8 products: act quantised
     down,      // task = (run of spans, slab of H): y
     store_dy,  // task = kTokenChunk tokens
+    restore,   // task = chunk: gate, up from blocks of int8
     lora_out,  // task = chunk: B_down^T
     dact,      // task = (span, slab of I): gradients of gate, up; parts of dw
     dlora_in,  // task = chunk: B_gate^T, B_up^T; dw; INT8 products: gradients of gate, up quantised
@@ -158,6 +161,9 @@ struct ScatterTask {
 [[gnu::always_inline]] inline int64_t scatter_tasks(const Pass& p) {
     return scatter_slabs(p) * p.scatter_runs;
 }
+[[gnu::always_inline]] inline int64_t dx_tasks(const Pass& p) {
+    return p.dx == nullptr ? 0 : scatter_tasks(p);
+}
 [[gnu::always_inline]] inline ScatterTask scatter_task(const Pass& p, int64_t task) {
     return {task % scatter_slabs(p), task / scatter_slabs(p)};
 }
@@ -168,6 +174,9 @@ struct ScatterTask {
         ++span;
     return span;
 }
+
+constexpr int64_t kKeptBlock = 32;  // values of gate or up that share a scale; divides inter_pad
+inline int64_t kept_row_bytes(const Pass& p) { return p.parts * p.inter_pad / kKeptBlock * (kKeptBlock + 2); }
 
 constexpr int64_t kRowTokens = 16;  // by rows: tokens of a call and rows of a span, at most
 constexpr int64_t kTokenChunk = 64;

@@ -306,6 +306,7 @@ struct Moe {
 #include "generic/moe_int8.inl"
 #include "generic/moe_forward.inl"
 #include "generic/moe_backward.inl"
+#include "generic/moe_blocks.inl"
 #include "generic/moe_lora.inl"
 #include "generic/moe_rows.inl"
 #include "generic/moe_grads.inl"

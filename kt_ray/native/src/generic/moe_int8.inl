@@ -69,6 +69,7 @@ void quantise_act(const Chunk& chunk) const {
 // matrices are one sum.
 void quantise_dpair(const Chunk& chunk) const {
     if constexpr (kQuantised) {
+        if (p.dx == nullptr) return;
         const int64_t e = p.groups[chunk.group].expert;
         memset(s.channels, 0, p.parts * p.inter_pad * sizeof(float));
         if (p.parts == 2) channel_scales(p.gate.at(e), s.channels);

@@ -19,6 +19,8 @@ struct Entry {
             case Phase::lora_out:
                 return p.rank_pad > 0 ? p.num_chunks : 0;
             case Phase::dlora_in:
+            case Phase::shrink:
+            case Phase::restore:
                 return p.num_chunks;
             case Phase::gate_up:
             case Phase::dact:
@@ -26,7 +28,7 @@ struct Entry {
             case Phase::down:
                 return scatter_tasks(p);
             case Phase::dx_grads:
-                return scatter_tasks(p) + grad_tasks(p);
+                return dx_tasks(p) + grad_tasks(p);
         }
         return 0;
     }
@@ -36,7 +38,8 @@ struct Entry {
     }
 
     static size_t scratch_bytes(const Pass& p, Phase phase) {
-        const bool copies = phase == Phase::store_x || phase == Phase::store_dy;
+        const bool copies = phase == Phase::store_x || phase == Phase::store_dy || phase == Phase::shrink ||
+                            phase == Phase::restore;
         return copies ? 0 : carve<C>(p, nullptr, nullptr);
     }
 
@@ -51,12 +54,16 @@ struct Entry {
                 return work.lora_in(task);
             case Phase::gate_up:
                 return work.gate_up(task);
+            case Phase::shrink:
+                return work.shrink(task);
             case Phase::lora_mid:
                 return work.lora_mid(task);
             case Phase::down:
                 return work.down(task);
             case Phase::store_dy:
                 return work.store_dy(task);
+            case Phase::restore:
+                return work.restore(task);
             case Phase::lora_out:
                 return work.lora_out(task);
             case Phase::dact:
@@ -64,7 +71,7 @@ struct Entry {
             case Phase::dlora_in:
                 return work.dlora_in(task);
             case Phase::dx_grads: {
-                const int64_t scattering = scatter_tasks(p);
+                const int64_t scattering = dx_tasks(p);
                 return task < scattering ? work.dx(task) : work.adapter_grads(task - scattering);
             }
         }
@@ -81,7 +88,7 @@ struct Entry {
             case Phase::dlora_in:
                 return p.groups[p.chunks[task].group].expert;
             case Phase::dx_grads: {
-                const int64_t scattering = scatter_tasks(p);
+                const int64_t scattering = dx_tasks(p);
                 return task < scattering
                            ? -1
                            : p.groups[(task - scattering) / Work::grad_tasks_per_group(p)].expert;
