@@ -27,6 +27,9 @@ _BF16_PRODUCTS = ("avx512_bf16", "amx")
 _SPAN_BYTES = 2 << 20  # of a span's packed rows, within 64 to 512 rows
 _CHUNK_ROWS = 128
 _PANEL_BYTES = 128 << 10
+_AMX_PANEL_BYTES = 32 << 10  # depth goes in blocks through
+_AMX_SUM_PANELS = 8  # so many panels, whose sums are kept,
+_AMX_SPAN_ROWS = 256  # of so many rows
 _BLOCK_ROWS = 32  # at most; fewer on most instruction sets
 _GRAD_ROWS = 512
 _GRAD_RANKS = 8
@@ -113,23 +116,26 @@ class EngineShape:
     def thread(self) -> int:
         """Bytes of one thread's scratch: two panels, packed rows, and what is as small as they are wide.
 
-        With w columns of a panel (32, or 16 on avx2 and reference) and S = 2 MiB / (H' c) rows of a span,
-        within 64 and 512:
+        With w columns of a panel (32, or 16 on avx2 and reference), P = 128 KiB, g = 1 and S = 2 MiB / (H' c)
+        rows of a span, within 64 and 512; on amx P = 32 KiB, g = 8 and S = 256, but for float32:
 
-            2 min(128 KiB, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 w)
+            2 min(P, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 g w)
             + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 256 r' + 43 KiB         r' at least 16
         """
+        blocks = self.isa == "amx" and not self.float32
         h, i, r = self._widths
         _, compute = self._elements
         columns = 2 * _LANES.get(self.isa, 16)
         slice_bytes = 32 * columns * compute
-        panel = min(max(h, self._parts * i) // 32, _PANEL_BYTES // slice_bytes) * slice_bytes
-        rows = max(min(max(_SPAN_BYTES // (h * compute), 64), 512), _CHUNK_ROWS)
+        most = _AMX_PANEL_BYTES if blocks else _PANEL_BYTES
+        panel = min(max(h, self._parts * i) // 32, most // slice_bytes) * slice_bytes
+        span = _AMX_SPAN_ROWS if blocks else min(max(_SPAN_BYTES // (h * compute), 64), 512)
+        rows = max(span, _CHUNK_ROWS)
         rank = max(r, 16)
         parts = (
             *(panel, panel),
             rows * max(h, i) * compute,
-            rows * columns * 4,
+            (_AMX_SUM_PANELS if blocks else 1) * rows * columns * 4,
             _BLOCK_ROWS * columns * 4,
             2 * rank * columns * 4,
             -(-4 * rank // columns) * _CHUNK_ROWS * columns * 4,

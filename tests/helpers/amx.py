@@ -92,11 +92,12 @@ class Amx:
     def emulated(self) -> bool:
         return self.emulator is not None
 
-    def micro_test(self) -> Path:
-        """The program tests/native/cpp/amx_micro_test.cpp, compiled as the engine compiles its kernels."""
-        program = self.folder / "amx_micro_test"
-        source = TESTS / "cpp" / "amx_micro_test.cpp"
-        compile_with("g++", program, *ISA_FLAGS, "-Werror", "-I", SOURCES, source, "-pthread")
+    def program(self, name: str, *flags: str) -> Path:
+        """tests/native/cpp/NAME.cpp, compiled as the engine compiles its kernels, but for `flags`."""
+        program = self.folder / name
+        source = TESTS / "cpp" / f"{name}.cpp"
+        arguments = (*ISA_FLAGS, "-Werror", *flags, "-I", SOURCES, source, "-pthread")
+        compile_with("g++", program, *arguments)
         return program
 
     def environment(self, **more: str) -> dict[str, str]:
@@ -130,4 +131,4 @@ if __name__ == "__main__":
         sys.exit(Amx.unusable())
     with tempfile.TemporaryDirectory() as folder:
         amx = Amx.build(Path(folder))
-        print(amx.run([str(amx.micro_test()), "plan"]), end="")
+        print(amx.run([str(amx.program("amx_micro_test")), "plan"]), end="")

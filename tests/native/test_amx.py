@@ -30,7 +30,7 @@ def amx(tmp_path_factory: pytest.TempPathFactory) -> Amx:
 
 @pytest.fixture(scope="module")
 def micro_test(amx: Amx) -> Path:
-    return amx.micro_test()
+    return amx.program("amx_micro_test")
 
 
 def test_the_emulator_faults_where_a_cpu_would(amx: Amx) -> None:
@@ -82,3 +82,11 @@ def test_a_panel_takes_the_operations_that_the_paper_plans(amx: Amx, micro_test:
         assert case["tilestored"] == blocks * passes * sums
         assert case["product_rows"] == case["rows"] * pieces * 2
         assert case["ldtilecfg"] == 1
+
+
+def test_tiles_are_finished_during_the_products_of_the_next(amx: Amx) -> None:
+    """Depth in blocks through groups of panels: exact sums, in order, and when they are taken up."""
+    said = amx.run([str(amx.program("amx_sweep_test", "-O1"))])
+    assert said.startswith("ok: 30 tiles in ")
+    if amx.emulated:
+        assert "during the products of the next" in said

@@ -4,6 +4,7 @@ prove that tile products ran. Bits and counts; never speed."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import subprocess
@@ -138,6 +139,76 @@ def test_products_are_as_planned_and_tiles_released(amx: Amx) -> None:
         assert [c["configured"] for c in counts] == [0, 0, 0, 0]
     chosen = found[0][0]["tdpbf16ps"]  # to choose between instruction sets, before the first call
     assert products(amx, before) == chosen + sum(sum(plan(rank > 0)) for rank, _ in PLANNED)
+
+
+DEEP = Shape(tokens=60, slots=2, experts=3, hidden=1120, inter=544, rank=0)
+
+
+def deep_case() -> Case:
+    return make_case(DEEP, torch.bfloat16)
+
+
+def row_blocks(rows: int) -> list[int]:
+    """Rows of an expert's blocks: as even as steps of 16 rows allow, at most 32."""
+    steps, count = -(-rows // 16), -(-rows // 32)
+    ends = [min(rows, steps * b // count * 16) for b in range(count + 1)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def deep_plan(rows: list[int], columns: int, depth: int) -> dict[str, int]:
+    """Tile operations of the products of all experts; after every block of at most 512 depths a store."""
+    panels, pieces = columns // 32, depth // 32
+    cuts = -(-pieces // 16)
+    blocks = [block for expert in rows for block in row_blocks(expert)]
+    sums = sum(4 if block > 16 else 2 for block in blocks)
+    operands = sum(4 if block > 16 else 3 for block in blocks)
+    return {
+        "tilezero": panels * sums,
+        "tileloadd": panels * (pieces * operands + (cuts - 1) * sums),
+        "tilestored": panels * cuts * sums,
+        "tdpbf16ps": panels * pieces * sums,
+    }
+
+
+def print_deep_counts() -> None:
+    """Counts of forward, of backward; then how far results are from avx512_bf16."""
+    emulator = ctypes.CDLL(None)
+    counts = (ctypes.c_uint64 * 64)()
+    names = ["ldtilecfg", "sttilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps"]
+
+    def now() -> dict[str, int]:
+        emulator.amxemu_counts(counts)
+        return dict(zip(names, counts, strict=False))
+
+    case = deep_case()
+    with Engine(threads=1) as engine:
+        found = [now()]
+        _, saved = engine.forward(case.weights, case.x, case.ids, case.weights_TK)
+        found.append(now())
+        engine.backward(case.weights, saved, case.dy)
+        found.append(now())
+        results = case.run(engine)
+    with Engine("avx512_bf16", threads=1) as vectors:
+        wanted = case.run(vectors)
+    difference = max(float((results[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted)
+    print(json.dumps([*found, difference]))
+
+
+def test_depth_goes_in_blocks_through_groups_of_panels(amx: Amx) -> None:
+    if not amx.emulated:
+        pytest.skip("this CPU has AMX: nothing counts")
+    *found, difference = json.loads(call(amx, "print_deep_counts"))
+    rows = torch.bincount(deep_case().ids.flatten(), minlength=DEEP.experts)[: DEEP.experts].tolist()
+    assert len({len(row_blocks(n)) for n in rows}) > 1, rows
+    sizes = {
+        "forward": [(2 * DEEP.inter, DEEP.hidden), (DEEP.hidden, DEEP.inter)],
+        "backward": [(DEEP.inter, DEEP.hidden), (DEEP.hidden, 2 * DEEP.inter)],
+    }
+    for (before, after), products in zip(itertools.pairwise(found), sizes.values(), strict=True):
+        plans = [deep_plan(rows, columns, depth) for columns, depth in products]
+        planned = {name: sum(plan[name] for plan in plans) for name in plans[0]}
+        assert {name: after[name] - before[name] for name in planned} == planned
+    assert difference < tolerance(torch.bfloat16, 0, 1) / 4
 
 
 # -- results -------------------------------------------------------------------------------------------

@@ -242,6 +242,7 @@ Engine::QuantisedRows Engine::quantised_rows(const Kernels& k, int64_t rows, int
 }
 
 int64_t Engine::span_rows(const Weights& w, const Kernels& k) {
+    if (k.blocks_depth) return 256;  // rows of a block and their sums: 2 KiB each, a quarter of an L2 cache
     const int64_t row_bytes = padded(w.hidden, kDepthStep) * (k.compute_is_bf16 ? 2 : 4);
     return std::clamp<int64_t>(kPackedBytes / row_bytes, 64, 512);
 }

@@ -192,6 +192,7 @@ struct Kernels {
     int64_t max_rows;  // of a row block
     int64_t row_step;  // row blocks are multiples of this but for the last of a group
     int64_t panel_columns;
+    bool blocks_depth;       // the rows of a span need not fit the L2 cache: only a block of their depth
     int64_t quantised_size;  // INT8 products: bytes of an element of a quantised left operand; else 0
     int64_t (*tasks)(const Pass&, Phase);
     size_t (*scratch_bytes)(const Pass&, Phase);  // per thread

@@ -97,11 +97,13 @@ struct Test {
         for (int part = 0; part < 2; ++part) {
             const int64_t first = ends[part], last = ends[part + 1];
             if (first == last) continue;
-            steps.start(source, first, last, got + first * floats, slices * blocks, source);
+            steps.start({&source, first, last}, got + first * floats, slices * blocks,
+                        {&source, last, slices});
             for (int b = 0; b < blocks; ++b) {
                 ComputeF32Ahead::run(steps, count, left.data(), slices, other.data(), sums.data(), b > 0,
                                      Touch{nullptr});
-                MicroF32::run(count, left.data(), slices * kSlice, other.data(), plain_sums.data(), b > 0);
+                MicroF32::run({0, count, count}, left.data(), slices * kSlice, other.data(),
+                              plain_sums.data(), b > 0);
             }
             steps.finish();
         }

@@ -1,8 +1,19 @@
+// Work that products do in passing, a bit after every line of depth, where the micro-kernel says kInPassing.
+struct Later {
+    int64_t bits = 0;  // left
+    void (*do_bit)(Later&) = nullptr;
+
+    void finish() {
+        while (bits > 0) do_bit(*this);
+    }
+};
+
 // Cache lines that the end of a row block's products will need: asked for one at a time during the
 // products, where the micro-kernel can.
 struct Touch {
     const char** lines;
     int64_t count = 0;
+    Later* later = nullptr;  // of the tile before
 
     void add(const void* line) { lines[count++] = static_cast<const char*>(line); }
 };
@@ -12,21 +23,17 @@ struct Touch {
 
 template <class T>
 struct PlainAhead {
-    const Source* source = nullptr;
-    int64_t begin = 0, end = 0;
+    Stretch wanted{};
     T* panel = nullptr;
 
-    // Slices [begin, end) of `source` are wanted in `panel`, during `slices` slices of products.
-    void start(const Source& from, int64_t first, int64_t last, T* to, int64_t /*slices*/,
-               const Source& /*after*/) {
-        source = &from;
-        begin = first;
-        end = last;
+    // A stretch is wanted in `panel`, during `slices` slices of products; `then` is wanted next.
+    void start(const Stretch& now, T* to, int64_t /*slices*/, const Stretch& /*then*/) {
+        wanted = now;
         panel = to;
     }
     void finish() {
-        if (source != nullptr) decode<T>(*source, begin, end, panel);
-        source = nullptr;
+        if (wanted.source != nullptr) decode<T>(*wanted.source, wanted.begin, wanted.end, panel);
+        wanted.source = nullptr;
     }
 };
 
@@ -43,6 +50,6 @@ struct ComputeF32 {
     static void run(Ahead&, int count, const float* left, int64_t slices, const float* panel, float* tile,
                     bool accumulate, Touch touch) {
         for (int64_t i = 0; i < touch.count; ++i) __builtin_prefetch(touch.lines[i], 0, 2);
-        MicroF32::run(count, left, slices * kSlice, panel, tile, accumulate);
+        MicroF32::run({0, count, count}, left, slices * kSlice, panel, tile, accumulate);
     }
 };

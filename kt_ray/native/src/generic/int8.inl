@@ -272,29 +272,27 @@ inline bool has_nibbles(const Source& source) {
 template <uint8_t kFlip, class T>
 struct PlainInt8Ahead {
     Ratios ratios;
-    const Source* source = nullptr;
-    int64_t begin = 0, end = 0;
+    Stretch wanted{};
     T* panel = nullptr;
 
     explicit PlainInt8Ahead(const Ratios& scratch) : ratios(scratch) {}
 
-    void start(const Source& from, int64_t first, int64_t last, T* to, int64_t /*slices*/,
-               const Source& /*after*/) {
-        source = &from;
-        begin = first;
-        end = last;
+    void start(const Stretch& now, T* to, int64_t /*slices*/, const Stretch& /*then*/) {
+        wanted = now;
         panel = to;
     }
     void step() {}
     void finish() {
+        const Source* const source = wanted.source;
         if (source == nullptr) return;
+        const int64_t begin = wanted.begin, end = wanted.end;
         ratios.prepare(*source, begin, end);
         for (int i = 0; i < source->parts; ++i)
             decode_int8<kFlip>(source->part[i], ratios, begin, end, panel);
         if (has_nibbles(*source))
             decode_group_scales(*source, begin, end,
                                 reinterpret_cast<float*>(panel + panel_size<T>(end - begin)));
-        source = nullptr;
+        wanted.source = nullptr;
     }
 };
 
@@ -303,18 +301,29 @@ struct PlainInt8Ahead {
 template <class M, class G, class A>
 struct Int8Products {
     using T = typename M::T;
+    using Micro = M;
     static constexpr int kRaised = M::kRaised;
     using Ahead = A;
 
+    struct Job {
+        Ahead& ahead;
+        Later* later;
+        void step() {
+            if constexpr (M::kInPassing)
+                if (later != nullptr && later->bits > 0) later->do_bit(*later);
+            ahead.step();
+        }
+    };
     static void run(Ahead& ahead, int count, const QuantisedLeft<T>& left, int64_t slices, const T* panel,
                     float* tile, bool accumulate, Touch touch) {
         for (int64_t i = 0; i < touch.count; ++i) __builtin_prefetch(touch.lines[i], 0, 2);
+        Job job{ahead, touch.later};
         if (left.in_groups)
             return G::run(count, left.data, left.rows, slices, panel,
                           reinterpret_cast<const float*>(panel + panel_size<T>(slices)), tile, accumulate,
-                          ahead);
+                          job);
         M::run(count, left.data, slices / line_slices<T>(), panel, reinterpret_cast<int32_t*>(tile),
-               accumulate, ahead);
+               accumulate, job);
     }
 
     // The sums times the scales of their rows and, where the panel's columns are channels, of these.

@@ -17,10 +17,11 @@ constexpr int64_t slice_steps() {
     return kSlice / pack_of<typename C::T>();
 }
 
-// A panel's depth is cut so that two of them stay in the L2 cache.
+// A panel's depth is cut into blocks so that two of them stay in the cache that the micro-kernel reads them
+// from.
 template <class C>
 constexpr int64_t max_slices() {
-    return 128 * 1024 /
+    return C::Micro::kPanelBytes /
            (slice_steps<C>() * step_size<typename C::T>() * static_cast<int64_t>(sizeof(typename C::T)));
 }
 
@@ -37,7 +38,7 @@ struct Scratch {
     T* panel[2];                  // decoded weights: in use, and the next
     T* packed;                    // left operand of a span or chunk
     T* ordered;                   // rows of a span in the order of a format
-    float* tiles;                 // [rows of a span][kColumns]
+    float* tiles;                 // [kSumPanels][rows of a span][kColumns]
     float* masked;                // [rows of a block][kColumns]
     float* lora_panel;            // [2 * rank_pad][kColumns]
     float* sums;                  // [panels of the projections][kChunkRows][kColumns]
@@ -73,7 +74,7 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     char* packed = take(rows * max_of(p.hidden_pad, p.inter_pad), sizeof(T));
     const int64_t ordered_rows = p.by_rows ? min_of(p.rows, kRowTokens) : 0;
     char* ordered = take(ordered_rows * C::Rows::ordered_size(max_of(p.hidden_pad, p.inter_pad)), sizeof(T));
-    char* tiles = take(rows * kColumns, sizeof(float));
+    char* tiles = take((p.by_rows ? 1 : C::Micro::kSumPanels) * rows * kColumns, sizeof(float));
     char* masked = take(C::Micro::kMaxRows * kColumns, sizeof(float));
     char* lora_panel = take(2 * rank * kColumns, sizeof(float));
     char* sums = take(pieces(4 * rank, kColumns) * kChunkRows * kColumns, sizeof(float));
@@ -168,11 +169,61 @@ struct Moe {
             widen(from, kLine, line);
     }
 
-    // Products of packed rows with a sequence of panels, each decoded while the one before is used.
+    // The end of a tile: at once, or some rows at a time during the next products. `place` is where a tile
+    // may lie meanwhile.
+    template <class Finish>
+    struct EndingAtOnce {
+        const Finish& finish_rows;
+        static constexpr int64_t place = 0;
+
+        explicit EndingAtOnce(const Finish& f) : finish_rows(f) {}
+        void begin(int64_t item, const RowBlock& b, float* tile) {
+            finish_rows(item, b, tile, BlockRows{0, b.count, b.count});
+        }
+        static Later* during(int64_t) { return nullptr; }
+        static void finish() {}
+    };
+    template <class Finish>
+    struct EndingInPassing : Later {
+        const Finish& finish_rows;
+        int64_t place = 0, item = 0;
+        const RowBlock* block = nullptr;
+        float* tile = nullptr;
+        int done = 0, rows = 0;  // rows so far, in a bit
+
+        explicit EndingInPassing(const Finish& f) : finish_rows(f) {
+            do_bit = [](Later& self) { static_cast<EndingInPassing&>(self).next(); };
+        }
+        void begin(int64_t j, const RowBlock& b, float* sums) {
+            item = j;
+            block = &b;
+            tile = sums;
+            done = 0;
+            rows = b.count;
+            bits = 1;
+            place ^= C::Micro::kMaxRows;
+        }
+        Later* during(int64_t lines) {
+            if (bits == 0) return nullptr;
+            rows = static_cast<int>(pieces(block->count, lines));
+            bits = pieces(block->count, rows);
+            return this;
+        }
+        void next() {
+            const int first = done;
+            done = static_cast<int>(min_of(block->count, done + rows));
+            --bits;
+            finish_rows(item, *block, tile, BlockRows{first, done, block->count});
+        }
+    };
+
+    // Products of packed rows with a sequence of panels, each decoded while the one before is used. Depth
+    // goes block by block through groups of kSumPanels panels, whose sums are kept meanwhile.
     //
     // source_of(j): the panel of item j; blocks_of(j): its row blocks [first, last); left_of(block): their
     // packed rows, `slices` deep; before(j, block, touch) names the lines that finish will need;
-    // finish(j, block, tile) gets the complete products.
+    // finish(j, block, tile, rows) gets the complete products: of a block at once, or some rows at a time
+    // during the products of the next block.
     template <class SourceOf, class BlocksOf, class LeftOf, class Before, class Finish>
     void sweep(int64_t items, int64_t slices, const SourceOf& source_of, const BlocksOf& blocks_of,
                const LeftOf& left_of, const Before& before, const Finish& finish) const {
@@ -180,45 +231,64 @@ struct Moe {
         if constexpr (!Quantised<C>)
             if (p.by_rows) return sweep_rows(items, slices, source_of, blocks_of, left_of, finish);
         using F = Frozen<C>;
-        constexpr int64_t kWhole = line_slices<typename F::T>();
+        constexpr int64_t kWhole = line_slices<typename F::T>(), kGroup = F::Micro::kSumPanels;
+        constexpr int64_t kSources = kGroup + 2;  // a group's, and what follows it
         const int64_t lines = pieces(slices, kWhole), cuts = pieces(lines * kWhole, max_slices<F>());
         const auto cut = [&](int64_t d) { return lines * d / cuts * kWhole; };
+        struct Step {
+            int64_t item, cut;
+        };
+        const auto group_of = [&](const Step& step) { return step.item / kGroup * kGroup; };
+        const auto after = [&](const Step& step) {
+            const int64_t group = group_of(step), end = min_of(items, group + kGroup);
+            if (step.item + 1 < end) return Step{step.item + 1, step.cut};
+            return step.cut + 1 < cuts ? Step{group, step.cut + 1} : Step{end, 0};
+        };
+        Source sources[kSources];  // of item j at j % kSources
+        int64_t known = 0;
+        const auto know = [&](const Step& step) {
+            for (const int64_t end = min_of(items, group_of(step) + kSources); known < end; ++known)
+                sources[known % kSources] = source_of(known);
+        };
+        const auto stretch = [&](const Step& step) {
+            const Source& source = sources[min_of(step.item, items - 1) % kSources];
+            return Stretch{&source, cut(step.cut), cut(step.cut + 1)};
+        };
+        Step now{0, 0};
+        know(now);
+        std::conditional_t<F::Micro::kInPassing, EndingInPassing<Finish>, EndingAtOnce<Finish>> ending(
+            finish);
         auto ahead = decoder();
-        // Of items j, j + 1, j + 2 at j % 3, (j + 1) % 3, (j + 2) % 3.
-        Source sources[3];
-        for (int64_t j = 0; j < 3; ++j) sources[j] = source_of(min_of(j, items - 1));
-        ahead.start(sources[0], 0, cut(1), s.frozen_panel[0], 0, sources[cuts == 1 ? 1 : 0]);
+        ahead.start(stretch(now), s.frozen_panel[0], 0, stretch(after(now)));
         ahead.finish();
-        int buffer = 0;
-        for (int64_t j = 0; j < items; ++j) {
-            const BlockRange range = blocks_of(j);
-            const int64_t first_row = p.blocks[range.first].begin;
-            const Source &now = sources[j % 3], &next = sources[(j + 1) % 3], &after = sources[(j + 2) % 3];
-            for (int64_t d = 0; d < cuts; ++d) {
-                const bool last = d + 1 == cuts;
-                const int64_t slices_now = cut(d + 1) - cut(d);
-                const int64_t products = slices_now * (range.last - range.first);
-                if (!last)
-                    ahead.start(now, cut(d + 1), cut(d + 2), s.frozen_panel[buffer ^ 1], products, next);
-                else if (j + 1 < items)
-                    ahead.start(next, 0, cut(1), s.frozen_panel[buffer ^ 1], products, after);
-                for (int64_t q = range.first; q < range.last; ++q) {
-                    const RowBlock& b = p.blocks[q];
-                    Touch touch{s.lines};
-                    if (last) before(j, b, touch);
-                    float* tile = cuts == 1 ? s.tiles : s.tiles + (b.begin - first_row) * kColumns;
-                    const auto left = left_of(b);
-                    F::run(ahead, b.count, left + cut(d) * kSlice * b.count, slices_now,
-                           s.frozen_panel[buffer], tile, d > 0, touch);
-                    if constexpr (Quantised<C>)
-                        if (last) F::complete(now, b.count, left, tile);
-                    if (last) finish(j, b, tile);
-                }
-                ahead.finish();
-                buffer ^= 1;
+        for (int buffer = 0; now.item < items; buffer ^= 1) {
+            know(now);
+            const Step next = after(now);
+            const BlockRange range = blocks_of(now.item);
+            const int64_t begin = cut(now.cut), slices_now = cut(now.cut + 1) - begin;
+            const int64_t first_sum = (now.item - group_of(now)) * p.span_rows - p.blocks[range.first].begin;
+            const bool last = now.cut + 1 == cuts;
+            if (next.item < items)
+                ahead.start(stretch(next), s.frozen_panel[buffer ^ 1],
+                            slices_now * (range.last - range.first), stretch(after(next)));
+            for (int64_t q = range.first; q < range.last; ++q) {
+                const RowBlock& b = p.blocks[q];
+                Touch touch{s.lines};
+                if (last) before(now.item, b, touch);
+                float* tile = s.tiles + (cuts > 1 ? first_sum + b.begin : ending.place) * kColumns;
+                const auto left = left_of(b);
+                touch.later = ending.during(slices_now / kWhole);
+                F::run(ahead, b.count, left + begin * kSlice * b.count, slices_now, s.frozen_panel[buffer],
+                       tile, now.cut > 0, touch);
+                if constexpr (Quantised<C>)
+                    if (last) F::complete(*stretch(now).source, b.count, left, tile);
+                ending.finish();
+                if (last) ending.begin(now.item, b, tile);
             }
-            if (j + 3 < items) sources[j % 3] = source_of(j + 3);
+            ahead.finish();
+            now = next;
         }
+        ending.finish();
     }
 
     auto decoder() const {

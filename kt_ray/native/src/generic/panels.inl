@@ -21,6 +21,17 @@ struct Part {
 struct Source {
     Part part[2];
     int parts;
+
+    // The part that slice `slice` is of: along columns one follows the other.
+    const Part& part_at(int64_t slice) const {
+        return part[parts == 2 && part[1].along_columns && slice >= part[1].slice_begin ? 1 : 0];
+    }
+};
+
+// Slices [begin, end) of a source.
+struct Stretch {
+    const Source* source;
+    int64_t begin, end;
 };
 
 inline int64_t element_bytes(Format format) {

@@ -175,13 +175,12 @@ struct UnitAhead {
     int64_t quota = 0;            // units at a time
     float* panel = nullptr;
 
-    // Slices [first, last) of `from` are wanted in `to`, during `slices` slices of products.
-    void start(const Source& from, int64_t first, int64_t last, float* to, int64_t slices,
-               const Source& /*then*/) {
-        source = &from;
-        begin = first;
+    // A stretch is wanted in `to`, during `slices` slices of products.
+    void start(const Stretch& wanted, float* to, int64_t slices) {
+        source = wanted.source;
+        begin = wanted.begin;
         unit = 0;
-        units = (last - first) * kUnits;
+        units = (wanted.end - begin) * kUnits;
         panel = to;
         every = wait = max_of(1, slices / units);
         quota = slices == 0 ? 0 : pieces(units, slices);
@@ -335,26 +334,23 @@ struct ComputeF32Ahead {
         PieceState state;
         Functions use;
         UnitAhead units;  // of formats without pieces
-        const Source* source = nullptr;
-        int64_t begin = 0, end = 0;
+        Stretch wanted{};
         float* panel = nullptr;
-        alignas(64) float scales[2][128 * 1024 / (kSlice * 2 * kLanes * 4) * kSlice];
+        alignas(64) float scales[2][MicroF32::kPanelBytes / (kSlice * 2 * kLanes * 4) * kSlice];
 
         // As UnitAhead::start. What does not come in whole slices is decoded here.
-        void start(const Source& from, int64_t first, int64_t last, float* to, int64_t slices,
-                   const Source& then) {
+        void start(const Stretch& now, float* to, int64_t slices, const Stretch& then) {
             state.run = state.count = 0;
             state.piece = 0;
             state.bad = false;
-            source = &from;
-            begin = first;
-            end = last;
+            wanted = now;
             panel = to;
             units.source = nullptr;
+            const Source& from = *now.source;
+            const int64_t first = now.begin, last = now.end;
             const Part& a = from.part[0];
             use = functions(a.m.format, a.along_columns);
-            if (use.products == nullptr || !whole(from))
-                return units.start(from, first, last, to, slices, then);
+            if (use.products == nullptr || !whole(from)) return units.start(now, to, slices);
             int64_t total = 0;
             const bool along_columns = a.along_columns;
             for (int i = 0; i < 2; ++i) {
@@ -383,19 +379,18 @@ struct ComputeF32Ahead {
                 run.scales = scales[state.count];
                 state.bad |= !scales_of(m, along_columns, along_columns ? k : at, along_columns ? at : k,
                                         run.slices, use.factor, scales[state.count]);
-                // Further slices of this matrix, or what comes next.
-                run.after = run.from + run.slices * (along_columns ? kSlice * m.row_bytes : use.bytes);
-                run.after_row_bytes = m.row_bytes;
-                if (s1 == part.slice_end || (along_columns && s1 < last)) {
-                    const bool more = along_columns && i + 1 < from.parts;
-                    const Part& next =
-                        more ? from.part[1] : then.part[!along_columns && then.parts == 2 ? i : 0];
-                    const int64_t at_next = next.at + (!along_columns && then.parts == 1 ? i * kLanes : 0);
-                    const int64_t bytes = strip_bytes(next.m.format) / 8;
-                    run.after = next.m.data +
-                                (next.along_columns ? at_next * bytes / kSlice : at_next * next.m.row_bytes);
-                    run.after_row_bytes = next.m.row_bytes;
-                }
+                const bool more = along_columns && i + 1 < from.parts && from.part[1].slice_begin < last;
+                const Source& source = more ? from : *then.source;
+                const int64_t slice = more ? from.part[1].slice_begin : then.begin;
+                const Part& next =
+                    !along_columns && source.parts == 2 ? source.part[i] : source.part_at(slice);
+                const int64_t at_next = next.at + (!along_columns && source.parts == 1 ? i * kLanes : 0);
+                const int64_t k_next = (slice - next.slice_begin) * kSlice;
+                const int64_t bytes = strip_bytes(next.m.format) / 8;
+                run.after =
+                    next.m.data + (next.along_columns ? k_next * next.m.row_bytes + at_next * bytes / kSlice
+                                                      : at_next * next.m.row_bytes + k_next * bytes / kSlice);
+                run.after_row_bytes = next.m.row_bytes;
                 total += run.pieces;
                 ++state.count;
             }
@@ -425,7 +420,7 @@ struct ComputeF32Ahead {
                 ++state.run;
                 state.piece = 0;
             }
-            if (state.bad) decode<float>(*source, begin, end, panel);
+            if (state.bad) decode<float>(*wanted.source, wanted.begin, wanted.end, panel);
             state.bad = false;
         }
     };

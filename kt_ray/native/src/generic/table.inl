@@ -116,6 +116,7 @@ struct Entry {
                                      C::Micro::kMaxRows,
                                      C::Micro::kRowStep,
                                      kColumns,
+                                     (C::Micro::kSumPanels > 1),
                                      quantised_size<C>(),
                                      tasks,
                                      scratch_bytes,

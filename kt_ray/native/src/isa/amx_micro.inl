@@ -10,9 +10,9 @@
 //
 // Rows are configured exactly: a tile of m rows loads, multiplies and stores m rows, so `tile` and the
 // left operand need no padding, and a row's bits do not depend on how many others there are. Configuring
-// takes about 200 cycles and clears every tile; it happens only when the count changes: at most twice
-// per panel and group, as all its row blocks but the last have 16 or 32 rows, which share a configuration,
-// so that a caller of short depths (a thousand elements or less) who pads to 16 rows of zeros has none.
+// takes about 200 cycles and clears every tile; it happens only when the count changes: at most twice per
+// block of a panel's depth and group, as all its row blocks but the last have 16 or 32 rows, which share a
+// configuration.
 //
 // The tile configuration belongs to the thread, as registers do. A thread calls enter() before its
 // first run() and leave() after its last one, with no other user of tiles in between; leave() returns
@@ -95,6 +95,9 @@ struct MicroTiles {
     static constexpr int64_t kPack = 4 / sizeof(T);  // consecutive elements of the contraction per lane
     static constexpr int64_t kK = 64 / sizeof(T);    // elements of one row's piece
     static constexpr int kMaxRows = 2 * kTileRows;
+    // A panel's block is to stay in the L1 cache while all rows pass, the rows' block and the sums in the L2.
+    static constexpr int64_t kPanelBytes = 32 * 1024, kSumPanels = 8;
+    static constexpr bool kInPassing = true;    // tiles are finished during the next one's products
     static constexpr bool kSpreads = false;     // of what decoding ahead fetches
     static constexpr int kRowStep = kTileRows;  // blocks of rows are cut at multiples of this
 

@@ -72,9 +72,9 @@ struct AheadState {
         Matrix m[2];  // along rows: of the halves
         int64_t at[2];
         int64_t slice, units;  // first slice in the part, units in this run
-        int64_t total;         // slices of the whole part
-        Matrix after[2];       // what is decoded when these end, to be fetched from memory before
+        Matrix after[2];       // what is decoded when these end, to be fetched from memory before:
         int64_t after_at[2];
+        int64_t skip;  // its slices less those that would come next
         char* panel;
     };
     Run runs[2];
@@ -83,8 +83,12 @@ struct AheadState {
     int64_t quota = 0;  // units per slice of products
 };
 
-// A step of the products asks for one of the lines; those that do not fit are not asked for.
+// A step of the products does a bit of what is left to do, and asks for one of the lines; those that do not
+// fit are not asked for.
+template <class K>
 KT_INLINE void touch_one(Touch& touch) {
+    if constexpr (K::kInPassing)
+        if (touch.later != nullptr && touch.later->bits > 0) touch.later->do_bit(*touch.later);
     if (touch.count == 0) return;
     _mm_prefetch(*touch.lines++, _MM_HINT_T0);
     --touch.count;
@@ -96,9 +100,9 @@ struct Lines {
     int64_t step;
 };
 
-// kSpreads: the micro-kernel asks for the lines itself, one at a time (`far`, `near`); in bursts they would
-// hold all of the core's miss buffers and the products' own loads would wait.
-template <Format F, bool kAlongColumns, bool kSpreads>
+// kSpreads of the micro-kernel K: it asks for the lines itself, one at a time (`far`, `near`); in bursts they
+// would hold all of the core's miss buffers and the products' own loads would wait.
+template <Format F, bool kAlongColumns, class K>
 struct Job {
     static constexpr int64_t kStripBytes = strip_bytes(F);  // of 8 strips
     static constexpr bool kScattered = kStripBytes % 128 != 0;
@@ -124,7 +128,7 @@ struct Job {
     ~Job() { state.unit = unit; }
 
     KT_INLINE void step() {
-        touch_one(touch);
+        touch_one<K>(touch);
         for (int64_t q = 0; q < quota && unit < run.units; ++q, ++unit) decode(unit, q > 0);
     }
     // The 8 lines that the first unit of the next step asks for.
@@ -146,7 +150,7 @@ struct Job {
     KT_INLINE void decode(int64_t u, bool fetch) const {
         __m512i a[8];
         if constexpr (F == Format::int4 && !kAlongColumns) fetch_scales(u + kFar * kBf16Units);
-        if (!kSpreads || fetch) {
+        if (!K::kSpreads || fetch) {
             const Lines l = lines(u + kFar * kBf16Units);
             for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T1);
         }
@@ -160,7 +164,7 @@ struct Job {
             for (int i = 0; i < 4; ++i) store_step(a[2 * i], a[2 * i + 1], to + i * kPanelStep);
         } else {
             const int64_t half = u / 2 % 2, sub = u % 2;
-            if (!kSpreads || fetch) {
+            if (!K::kSpreads || fetch) {
                 const Lines l = lines(u + 1);
                 for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T0);
             }
@@ -178,8 +182,8 @@ struct Job {
     // share its sets), and one unit ahead from there to the L1.
     KT_INLINE Lines lines(int64_t u) const {
         const int64_t slice = run.slice + u / kBf16Units, unit_of_slice = u % kBf16Units;
-        const bool over = slice >= run.total;
-        const int64_t here = over ? slice - run.total : slice;
+        const bool over = u >= run.units;
+        const int64_t here = over ? slice + run.skip : slice;
         const int64_t half = kAlongColumns ? 0 : unit_of_slice / 2;
         const Matrix& m = over ? run.after[half] : run.m[half];
         const int64_t at = over ? run.after_at[half] : run.at[half];
@@ -193,10 +197,10 @@ struct Job {
     // The scales of a unit of rows, where its slice may be the first with a line of them.
     KT_INLINE void fetch_scales(int64_t u) const {
         const int64_t slice = run.slice + u / kBf16Units, half = u % kBf16Units / 2;
-        const bool over = slice >= run.total;
+        const bool over = u >= run.units;
         const Matrix& m = over ? run.after[half] : run.m[half];
         const int64_t n = (over ? run.after_at[half] : run.at[half]) + u % 2 * 8;
-        const int64_t at = (over ? slice - run.total : slice) * scale_size(m.scale_type);
+        const int64_t at = (over ? slice + run.skip : slice) * scale_size(m.scale_type);
         if (at % 64 != 0) return;
         const char* from = reinterpret_cast<const char*>(m.scales) + n * m.scale_row_bytes + at;
         for (int i = 0; i < 8; ++i, from += m.scale_row_bytes) {
@@ -206,12 +210,13 @@ struct Job {
     }
 };
 
+template <class K>
 struct NoJob512 {
     static constexpr bool kFetches = false;
     static constexpr bool kFetchesNear = false;
     static constexpr _mm_hint kNearHint = _MM_HINT_T0;
     Touch touch;
-    KT_INLINE void step() { touch_one(touch); }
+    KT_INLINE void step() { touch_one<K>(touch); }
     static Lines far() { return {}; }
     static Lines near() { return {}; }
 };
@@ -228,17 +233,17 @@ struct ComputeBf16 {
     template <Format F, bool kAlongColumns>
     static void products(AheadState& state, int count, const Bf16* left, int64_t slices, const Bf16* panel,
                          float* tile, bool accumulate, Touch touch) {
-        Job<F, kAlongColumns, K::kSpreads> job(state, touch);
+        Job<F, kAlongColumns, K> job(state, touch);
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
     static void products_alone(AheadState&, int count, const Bf16* left, int64_t slices, const Bf16* panel,
                                float* tile, bool accumulate, Touch touch) {
-        NoJob512 job{touch};
+        NoJob512<K> job{touch};
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
     template <Format F, bool kAlongColumns>
     static void drain(AheadState& state) {
-        Job<F, kAlongColumns, false> job(state, {});
+        Job<F, kAlongColumns, K> job(state, {});
         for (; job.unit < job.run.units; ++job.unit) job.decode(job.unit, true);
     }
 
@@ -264,11 +269,11 @@ struct ComputeBf16 {
         AheadState state;
         Functions use{products_alone, nullptr};
 
-        // Slices [begin, end) of `source` are wanted in `panel`; `slices` slices of products will run
-        // meanwhile. What does not come in whole units is decoded here.
-        // `after` is the source that will follow this one.
-        void start(const Source& source, int64_t begin, int64_t end, Bf16* panel, int64_t slices,
-                   const Source& after) {
+        // A stretch is wanted in `panel`; `slices` slices of products will run meanwhile. What does not come
+        // in whole units is decoded here. `then` is wanted next.
+        void start(const Stretch& wanted, Bf16* panel, int64_t slices, const Stretch& then) {
+            const Source& source = *wanted.source;
+            const int64_t begin = wanted.begin, end = wanted.end;
             state = AheadState();
             use = {products_alone, nullptr};
             if (!whole(source)) return decode<Bf16>(source, begin, end, panel);
@@ -297,15 +302,17 @@ struct ComputeBf16 {
                 run.at[1] = source.parts == 1 ? part.at + kLanes : other.at;
                 run.slice = first - part.slice_begin;
                 run.units = (full - first) * kBf16Units;
-                run.total = part.slice_end - part.slice_begin;
-                const bool more = along_columns && i + 1 < parts;  // the same columns of the next matrix
-                const Source& next = more ? source : after;
-                const Part& next_first = next.part[more ? i + 1 : 0];
-                const Part& next_other = next.part[along_columns ? 0 : next.parts - 1];
+                // The same columns of the next matrix?
+                const bool more = along_columns && i + 1 < parts && source.part[i + 1].slice_begin < end;
+                const Source& next = more ? source : *then.source;
+                const int64_t next_slice = more ? source.part[i + 1].slice_begin : then.begin;
+                const Part& next_first = next.part_at(next_slice);
+                const Part& next_other = along_columns ? next_first : next.part[next.parts - 1];
                 run.after[0] = next_first.m;
                 run.after[1] = next_other.m;
                 run.after_at[0] = next_first.at;
                 run.after_at[1] = next.parts == 1 ? next_first.at + kLanes : next_other.at;
+                run.skip = next_slice - next_first.slice_begin - run.slice - run.units / kBf16Units;
                 run.panel = reinterpret_cast<char*>(panel) + (first - begin) * kPanelSlice;
                 units += run.units;
             }

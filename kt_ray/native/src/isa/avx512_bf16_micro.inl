@@ -4,6 +4,8 @@ struct MicroBf16 {
     using T = Bf16;
     static constexpr int64_t kPack = 2;
     static constexpr int64_t kMaxRows = 10;
+    static constexpr int64_t kPanelBytes = 128 * 1024, kSumPanels = 1;
+    static constexpr bool kInPassing = false;
     static constexpr int64_t kRowStep = 1;
     static constexpr bool kSpreads = true;
     static void enter() {}

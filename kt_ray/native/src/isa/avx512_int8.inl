@@ -130,18 +130,16 @@ struct Int8Ahead512 {
     explicit Int8Ahead512(const Ratios& scratch) : ratios(scratch) {}
 
     // What does not come in whole lines and columns is decoded here.
-    void start(const Source& source, int64_t begin, int64_t end, int8_t* panel, int64_t slices,
-               const Source& after) {
+    void start(const Stretch& wanted, int8_t* panel, int64_t slices, const Stretch& then) {
         run = count = 0;
         unit = units = due = 0;
+        const Source& source = *wanted.source;
+        const int64_t begin = wanted.begin, end = wanted.end;
         ratios.prepare(source, begin, end);
         if (has_nibbles(source))
             decode_group_scales(source, begin, end,
                                 reinterpret_cast<float*>(panel + panel_size<int8_t>(end - begin)));
-        Place next(after.part[0], after.part[0].slice_begin);
-        for (int i = source.parts - 1; i >= 0; --i)
-            if (end < source.part[i].slice_end)
-                next = Place(source.part[i], max_of(end, source.part[i].slice_begin));
+        const Place next(then.source->part_at(then.begin), then.begin);
         for (int i = 0; i < source.parts; ++i) {
             const Part& part = source.part[i];
             const Matrix& m = part.m;
