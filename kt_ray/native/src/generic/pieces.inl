@@ -70,7 +70,8 @@ struct PieceJob {
     [[gnu::always_inline]] FarLines far() const {
         const int64_t row = (kAlongColumns ? piece % kOfSlice : piece % 4) * kRows;
         FarLines lines = far_lines(run, kAlongColumns, piece / kOfSlice, row);
-        if constexpr (U::kBlocks) lines.from += U::place(run.column).low;
+        // Of a GGUF block the line of its last codes: the codes before came with the columns before.
+        if constexpr (U::kBlocks) lines.from += U::place(run.column).low + 2 * kLanes - 1;
         if constexpr (!kAlongColumns && U::kBytes > 64) lines.from += piece % kOfSlice * 16 / 64 * 64;
         return lines;
     }
