@@ -36,7 +36,7 @@ from kt_ray.checkpoint.safetensors_file import (
 from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate, quantize
 
 Target = Literal["int8", "int4"]
-_INT4_GROUP = 128  # columns per scale of the AMXINT4 backend, halved until it divides a row
+_INT4_GROUP = 128  # columns per scale of the AMXINT4 and W4A8 backends, halved until it divides a row
 _SCALES: Literal["bfloat16"] = "bfloat16"
 
 

@@ -19,6 +19,7 @@ from kt_ray.config.interval import EPOCHS_FORM, FORM, epochs_of, seconds_of
 from kt_ray.config.limits import BOUNDS, LISTED, NOT_EMPTY, WORDS
 from kt_ray.config.lora_checks import lora_faults
 from kt_ray.config.schema import Config, PreferenceConfig
+from kt_ray.dims.weight_formats import BACKEND_STORAGE, INT8_BACKENDS
 from kt_ray.errors import UserError
 
 # Seeds are 64-bit counters of the random streams; the sign bit stays free.
@@ -120,7 +121,7 @@ def _model(c: Config) -> Iterator[Fault]:
             "a GGUF file of the same model",
             "set model.experts_path=<file.gguf>, or rule.experts.backend=auto (the checkpoint's own format)",
         )
-    if gguf is not None and backend in ("AMXINT8", "AMXINT4"):
+    if gguf is not None and backend in BACKEND_STORAGE:
         yield Fault(
             "rule.experts.backend",
             f"would quantise the quantised experts of model.experts_path={gguf} again",
@@ -176,12 +177,13 @@ def _rule(c: Config) -> Iterator[Fault]:
     if lanes != ("auto",) and set(lanes) != {"cpu"} and not (several and "cpu" not in lanes):
         yield Fault("rule.experts.lane_device", "is not a device", "auto, cuda:1, [cuda:0,cuda:1], … or cpu")
     for key, off in (("rule.experts.gpu_resident", (0,)), ("rule.experts.stream", ("off", "auto"))):
-        if value_of(c, key) not in off and experts.backend == "AMXINT8":
+        if value_of(c, key) not in off and experts.backend in INT8_BACKENDS:
             yield Fault(
                 key,
-                "clashes with rule.experts.backend=AMXINT8: the engine then multiplies in int8, a GPU "
-                "would multiply the same experts in bfloat16",
-                remedy=f"set rule.experts.backend=auto (weights stored as int8 stay so), or {key}={off[0]}",
+                f"clashes with rule.experts.backend={experts.backend}: the engine then multiplies in int8, a "
+                "GPU would multiply the same experts in bfloat16",
+                remedy="set rule.experts.backend=auto (weights stored as integers stay so), or "
+                f"{key}={off[0]}",
             )
     if c.rule.replica_count > rows:
         yield Fault(

@@ -43,7 +43,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.device": ("auto", "cpu", "cuda"),
     "rule.attention_hosts": ("auto", "driver", "all"),
     "rule.transport": ("auto", "arena", "ray", "gloo"),
-    "rule.experts.backend": ("auto", "AMXBF16", "AMXINT8", "AMXINT4", "llamafile"),
+    "rule.experts.backend": ("auto", "AMXBF16", "AMXINT8", "AMXINT4", "W4A8", "llamafile"),
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
     "rule.activations": ("auto", "group", "micro_batch", "host", "ranges"),
     "rule.attention_output": ("auto", "retain", "recompute"),

@@ -60,7 +60,12 @@ class Storage:
 _MOST = 1 << 24  # rows or columns that share a scale
 MXFP4 = Storage("mxfp4", (1, 32), 1)
 # Experts quantised while they stream in.
-BACKEND_STORAGE = {"AMXINT8": Storage("int8", (1, 0), 2), "AMXINT4": Storage("int4", (1, 128), 2)}
+BACKEND_STORAGE = {
+    "AMXINT8": Storage("int8", (1, 0), 2),
+    "AMXINT4": Storage("int4", (1, 128), 2),
+    "W4A8": Storage("int4", (1, 128), 2),
+}
+INT8_BACKENDS = ("AMXINT8", "W4A8")  # experts multiplied in int8
 
 
 def plain_storage(dtype: str) -> Storage:

@@ -184,6 +184,7 @@ def _experts(
     bf16 on the others; what BUDGET leaves no time for is named in `notes`."""
     from kt_ray.measure import ExpertShape, measure_experts
     from kt_ray.native import Engine, available_isas, select_isa
+    from kt_ray.native.engine import INTEGER_FORMATS
 
     socket = hardware.sockets[0]
     cpus = socket.cpus[: socket.cores] or None
@@ -210,7 +211,8 @@ def _experts(
             # K-quants need rows of whole blocks of 256.
             measure(engine, fmt, ExpertShape(2048, 1280) if fmt.endswith("k") else usual, FEW_ROWS)
     with Engine(chosen, socket.cores, cpus, int8_products=True) as engine:
-        measure(engine, "int8", usual)
+        for fmt in INTEGER_FORMATS:
+            measure(engine, fmt, usual)
     for isa in available_isas():
         if isa not in (chosen, "reference"):
             with Engine(isa, socket.cores, cpus) as engine:

@@ -24,6 +24,7 @@ from torch import Tensor
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_experts
 from kt_ray.checkpoint.index import check_unchanged
 from kt_ray.checkpoint.load_experts import Target
+from kt_ray.dims.weight_formats import INT8_BACKENDS
 from kt_ray.experts.device_lane import LaneBackward, LaneForward, LaneInput, LaneSaved
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
 from kt_ray.experts.lane import Lane
@@ -41,7 +42,7 @@ Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total
 Alloc = Callable[[Sequence[int], torch.dtype], Tensor]  # memory for a result, any content
 _SAVED: dict[str, SaveMode] = {"int8": "int8", "recompute": "recompute"}  # the engine's by the plan's word
 # What a backend of the rule quantises experts to while it reads them; the others take them as stored.
-_TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4"}
+_TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4", "W4A8": "int4"}
 
 
 def new_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -89,7 +90,7 @@ class LocalExperts:
             isa=spec.isa,
             threads=spec.threads,
             cpus=spec.cpus or None,
-            int8_products=spec.backend == "AMXINT8",
+            int8_products=spec.backend in INT8_BACKENDS,
         )
         self.lane: Lane | None = None
         if spec.lane is not None:

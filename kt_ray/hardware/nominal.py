@@ -110,7 +110,9 @@ def defaults(hardware: Hardware) -> dict[str, Figure]:
     figures |= {
         "pass_forward": Figure(0.55, f"cycles per weight at one row, {ZEN4}"),
         "pass_backward": Figure(0.70, f"cycles per weight at one row, {ZEN4}"),
-        "int8_products": Figure(1.5, "assumed: rate of W8A8 over the instruction set's own products"),
+        # Rates over the instruction set's own products.
+        "int8_products": Figure(1.5, f"W8A8 on avx512_bf16, {ZEN4}"),
+        "int4_products": Figure(1.3, f"W4A8 on avx512_bf16, {ZEN4}"),
         "dram": Figure(min(12e9 * cores, 200e9), "assumed: 12 GB/s per core, at most 200 GB/s per socket"),
         "dram_one": Figure(one, "assumed"),
         "copy": Figure(0.4 * every, "assumed: 0.4 of reading"),
@@ -193,7 +195,7 @@ def nominal_rates(hardware: Hardware) -> Rates:
     for isa in reversed(isas):
         experts += [_expert(figures, isa, fmt, socket.cores) for fmt in FORMAT_BYTES]
         if isa != "reference":
-            experts.append(_expert(figures, isa, "int8", socket.cores, int8=True))
+            experts += [_expert(figures, isa, fmt, socket.cores, int8=True) for fmt in ("int8", "int4")]
     given = "described" if hardware.rates else "nominal"
     gpu = _gpu(figures, hardware.gpus[0].name) if hardware.gpus else None
     pcie, pageable = figures.get("pcie"), figures.get("pcie_pageable")
@@ -239,7 +241,7 @@ def _expert(figures: Mapping[str, Figure], isa: str, fmt: str, cores: int, int8:
     products = "bf16" if isa in ("avx512_bf16", "amx") and fmt != "f32" else "f32"
     top = peak(figures, isa, products)
     base = "avx512" if isa in ("avx512_bf16", "amx") and products == "f32" else isa
-    boost = figures["int8_products"].value if int8 else 1.0
+    boost = figures[f"{fmt}_products"].value if int8 else 1.0
     clock, dram = figures["clock"].value, figures["dram"]
     curves: dict[str, Curve] = {}
     for direction in ("forward", "backward"):

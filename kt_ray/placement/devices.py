@@ -13,6 +13,7 @@ from dataclasses import replace
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.dims.weight_formats import INT8_BACKENDS
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import stages_named
 from kt_ray.hardware.machine import Hardware
@@ -54,7 +55,9 @@ def with_stream(config: Config, hardware: Hardware) -> Config:
     int8, which a GPU would multiply otherwise. hardware: as `with_gpus` leaves it."""
     asked = config.rule.experts
     possible = bool(hardware.gpus) and resolve_device(config.rule, hardware) == "cuda"
-    possible &= "cpu" not in asked.lane_devices and asked.backend != "AMXINT8" and not generates(config)
+    possible &= (
+        "cpu" not in asked.lane_devices and asked.backend not in INT8_BACKENDS and not generates(config)
+    )
     if asked.stream != "auto" or possible:
         return config
     return with_keys(config, {"rule.experts.stream": "off"})

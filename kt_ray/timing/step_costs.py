@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kt_ray.config.schema import Config
-from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES, INT8_BACKENDS
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.expert_load import touched
 from kt_ray.placement.lora_sizes import expert_lora_layers, expert_lora_params, expert_rank, lora_params
@@ -345,7 +345,7 @@ class PlanDurations:
     def expert_rate(self) -> ExpertRate:
         dims, actor = self.plan.dims, self.plan.experts[0]
         fmt = held_format(dims, actor.backend)
-        products = "int8" if actor.backend == "AMXINT8" else "any"
+        products = "int8" if actor.backend in INT8_BACKENDS else "any"
         return self.rates.expert(actor.isa, fmt, dims.expert_width, dims.expert_intermediate, products)
 
     @cached_property

@@ -202,6 +202,15 @@ def test_int4_experts_quantised_while_they_are_read(tmp_path: Path) -> None:
     close_to(_sized(path, LANES["both"], "AMXINT4"), _sized(path, None, "AMXINT4"), torch.bfloat16)
 
 
+def test_w4a8_is_the_same_int4_multiplied_in_int8(tmp_path: Path) -> None:
+    path = build_checkpoint(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    own, int8, exact = (_sized(path, None, backend) for backend in ("AMXINT4", "W4A8", "auto"))
+    assert own.keys() == int8.keys()
+    for name, value in own.items():
+        rounding, quantising = (float((t[name] - value).norm()) for t in (int8, exact))
+        assert 0.002 * float(value.norm()) < rounding < quantising, name
+
+
 def _sized(path: Path, lane: LanePlan | None, backend: str) -> dict[str, Tensor]:
     spec = LocalExpertsSpec(
         0, -1, (), 1, HELD, backend, "auto", "retain", lane=lane,

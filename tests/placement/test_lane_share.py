@@ -349,8 +349,9 @@ def test_refusals_name_the_remedy() -> None:
     with pytest.raises(UserError, match="is not a device"):
         check(make_config(rule={"experts": {"gpu_resident": 1, "lane_device": "gpu"}}, model=model))
     for asked in ({"stream": 0.5}, {"gpu_resident": 1}):
-        with pytest.raises(UserError, match="AMXINT8"):
-            check(make_config(rule={"experts": {**asked, "backend": "AMXINT8"}}, model=model))
+        for backend in ("AMXINT8", "W4A8"):
+            with pytest.raises(UserError, match=backend):
+                check(make_config(rule={"experts": {**asked, "backend": backend}}, model=model))
     check(
         make_config(rule={"experts": {"stream": 0.3, "gpu_resident": 2, "backend": "AMXINT4"}}, model=model)
     )
