@@ -242,8 +242,8 @@ class Planned:
 class PacedLoop(LayerLoop):
     """The layer loop; its device takes as long as the plan predicts."""
 
-    def __init__(self, planned: Planned, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, planned: Planned, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
         self._planned = planned
         self._left: Iterator[float] = iter(())  # seconds of the micro-batches that `backward` comes to
         self._name = ""

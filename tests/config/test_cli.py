@@ -143,7 +143,10 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["rule.experts.backend=AMXINT4", "again", "set rule.experts.backend=llamafile"],
     ),
     (["model.experts_path=a.gguf"], ["model.experts_path=", "model=demo, which is built", "set model.path="]),
-    (["rule.experts.activations=keep"], ["rule.experts.activations=keep", "auto or retain or int8 or recompute"]),
+    (
+        ["rule.experts.activations=keep"],
+        ["rule.experts.activations=keep", "auto or retain or int8 or recompute"],
+    ),
     (["rule.experts.backend=amxbf16"], ["rule.experts.backend=amxbf16", "did you mean AMXBF16?", "=AMXBF16"]),
     (
         ["rule.experts.isa=avx1024"],
