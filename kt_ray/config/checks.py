@@ -16,10 +16,9 @@ from typing import Any
 from kt_ray.config.faults import Fault, quoted, regex_faults, value_of
 from kt_ray.config.fields import closest, fields, show
 from kt_ray.config.interval import EPOCHS_FORM, FORM, epochs_of, seconds_of
-from kt_ray.config.limits import BOUNDS, LISTED, NOT_EMPTY, WORDS
+from kt_ray.config.limits import BOUNDS, INT8_BACKENDS, LISTED, NOT_EMPTY, QUANTISING_BACKENDS, WORDS
 from kt_ray.config.lora_checks import lora_faults
 from kt_ray.config.schema import Config, PreferenceConfig
-from kt_ray.dims.weight_formats import BACKEND_STORAGE, INT8_BACKENDS
 from kt_ray.errors import UserError
 
 # Seeds are 64-bit counters of the random streams; the sign bit stays free.
@@ -121,7 +120,7 @@ def _model(c: Config) -> Iterator[Fault]:
             "a GGUF file of the same model",
             "set model.experts_path=<file.gguf>, or rule.experts.backend=auto (the checkpoint's own format)",
         )
-    if gguf is not None and backend in BACKEND_STORAGE:
+    if gguf is not None and backend in QUANTISING_BACKENDS:
         yield Fault(
             "rule.experts.backend",
             f"would quantise the quantised experts of model.experts_path={gguf} again",
@@ -176,6 +175,13 @@ def _rule(c: Config) -> Iterator[Fault]:
     several = bool(lanes) and all(map(_DEVICE.fullmatch, lanes)) and len(set(lanes)) == len(lanes)
     if lanes != ("auto",) and set(lanes) != {"cpu"} and not (several and "cpu" not in lanes):
         yield Fault("rule.experts.lane_device", "is not a device", "auto, cuda:1, [cuda:0,cuda:1], … or cpu")
+    if experts.activations == "int8" and c.has_reference:
+        yield Fault(
+            "rule.experts.activations",
+            "clashes with the stage's reference: gate and up are rounded only in passes that have a "
+            "backward, so that losses would compare two models",
+            remedy="set rule.experts.activations=auto",
+        )
     for key, off in (("rule.experts.gpu_resident", (0,)), ("rule.experts.stream", ("off", "auto"))):
         if value_of(c, key) not in off and experts.backend in INT8_BACKENDS:
             yield Fault(

@@ -14,6 +14,9 @@ LISTED: dict[str, tuple[str, ...]] = {
     "accept.against": ("kt", "torch", "peft", "grouped_mm"),
 }
 
+QUANTISING_BACKENDS = ("AMXINT8", "AMXINT4", "W4A8")  # quantise experts while they stream in
+INT8_BACKENDS = ("AMXINT8", "W4A8")  # multiply them in int8
+
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -43,7 +46,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.device": ("auto", "cpu", "cuda"),
     "rule.attention_hosts": ("auto", "driver", "all"),
     "rule.transport": ("auto", "arena", "ray", "gloo"),
-    "rule.experts.backend": ("auto", "AMXBF16", "AMXINT8", "AMXINT4", "W4A8", "llamafile"),
+    "rule.experts.backend": ("auto", "AMXBF16", *QUANTISING_BACKENDS, "llamafile"),
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
     "rule.activations": ("auto", "group", "micro_batch", "host", "ranges"),
     "rule.attention_output": ("auto", "retain", "recompute"),

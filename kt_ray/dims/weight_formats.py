@@ -26,7 +26,7 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # Layers' names differ from family to family and from release to release: an excluded module is one
 # that a pattern finds under any of these names.
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+MODEL_ROOTS = ("model.", "model.language_model.", "language_model.model.", "")
 _EXPERT_NAMES = (
     *("mlp.experts.0.gate_proj", "mlp.experts.gate_up_proj", "mlp.experts"),
     *("block_sparse_moe.experts.0.w1", "ffn.experts.0.w1"),
@@ -65,7 +65,6 @@ BACKEND_STORAGE = {
     "AMXINT4": Storage("int4", (1, 128), 2),
     "W4A8": Storage("int4", (1, 128), 2),
 }
-INT8_BACKENDS = ("AMXINT8", "W4A8")  # experts multiplied in int8
 
 
 def plain_storage(dtype: str) -> Storage:
@@ -82,7 +81,7 @@ def expert_storage(config: Mapping[str, Any], dtype: str) -> Storage:
     """
     if str(config.get("expert_dtype", "")).lower() in ("fp4", "mxfp4"):
         return MXFP4
-    return _storage(config, dtype, [f"{p}layers.0.{name}" for p in _PREFIXES for name in _EXPERT_NAMES])
+    return _storage(config, dtype, [f"{p}layers.0.{name}" for p in MODEL_ROOTS for name in _EXPERT_NAMES])
 
 
 def plain_expert_layers(config: Mapping[str, Any], moe_layers: Iterable[int]) -> tuple[int, ...]:
@@ -105,7 +104,7 @@ def linear_storage(config: Mapping[str, Any], dtype: str, layer: int, module: st
         or _names_match(_excluded(config), layer, (module,))
     ):
         return plain_storage(dtype)
-    return _storage(config, dtype, [f"{p}layers.{layer}.{module}" for p in _PREFIXES])
+    return _storage(config, dtype, [f"{p}layers.{layer}.{module}" for p in MODEL_ROOTS])
 
 
 def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | None:
@@ -235,7 +234,7 @@ def _excluded(config: Mapping[str, Any]) -> list[str]:
 
 
 def _names_match(patterns: Iterable[str], layer: int, names: Iterable[str]) -> bool:
-    full = [f"{prefix}layers.{layer}.{name}" for prefix in _PREFIXES for name in names]
+    full = [f"{prefix}layers.{layer}.{name}" for prefix in MODEL_ROOTS for name in names]
     return any(_matches(pattern, name) for pattern in patterns for name in full)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_experts
 from kt_ray.checkpoint.index import check_unchanged
 from kt_ray.checkpoint.load_experts import Target
-from kt_ray.dims.weight_formats import INT8_BACKENDS
+from kt_ray.config.limits import INT8_BACKENDS
 from kt_ray.experts.device_lane import LaneBackward, LaneForward, LaneInput, LaneSaved
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
 from kt_ray.experts.lane import Lane

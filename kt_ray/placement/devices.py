@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from kt_ray.config.limits import INT8_BACKENDS
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.dims.weight_formats import INT8_BACKENDS
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import stages_named
 from kt_ray.hardware.machine import Hardware

@@ -10,6 +10,7 @@ from kt_ray.config.fields import show
 from kt_ray.config.lora_patterns import expert_lora, module_lora
 from kt_ray.config.schema import LoraConfig
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.dims.weight_formats import MODEL_ROOTS
 from kt_ray.errors import UserError
 from kt_ray.placement.plan_types import BackwardPart
 
@@ -79,7 +80,8 @@ def _adapts(targets: str | Sequence[str], layer: int, module: str, reached: bool
     if isinstance(targets, str):
         if targets == "auto":
             return reached
-        return targets != "none" and re.fullmatch(targets, name) is not None
+        names = (f"{root}layers.{layer}.{module}" for root in MODEL_ROOTS)
+        return targets != "none" and any(re.fullmatch(targets, name) for name in names)
     return any(
         f".{target}".endswith(below)
         or (name.endswith(f".{target}") and (reached or len(target) > len(module)))

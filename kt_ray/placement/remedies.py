@@ -99,6 +99,8 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
 
     if rule.experts.activations == "retain":
         yield change("rule.experts.activations", "recompute", "same results, slower expert backward")
+    if rule.experts.activations == "int8":
+        yield change("rule.experts.activations", "recompute", "gate and up unrounded, slower expert backward")
     if rule.activations in ("group", "micro_batch"):
         yield change("rule.activations", "auto", "same results, less GPU memory")
     if rule.attention_output == "retain":
@@ -132,7 +134,7 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
 def _combined(config: Config) -> Iterator[dict[str, Any]]:
     """Several changes at once, growing: recompute, one row per replica, shorter rows, no expert LoRA."""
     keys: dict[str, Any] = {"trainer.batch_size": config.rule.replica_count, "trainer.micro_batch_size": 1}
-    if config.rule.experts.activations == "retain":  # auto comes to recompute by itself
+    if config.rule.experts.activations in ("retain", "int8"):  # auto comes to recompute by itself
         keys = {"rule.experts.activations": "recompute", **keys}
     yield keys
     shortest = keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,7 @@ def lora_fields(lora: LoraConfig) -> dict[str, Any]:
     """
     return {
         f"lora.{key}": list(value.items()) if isinstance(value, dict) else value
-        for key, value in vars(lora).items()
+        for key, value in vars(replace(lora, layers=lora.layers and sorted(set(lora.layers)))).items()
         if key != "adapter" and (key not in _UNSET or value != _UNSET[key])
     }
 

@@ -25,6 +25,7 @@ from kt_ray.errors import UserError
 from kt_ray.model.build import StageModel
 from kt_ray.model.lora import resolve_targets
 from kt_ray.model.stage_spec import StartAdapter
+from kt_ray.placement.render import counted
 
 DIGEST = "lora.adapter (digest of its weights)"  # field of a checkpoint's manifest
 _DEFAULT = LoraConfig()
@@ -143,7 +144,11 @@ def _of_adapter(given: LoraConfig, reader: AdapterReader, moe_layers: Sequence[i
     if reader.adapts_experts and not given.experts:
         wrong.append(("lora.experts=false", "routed experts"))
     layers = reader.expert_layers
-    if given.layers is not None and layers and layers != sorted(given.layers):
+    asked = set(given.layers or ())
+    if moe_layers is not None:
+        asked &= set(moe_layers)
+    agreed = given.layers is not None and layers == sorted(asked)
+    if given.layers is not None and layers and not agreed:
         wrong.append((f"lora.layers={show(given.layers)}", f"routed experts of layers {show(layers)}"))
     if wrong:
         raise UserError(
@@ -165,7 +170,7 @@ def _of_adapter(given: LoraConfig, reader: AdapterReader, moe_layers: Sequence[i
         dora=reader.lora.dora,
         # DoRA is of other modules alone; true is the default, so nobody need have asked for it.
         experts=given.experts and not reader.lora.dora,
-        layers=given.layers if not layers or layers == list(moe_layers or ()) else layers,
+        layers=given.layers if agreed or not layers or layers == list(moe_layers or ()) else layers,
         target_modules=(sorted(reader.lora.linear) or "none") if targets == "auto" else targets,
     )
 
@@ -207,7 +212,9 @@ def fitted(
     if reader.adapts_experts:
         count = len(reader.expert_layers)
         whole_model = count == len(layout.moe_layers)
-        parts.append("all routed experts" if whole_model else f"the routed experts of {count} layers")
+        parts.append(
+            "all routed experts" if whole_model else "the routed experts of " + counted(count, "layer")
+        )
     line = (
         f"LoRA starts from {lora.adapter} ({' and '.join(parts)}): rank {lora.rank}, alpha {lora.alpha:g}"
         + (" with rsLoRA" if lora.rslora else "")

@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from kt_ray.config.limits import INT8_BACKENDS
 from kt_ray.config.schema import Config
-from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES, INT8_BACKENDS
+from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.expert_load import touched
 from kt_ray.placement.lora_sizes import expert_lora_layers, expert_lora_params, expert_rank, lora_params

@@ -144,6 +144,10 @@ BAD: list[tuple[list[str], list[str]]] = [
     ),
     (["model.experts_path=a.gguf"], ["model.experts_path=", "model=demo, which is built", "set model.path="]),
     (
+        ["data=demo", "model=demo", "trainer.stage=dpo", "rule.experts.activations=int8"],
+        ["rule.experts.activations=int8 clashes", "stage's reference", "set rule.experts.activations=auto"],
+    ),
+    (
         ["rule.experts.activations=keep"],
         ["rule.experts.activations=keep", "auto or retain or int8 or recompute"],
     ),

@@ -40,6 +40,7 @@ def plan_of(**lora: Any) -> Plan:
         ({"layers": [0]}, 0, 0, []),
         ({"layers": [3], "experts": False}, 3, 3, []),
         ({"layers": [3], "target_modules": r".*layers\.1\..*o_proj"}, 1, 1, [3]),
+        ({"layers": [3], "target_modules": r"model\.language_model\.layers\.1\..*o_proj"}, 1, 1, [3]),
         ({"layers": [3], "target_modules": ["model.layers.2.self_attn.o_proj"]}, 2, 2, [3]),
         ({"layers": [3], "target_modules": ["o_proj"]}, 3, 3, [3]),
     ],

@@ -192,6 +192,11 @@ def test_patterns_in_another_order_are_another_adapter() -> None:
     assert saving.lora_fields(one) != saving.lora_fields(other)
 
 
+def test_layers_in_another_order_are_the_same_adapter() -> None:
+    one, other = (compose([f"lora.layers={layers}"]).lora for layers in ("[0,3]", "[3,0,3]"))
+    assert saving.lora_fields(one) == saving.lora_fields(other)
+
+
 def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     flat = prepare.flat

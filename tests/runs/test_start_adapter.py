@@ -195,6 +195,8 @@ def test_options_that_disagree_are_named(model: Path, first: Path, prepared: Mak
         UserError, match=r"leaves out modules of the adapter.*found lora\.target_modules=\[o_proj\]"
     ):
         prepared(first, "lora.target_modules=[o_proj]")
+    # Layers without routed experts are none of the adapter's experts' layers.
+    assert prepared(first, "lora.layers=[0,1,2]").config.lora.layers == [0, 1, 2]
     # The same scale in another form is no disagreement.
     lora = prepared(first, "lora.rank=4", "lora.alpha=12", "lora.rslora=true").config.lora
     assert lora.scale == pytest.approx(6.0)
