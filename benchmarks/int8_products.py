@@ -11,58 +11,31 @@ weights. No time is measured. docs/numerics.md has the figures.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import add_common_arguments, machine, write_json
-from benchmarks.lane_products import Results, adapters, errors, exact
-from kt_ray.native import Engine, ExpertLora, ExpertWeights, quantize
+from benchmarks.common import machine, write_json
+from benchmarks.kept_activations import on_engine
+from benchmarks.lane_products import activations, adapters, errors, exact, parsed
+from kt_ray.native import Engine, ExpertWeights, quantize
 
 FORMATS = {"int8": None, "int4": 32}  # columns per scale
 
 
-def on_engine(
-    engine: Engine,
-    weights: ExpertWeights,
-    x: Tensor,
-    routing: tuple[Tensor, Tensor],
-    lora: ExpertLora,
-    dy: Tensor,
-) -> Results:
-    """Forward and backward."""
-    grads = lora.zeros_like()
-    y, saved = engine.forward(weights, x, *routing, lora=lora)
-    dx, dw = engine.backward(weights, saved, dy, lora=lora, lora_grads=grads)
-    return {"y": y, "dx": dx, "dw": dw, **grads.named()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--inter", type=int, default=1408)
-    parser.add_argument("--experts", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=64, help="each of which has two experts")
-    add_common_arguments(parser)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = parsed(__doc__, hidden=2048, inter=1408)
     rng = torch.Generator().manual_seed(0)
     e, h, i, t = args.experts, args.hidden, args.inter, args.tokens
     plain = [
         torch.randn(e, *shape, generator=rng) / math.sqrt(shape[1]) for shape in ((i, h), (i, h), (h, i))
     ]
-    normal, dy = torch.randn(t, h, generator=rng), torch.randn(t, h, generator=rng)
-    outliers = torch.where(torch.arange(h) % 256 == 0, 20.0, 1.0)
-    routing = torch.rand(t, e, generator=rng).topk(2).indices, torch.rand(t, 2, generator=rng) + 0.1
+    inputs, dy, routing = activations(args, rng)
     loras = {fresh: adapters(e, h, i, fresh, rng) for fresh in (True, False)}
     records: list[dict[str, Any]] = []
     with (
@@ -72,12 +45,12 @@ def main() -> None:
         for format, group in FORMATS.items():
             matrices = [quantize(format, matrix, group=group) for matrix in plain]
             weights = ExpertWeights(*matrices, layer=0, expert_ids=tuple(range(e)))
-            for kind, x in (("normal", normal), ("outliers", normal * outliers)):
+            for kind, x in inputs.items():
                 for fresh, lora in loras.items():
                     rows = x.bfloat16()
                     wanted = exact(weights, rows, routing, lora, dy)
                     for engine in (integers, own):
-                        found = errors(on_engine(engine, weights, rows, routing, lora, dy), wanted)
+                        found = errors(on_engine(engine, weights, rows, routing, lora, dy)[0], wanted)
                         what = {"impl": engine.compute, "isa": engine.isa, "format": format}
                         what |= {"model": f"{h}x{i}", "tokens": t, "x": kind, "fresh": fresh}
                         records.append(what | {"errors": found})

@@ -10,7 +10,6 @@ docs/numerics.md has the figures.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping
@@ -22,8 +21,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import add_common_arguments, machine, write_json
-from benchmarks.lane_products import RANK, Results, adapters, errors, exact, stored
+from benchmarks.common import machine, write_json
+from benchmarks.lane_products import RANK, Results, activations, adapters, errors, exact, parsed, stored
 from kt_ray.native import Engine, ExpertLora, ExpertWeights
 
 WAYS = (True, "int8", "recompute")
@@ -31,32 +30,22 @@ ROUNDS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--inter", type=int, default=2048)
-    parser.add_argument("--experts", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=64, help="each of which has two experts")
-    add_common_arguments(parser)
-    args = parser.parse_args()
+    args = parsed(__doc__, hidden=7168, inter=2048)
     rng = torch.Generator().manual_seed(0)
     e, h, i, t = args.experts, args.hidden, args.inter, args.tokens
     shapes = ((i, h), (i, h), (h, i))
     weights = ExpertWeights(*(stored(e, *shape, rng) for shape in shapes))
-    normal, dy = torch.randn(t, h, generator=rng), torch.randn(t, h, generator=rng)
-    outliers = torch.where(torch.arange(h) % 256 == 0, 20.0, 1.0)
-    routing = torch.rand(t, e, generator=rng).topk(2).indices, torch.rand(t, 2, generator=rng) + 0.1
+    inputs, dy, routing = activations(args, rng)
     records: list[dict[str, Any]] = []
     with Engine(threads=args.threads) as engine:
         print(f"{engine.isa}, {args.threads} threads, {e} experts of {h} x {i}, {t} tokens, rank {RANK}")
-        for kind, x in (("normal", normal), ("outliers", normal * outliers)):
+        for kind, x in inputs.items():
             lora, rows = adapters(e, h, i, False, rng), x.bfloat16()
             wanted = exact(weights, rows, routing, lora, dy)
             made: dict[bool | str, dict[str, Any]] = {}
             for _ in range(ROUNDS):  # in turn, so that all meet the same neighbours
                 for save in WAYS:
-                    found, record = one(engine, weights, rows, routing, lora, dy, save)
+                    found, record = on_engine(engine, weights, rows, routing, lora, dy, save)
                     best = made.setdefault(save, {**record, "errors": errors(found, wanted)})
                     best |= {way: min(best[way], record[way]) for way in ("forward_s", "backward_s")}
             for save, record in made.items():
@@ -73,16 +62,16 @@ def main() -> None:
         write_json(args.json, records, machine())
 
 
-def one(
+def on_engine(
     engine: Engine,
     weights: ExpertWeights,
     x: Tensor,
     routing: tuple[Tensor, Tensor],
     lora: ExpertLora,
     dy: Tensor,
-    save: Any,
+    save: Any = True,
 ) -> tuple[Results, Mapping[str, Any]]:
-    """Results, and what they took."""
+    """Forward and backward: results, and what they took."""
     grads = lora.zeros_like()
     begun = time.perf_counter()
     y, saved = engine.forward(weights, x, *routing, lora=lora, save=save)

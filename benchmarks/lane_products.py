@@ -109,28 +109,44 @@ def errors(found: Results, wanted: Results) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def parsed(description: str | None, hidden: int, inter: int) -> argparse.Namespace:
+    """The command line of a script about one layer: its size, threads and output; torch has the threads."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--inter", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=hidden)
+    parser.add_argument("--inter", type=int, default=inter)
     parser.add_argument("--experts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64, help="each of which has two experts")
     add_common_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    return args
+
+
+def activations(
+    args: argparse.Namespace, rng: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor, tuple[Tensor, Tensor]]:
+    """x [T, H] by kind, "outliers" with every 256th channel 20 times as large; dy [T, H]; ids and router
+    weights [T, 2]."""
+    h, t = args.hidden, args.tokens
+    normal, dy = torch.randn(t, h, generator=rng), torch.randn(t, h, generator=rng)
+    outliers = normal * torch.where(torch.arange(h) % 256 == 0, 20.0, 1.0)
+    ids = torch.rand(t, args.experts, generator=rng).topk(2).indices
+    return {"normal": normal, "outliers": outliers}, dy, (ids, torch.rand(t, 2, generator=rng) + 0.1)
+
+
+def main() -> None:
+    args = parsed(__doc__, hidden=7168, inter=2048)
     rng = torch.Generator().manual_seed(0)
     e, h, i, t = args.experts, args.hidden, args.inter, args.tokens
     shapes = ((i, h), (i, h), (h, i))
     weights = ExpertWeights(
         *(stored(e, *shape, rng) for shape in shapes), layer=0, expert_ids=tuple(range(e))
     )
-    normal, dy = torch.randn(t, h, generator=rng), torch.randn(t, h, generator=rng)
-    outliers = torch.where(torch.arange(h) % 256 == 0, 20.0, 1.0)
-    routing = torch.rand(t, e, generator=rng).topk(2).indices, torch.rand(t, 2, generator=rng) + 0.1
+    inputs, dy, routing = activations(args, rng)
     records: list[dict[str, Any]] = []
-    for kind, x in (("normal", normal), ("outliers", normal * outliers)):
+    for kind, x in inputs.items():
         for fresh in (True, False):
             lora, rows = adapters(e, h, i, fresh, rng), x.bfloat16()
             wanted = exact(weights, rows, routing, lora, dy)
