@@ -200,7 +200,7 @@ struct Job {
         const bool over = u >= run.units;
         const Matrix& m = over ? run.after[half] : run.m[half];
         const int64_t n = (over ? run.after_at[half] : run.at[half]) + u % 2 * 8;
-        const int64_t at = (over ? slice + run.skip : slice) * scale_size(m.scale_type);
+        const int64_t at = first.scales.strips(over ? slice + run.skip : slice) * first.scales.size;
         if (at % 64 != 0) return;
         const char* from = reinterpret_cast<const char*>(m.scales) + n * m.scale_row_bytes + at;
         for (int i = 0; i < 8; ++i, from += m.scale_row_bytes) {

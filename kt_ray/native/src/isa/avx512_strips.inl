@@ -256,7 +256,7 @@ struct Strip<Format::fp8> {
           row_bytes(m.row_bytes),
           scales(m),
           blocks(m.block_rows >= 8),
-          wide(m.block_rows % 8 == 0 || m.block_rows >= m.rows) {
+          wide(blocks && (m.block_rows % 8 == 0 || m.block_rows >= m.rows)) {
         if (!blocks) table = fp8_tables(_mm512_set1_ps(1.0f));
     }
 
