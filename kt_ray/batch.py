@@ -6,6 +6,7 @@ Shapes: b rows, s tokens per row (right-padded), all int64.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +32,8 @@ class MicroBatch:
     # packed rows only: [b, s] position within the document; a document begins where it is 0. None = every row
     # is one document
     positions_BS: np.ndarray | None = None
+    # float32 [b, s] each, what a TokenLoss reads: at a position, for the label behind it
+    loss_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -67,6 +70,16 @@ class Objective:
     undesirable_weight: float = 1.0
     nll_tokens: int = 0  # orpo: tokens of the step's chosen rows, prompts included
     kl: float = 0.0  # kto: its reference point
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A loss of the labels' log-probabilities, summed over them: see kt_ray.model.policy_losses."""
+
+    name: str  # "cross_entropy", "importance_sampling", "ppo", "cispo", "dro" or "gspo"
+    clip_low: float = 0.8  # bounds of the probability ratio
+    clip_high: float = 1.2
+    beta: float = 0.05  # dro: strength of the quadratic term
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The Tinker API over one base model: many LoRA trainings and samplers, driven by clients' own loops."""
