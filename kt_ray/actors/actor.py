@@ -70,6 +70,8 @@ class PlainActor(ABC):
         self.reborn = False
         self._spec = spec
         self._committed = -1  # the last step whose gradients were applied
+        # trainings put aside: their tensors on the host, and the steps that they took
+        self._aside: dict[str, tuple[list[Tensor], int]] = {}
 
     # -- life --------------------------------------------------------------------------------
 
@@ -252,11 +254,54 @@ class PlainActor(ABC):
         self._begin_from(0)
 
     @abstractmethod
-    def _restart_lora(self) -> None: ...
+    def _restart_lora(self, seed: int | None = None) -> None:
+        """Initial values, no moments; seed: None = the run's."""
 
-    def restore(self, directory: str, step: int) -> None:
-        """Take parameters and moments by name from a checkpoint; `step` updates were taken so far."""
-        for what in ("param", *state_kinds(self.optim)):
+    # -- several trainings over one base ------------------------------------------------------
+
+    @abstractmethod
+    def _training_state(self) -> list[Tensor]:
+        """All tensors that are the present training's own, in one order: values, gradients, moments."""
+
+    def switch_training(self, name: str, before: str | None, seed: int) -> None:
+        """Put the present training aside and go on with another one.
+
+        Args:
+            name: one that was put aside; else a new one, whose masters follow as after `restart`.
+            before: the present one's name; None = it ends.
+            seed: of a new one's initial LoRA.
+        """
+        self.claim_thread()
+        state = self._training_state()
+        other = self._aside.pop(name, None)
+        if before is not None:
+            mine = [tensor.to("cpu", copy=True) for tensor in state]
+            self._aside[before] = mine, self._committed + 1
+        if other is None:
+            self._restart_lora(seed)
+            self._begin_from(0)
+            self._set_step(0)
+            return
+        values, step = other
+        for tensor, value in zip(state, values, strict=True):
+            tensor.copy_(value)
+        self._set_step(step)
+        self._committed = step - 1
+
+    def end_training(self, name: str) -> None:
+        """Forget one that was put aside."""
+        self._aside.pop(name, None)
+
+    def restore(self, directory: str, step: int, optimizer: bool = True) -> None:
+        """Take parameters and moments by name from a checkpoint; `step` updates were taken so far.
+
+        Args:
+            optimizer: False = parameters alone; moments are zero.
+        """
+        for what in () if optimizer else state_kinds(self.optim):
+            for _, tensor in self.trained(what):
+                tensor.zero_()
+        for what in ("param", *(state_kinds(self.optim) if optimizer else ())):
             # Straight into place: a copy of one kind would be gigabytes for a large model.
             if state := self._state(what):
                 read_named_into(directory, state)
@@ -280,6 +325,10 @@ class PlainActor(ABC):
     @abstractmethod
     def keep_adapter(self, name: str, copy: bool) -> None:
         """Keep this actor's present LoRA for passes and requests that name it; `copy` if it will change."""
+
+    @abstractmethod
+    def drop_adapter(self, name: str) -> None:
+        """Forget a copy that was kept."""
 
     def adapter(self) -> Mapping[str, Tensor]:
         """This actor's part of the adapter file."""

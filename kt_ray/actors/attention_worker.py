@@ -33,7 +33,7 @@ from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.native import DropoutSpec
 from kt_ray.optim.masters import Masters, flat_of, set_flat
-from kt_ray.optim.optimizers import squared_norm, use_torch_threads
+from kt_ray.optim.optimizers import AdamStep, squared_norm, state_kinds, use_torch_threads
 from kt_ray.placement.order import worker_program
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import gib
@@ -411,7 +411,7 @@ class AttentionWorker(PlainActor):
         self.doing = "idle"
         return squared_norm(self.masters.optimizer.gradients())
 
-    def commit(self, step: int, lr: float, clip: float, token: int) -> float:
+    def commit(self, step: int, lr: float, clip: float, token: int, adam: AdamStep | None = None) -> float:
         """Phase two, idempotent: step at worker 0, updated weights to all. Returns seconds spent.
 
         Called again for an applied step, it only sends the weights again; `token` distinguishes the messages
@@ -420,7 +420,7 @@ class AttentionWorker(PlainActor):
         self.claim_thread()
         start = time.monotonic()
         if self.rank == 0 and step > self._committed:
-            self.masters.optimizer.apply(lr, clip)
+            self.masters.optimizer.apply(lr, clip, adam)
         self._committed = step  # whatever becomes of the messages: a second update would be one too many
         self._exchange_parameters(("updated", token))
         self.stage.zero_grad()
@@ -478,8 +478,21 @@ class AttentionWorker(PlainActor):
             # Finish copies out of peers' memory: it is unmapped when peers are replaced.
             torch.cuda.synchronize(self.spec.device)
 
-    def _restart_lora(self) -> None:  # masters follow: `hold_masters`, `start_masters`, `publish`
-        self.stage.load_parameters(self.stage.initial_parameters())
+    def _restart_lora(self, seed: int | None = None) -> None:
+        """Masters follow: `hold_masters`, `start_masters`, `publish`."""
+        self.stage.load_parameters(self.stage.initial_parameters(seed))
+
+    def _training_state(self) -> list[torch.Tensor]:
+        self.stage.adapters.switch_all(True)
+        parameters = self.stage.parameters.values()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        assert len(gradients) == len(parameters), "discard() or a step comes first"
+        of_masters = [t for what in ("param", *state_kinds(self.optim)) for _, t in self.trained(what)]
+        return [*(p.data for p in parameters), *gradients, *of_masters]
 
     def keep_adapter(self, name: str, copy: bool) -> None:
         self.stage.adapters.keep(name, copy=copy)
+
+    def drop_adapter(self, name: str) -> None:
+        self.stage.adapters.switch_all(True)
+        self.stage.adapters.drop(name)

@@ -28,7 +28,7 @@ from kt_ray.actors.watch import FROZEN, ActorDied, Standstill, Status, Watch
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, SessionSpec
-from kt_ray.optim.optimizers import largest
+from kt_ray.optim.optimizers import AdamStep, largest
 from kt_ray.placement.plan_types import Budget, Plan
 from kt_ray.placement.render import gib
 from kt_ray.train.cluster_protocol import ActorLost, GivenUp
@@ -408,8 +408,8 @@ class ActorCluster(ABC):
     def prepare(self, step: int) -> float:
         return float(sum(self._all("prepare", step, next(self._tokens))))
 
-    def commit(self, step: int, lr: float, clip: float) -> float:
-        return float(max(self._all("commit", step, lr, clip, next(self._tokens))))
+    def commit(self, step: int, lr: float, clip: float, adam: AdamStep | None = None) -> float:
+        return float(max(self._all("commit", step, lr, clip, next(self._tokens), adam)))
 
     def discard(self) -> None:
         self._settle_aborts()
@@ -649,9 +649,34 @@ class ActorCluster(ABC):
     def save_shards(self, directory: str) -> list[Any]:
         return [shard for shard in self._all("save_shard", directory) if shard is not None]
 
-    def restore(self, directory: str, step: int) -> None:
-        self._all("restore", directory, step)
+    def restore(self, directory: str, step: int, optimizer: bool = True) -> None:
+        self._all("restore", directory, step, optimizer)
         self._publish()
+
+    # -- several trainings over one base ------------------------------------------------------
+
+    def switch_training(self, name: str, before: str | None, seed: int, *, new: bool) -> None:
+        """Put the present training aside under the name `before` (None = it ends), go on with another one.
+
+        Args:
+            new: from initial LoRA of this seed; else one that was put aside.
+        """
+        self._all("switch_training", name, before, seed)
+        if new:
+            self._begin()
+
+    def end_training(self, name: str) -> None:
+        """Forget one that was put aside."""
+        self._all("end_training", name)
+
+    def keep_adapter(self, name: str) -> None:
+        """Keep a copy of the present LoRA for passes and requests that name it."""
+        self._all("keep_adapter", name, True)
+        self._lend_experts()
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget such a copy."""
+        self._all("drop_adapter", name)
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         return int(sum(self._all("write_adapter", directory, layout)))

@@ -26,7 +26,7 @@ from kt_ray.experts.local_experts import Alloc, new_memory
 from kt_ray.experts.shared_experts import ExportedExperts
 from kt_ray.generate.requests import SessionSpec
 from kt_ray.native.pages import HUGE_PAGES, SHARED_HUGE_PAGES
-from kt_ray.optim.optimizers import use_torch_threads
+from kt_ray.optim.optimizers import AdamStep, use_torch_threads
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timeline import SpanRecorder
@@ -285,13 +285,13 @@ class ExpertActor(PlainActor):
                 for key, value in values.items():
                     value.copy_(received[key])
 
-    def commit(self, step: int, lr: float, clip: float, token: int) -> float:
+    def commit(self, step: int, lr: float, clip: float, token: int, adam: AdamStep | None = None) -> float:
         """Phase two, idempotent: apply the gradients of `step`, send the other copies what changed. Returns
         seconds spent."""
         self.claim_thread()
         start = time.monotonic()
         if step > self._committed:
-            self.experts.apply_gradients(lr, clip)
+            self.experts.apply_gradients(lr, clip, adam)
             self._summed = False
         self._committed = step  # whatever becomes of the messages: a second update would be one too many
         self.publish(token)
@@ -303,8 +303,11 @@ class ExpertActor(PlainActor):
         self.experts.discard_gradients()
         self.experts.take_counters()  # else a failed pass would count in the next report
 
-    def _restart_lora(self) -> None:
-        self.experts.restart_lora()
+    def _restart_lora(self, seed: int | None = None) -> None:
+        self.experts.restart_lora(seed)
+
+    def _training_state(self) -> list[Tensor]:
+        return list(self.experts.training_state())
 
     # -- what it trains ----------------------------------------------------------------------
 
@@ -323,3 +326,6 @@ class ExpertActor(PlainActor):
 
     def keep_adapter(self, name: str, copy: bool) -> None:
         self.experts.keep(name, copy=copy)
+
+    def drop_adapter(self, name: str) -> None:
+        self.experts.drop(name)

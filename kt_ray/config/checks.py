@@ -49,7 +49,7 @@ def check(config: Config) -> None:
     """Raises UserError for the first value, or combination of values, that cannot work."""
     for part in (
         *(single_keys, _model, _rule, _layers, _data, _sources, lora_faults, _optim, _trainer),
-        *(_answers, _serve, _place),
+        *(_answers, _serve, _train_server, _place),
     ):
         for fault in part(config):
             raise _error(config, fault)
@@ -137,7 +137,7 @@ def _model(c: Config) -> Iterator[Fault]:
             )
     if model.build is not None:
         return
-    needs = c.mode in ("train", "predict", "chat", "serve")
+    needs = c.mode in ("train", "predict", "chat", "serve", "train_server")
     if needs or (c.mode == "preview" and model.tokenizer is None):
         plan = ", or mode=plan to see the placement without weights" if model.config else ""
         yield Fault(
@@ -547,6 +547,26 @@ def _serve(c: Config) -> Iterator[Fault]:
                 "{NAME: DIRECTORY}, each name another one",
                 "correct serve.adapters, or give the base model another name: serve.name=NAME",
             )
+
+
+def _train_server(c: Config) -> Iterator[Fault]:
+    if c.mode != "train_server":
+        return
+    for key, plain, why in (
+        ("optim.name", "adamw", "clients state AdamW's parameters with every step"),
+        ("optim.lora_plus_ratio", 1.0, "clients state one learning rate with every step"),
+        ("lora.adapter", None, "clients load what trainings start from"),
+        ("lora.dora", False, "a training begins anew on weights whose norms DoRA starts from"),
+        ("lora.dropout", 0.0, "the log-probabilities of sampler and trainer would differ"),
+        ("lora.init", "default", "trainings share one base, drawn by a seed that clients state"),
+        ("trainer.neftune_noise_alpha", 0.0, "the log-probabilities of sampler and trainer would differ"),
+        ("trainer.aux_loss", 0.0, "clients state the loss"),
+        ("data.packing", False, "clients send rows one by one"),
+        ("serve.adapters", None, "clients load adapters by their paths"),
+        ("generate.adapter", None, "clients load adapters by their paths"),
+    ):
+        if value_of(c, key) != plain:
+            yield Fault(key, f"has no meaning with mode=train_server: {why}", show(plain), f"leave out {key}")
 
 
 # Trackers that kt_ray does not bring: module -> what pip installs.

@@ -16,7 +16,7 @@ from kt_ray.config.schema import Config
 # How alike two keys must be (difflib's ratio) before one is proposed for the other: words that are only
 # somewhat alike mean other things (learning_rate, plan.rates).
 _NEAR = 0.75
-_OF_MODES = ("generate", "serve", "eval", "plan", "accept", "report", "compare")
+_OF_MODES = ("generate", "serve", "train_server", "eval", "plan", "accept", "report", "compare")
 
 
 class Field(NamedTuple):

@@ -38,7 +38,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     ),
     "mode": (
         *("train", "plan", "doctor", "accept", "preview", "predict", "chat", "serve", "eval", "report"),
-        "compare",
+        *("compare", "train_server"),
     ),
     "model.build": ("demo_base", "demo", "mini"),
     "model.dtype": ("auto", "bfloat16", "float32"),
@@ -112,7 +112,7 @@ _KEYS_OF_BOUNDS = {
         rule.experts.threads rule.experts.copies
         data.limit trainer.max_steps trainer.batch_size trainer.micro_batch_size trainer.log_every
         generate.max_new_tokens generate.batch_size generate.prefill_tokens generate.cache_tokens
-        generate.limit serve.max_batch serve.max_tokens serve.max_body
+        generate.limit serve.max_batch serve.max_tokens serve.max_body train_server.adapters
     """,
     Bound(1, 8): "rule.groups",
     Bound(1, 64): "rule.nodes",
@@ -161,6 +161,7 @@ NOT_EMPTY: dict[str, str] = {
     "serve.host": "an address",
     "serve.name": "a name, or null",
     "serve.api_key": "a key, or null",
+    "train_server.directory": "a directory, or null",
     "compare.runs": "run directories or names",
     "run.root": "a directory",
     "accept.root": "a directory",

@@ -342,6 +342,19 @@ class ServeConfig:
     max_body: int = 8388608
 
 
+@dataclass(frozen=True)
+class TrainServerConfig:
+    """The server of the Tinker API: `mode=train_server`. Where it listens, `ServeConfig` says."""
+
+    adapters: int = 4
+    directory: str | None = None
+
+    @property
+    def samplers(self) -> int:
+        """Copies of weights to sample from that there is memory for: of every training the latest two."""
+        return 2 * self.adapters
+
+
 # Positions of a micro-batch of short rows at auto: from about so many on, a layer's products take longer than
 # reading its weights and starting its kernels.
 MICRO_TOKENS = 512
@@ -364,6 +377,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    train_server: TrainServerConfig = field(default_factory=TrainServerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     accept: AcceptConfig = field(default_factory=AcceptConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -35,7 +35,7 @@ from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, MemoryFile, Saved, allocating
 from kt_ray.native.engine import SaveMode
 from kt_ray.native.pages import in_huge_pages
-from kt_ray.optim.optimizers import LoraOptimizer, squared_norm, state_kinds
+from kt_ray.optim.optimizers import AdamStep, LoraOptimizer, squared_norm, state_kinds
 from kt_ray.pulse import beat
 
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
@@ -113,6 +113,7 @@ class LocalExperts:
         self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
         self._grads: dict[int, ExpertLora] = {}
         self._adapters: dict[bool | str, dict[int, ExpertLora]] = {}  # kept ones, by name
+        self._dropped: list[dict[int, ExpertLora]] = []  # memory of copies that were kept
         self._kept: dict[tuple[int, int], _Kept] = {}  # by layer and group
         # slots that attention workers computed, by layer and group, until their gradients are there
         self._elsewhere: dict[tuple[int, int], int] = {}
@@ -236,12 +237,17 @@ class LocalExperts:
         own = self._updated()
         return [p for layer, of in self._parameters.items() if layer not in own for p in of.values()]
 
-    def restart_lora(self) -> None:
-        """As `load` left it, in place: initial values, no moments, no gradients, no step taken."""
+    def restart_lora(self, seed: int | None = None) -> None:
+        """As `load` left it, in place: initial values, no moments, no gradients, no step taken.
+
+        Args:
+            seed: of the initial values; None = the run's.
+        """
         if self._optimizer is None:
             return
+        seed = self.spec.seed if seed is None else seed
         for name, tensor in self.named("param", updated=False):
-            tensor.copy_(initial_lora(self.spec.seed, name, tensor.shape, self.spec.lora.init))
+            tensor.copy_(initial_lora(seed, name, tensor.shape, self.spec.lora.init))
             beat()
         for what in state_kinds(self.spec.optim):
             for _, tensor in self.named(what):
@@ -269,11 +275,21 @@ class LocalExperts:
 
     def keep(self, name: str, *, copy: bool) -> None:
         """Keep the LoRA as it is now under a name; `copy` if it will be changed."""
-        adapter = {layer: lora.map(self._copy) if copy else lora for layer, lora in self.lora.items()}
-        if copy and self.lane is not None:
-            for lora in adapter.values():
-                self.lane.lock(lora.tensors())
+        if copy and self._dropped:
+            adapter = self._dropped.pop()
+            for layer, lora in self.lora.items():
+                for kept, value in zip(adapter[layer].tensors(), lora.tensors(), strict=True):
+                    kept.copy_(value)
+        else:
+            adapter = {layer: lora.map(self._copy) if copy else lora for layer, lora in self.lora.items()}
+            if copy and self.lane is not None:
+                for lora in adapter.values():
+                    self.lane.lock(lora.tensors())
         self._adapters[name] = adapter
+
+    def drop(self, name: str) -> None:
+        """Forget a copy that `keep` made; its memory is the next one's."""
+        self._dropped.append(self._adapters.pop(name))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if self._file is None:
@@ -515,10 +531,10 @@ class LocalExperts:
         """Sum of squares of the LoRA gradients, in float64."""
         return squared_norm(self._optimizer.gradients()) if self._optimizer is not None else 0.0
 
-    def apply_gradients(self, lr: float, clip: float) -> None:
+    def apply_gradients(self, lr: float, clip: float, adam: AdamStep | None = None) -> None:
         """Clip, take the optimizer's step, zero the gradients."""
         if self._optimizer is not None:
-            self._optimizer.apply(lr, clip)
+            self._optimizer.apply(lr, clip, adam)
         self._discard_others()
 
     def discard_gradients(self) -> None:
@@ -558,6 +574,16 @@ class LocalExperts:
                 projection, side = key.split("_")
                 for i, names in enumerate(self.names[layer]):
                     yield f"{names[projection]}.lora_{side.upper()}.weight", stacked[i]
+
+    def training_state(self) -> Iterator[Tensor]:
+        """All tensors that are one training's own, in one order: values, gradients, moments."""
+        own = set(self._updated())
+        for layer, matrices in self._parameters.items():
+            for parameter in matrices.values():
+                yield from (parameter.data, _grad(parameter))
+                if layer in own and self._optimizer is not None:
+                    for kind in state_kinds(self.spec.optim):
+                        yield self._optimizer.state(parameter, kind)
 
     def set_step(self, step: int) -> None:
         """Number of updates taken so far, on resume."""

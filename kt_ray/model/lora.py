@@ -252,6 +252,10 @@ class AdapterSwitch:
         """Keep the trained adapter's present values under a name; `copy` if they will change."""
         self._values[name] = {n: p.clone() if copy else p for n, p in self._values[True].items()}
 
+    def drop(self, name: str) -> None:
+        """Forget a kept adapter that no layer uses: after `switch_all(True)`."""
+        del self._values[name]
+
     def switch(self, layer: int, which: bool | str) -> None:
         """Use an adapter from the next call of a layer on."""
         if self._state[layer] == which:

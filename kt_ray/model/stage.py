@@ -289,14 +289,14 @@ class Stage:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.zero_()
 
-    def initial_parameters(self) -> dict[str, Tensor]:
-        """Every parameter's value before the first step."""
+    def initial_parameters(self, seed: int | None = None) -> dict[str, Tensor]:
+        """Every parameter's value before the first step. seed: None = the run's; PiSSA and DoRA have none."""
         spec = self.spec
+        seed = spec.seed if seed is None else seed
         return (
             self.principal
             or {
-                name: initial_lora(spec.seed, name, p.shape, spec.lora.init)
-                for name, p in self.parameters.items()
+                name: initial_lora(seed, name, p.shape, spec.lora.init) for name, p in self.parameters.items()
             }
             | self.magnitudes
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,6 +105,15 @@ def elementwise(optim: OptimConfig) -> bool:
     return optim.name != "muon" and optim.lora_plus_ratio == 1.0
 
 
+@dataclass(frozen=True)
+class AdamStep:
+    """What one step of AdamW takes in the place of the configured values, as torch.optim.AdamW has them."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
 class LoraOptimizer:
     """One step over a fixed list of float32 parameters whose `.grad` is always set.
 
@@ -157,12 +167,18 @@ class LoraOptimizer:
         """One of the `state_kinds` of one parameter, as a live tensor of its shape."""
         return self._inner.state[parameter][kind]
 
-    def apply(self, lr: float, clip: float) -> None:
-        """Scale gradients by `clip`, take one step at `lr`, zero the gradients."""
+    def apply(self, lr: float, clip: float, adam: AdamStep | None = None) -> None:
+        """Scale gradients by `clip`, take one step at `lr`, zero the gradients.
+
+        Args:
+            adam: of this step, where a client says so with each; only with optim.name=adamw.
+        """
         if not self.parameters:
             return
         for group in self._inner.param_groups:
             group["lr"] = lr * group["ratio"]
+            if adam is not None:
+                group.update(betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay)
         if clip != 1.0:
             torch._foreach_mul_(self.gradients(), clip)
         self._inner.step()

@@ -110,12 +110,22 @@ ON_HOST = {
     "streamed weights": "weights",
     "embedding": "embedding and head",
     "gradients": "staging",
+    "trainings": "optimizer",
 }
 
 
 def lora_bytes(config: Config) -> int:
-    """Of an actor per LoRA parameter that it computes with: value, gradient, and the reference's value."""
+    """Of an actor per LoRA parameter that it computes with: value, gradient, and the reference's value; in
+    mode=train_server the value of every sampler."""
+    if config.mode == "train_server":
+        return 8 + 4 * config.train_server.samplers
     return 12 if config.keeps_reference and not generates(config) else 8
+
+
+def aside_bytes(config: Config, *, moments: bool) -> int:
+    """Of an actor per LoRA parameter, on the host: trainings put aside (`PlainActor.switch_training`)."""
+    trainings = config.train_server.adapters if config.mode == "train_server" else 0
+    return (16 if moments else 8) * trainings
 
 
 def checkpoint_bytes(dims: ModelDims, config: Config) -> int:
@@ -487,6 +497,8 @@ def worker_items(
         ),
         # Those of workers on other hosts wait in worker 0 until it adds them up.
         "gradients": 4 * reduced * far if root else 0,
+        "trainings": aside_bytes(config, moments=False) * adapters
+        + (12 * config.train_server.adapters * reduced if root and config.mode == "train_server" else 0),
     }
 
     def generating(config: Config) -> dict[str, float]:
@@ -600,7 +612,7 @@ def _expert_actor(
     return {
         "experts": weights,
         "LoRA": lora_bytes(config) * adapters,
-        "optimizer": 8 * adapters / actor.copies,
+        "optimizer": 8 * adapters / actor.copies + aside_bytes(config, moments=True) * adapters,
         "kept activations": sum(kept),
         "workspace": call + large * HUGE_PAGE,
         # And what the other copies send at the end of a step: gradients of own layers, updated other ones.

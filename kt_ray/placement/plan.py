@@ -193,7 +193,7 @@ def _laid_out(
     if not generating:
         check_layers(dims, config.lora)
     backward = backward_of(dims, config.lora)
-    if (config.mode == "train" or generating) and dims.refusal:
+    if (config.mode in ("train", "train_server") or generating) and dims.refusal:
         raise UserError(
             f"{dims.model_type} cannot be {'used' if generating else 'trained'} from this checkpoint",
             where=dims.name,

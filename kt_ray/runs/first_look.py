@@ -8,7 +8,7 @@ from kt_ray.demo.builder import resolve_model_dir
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.runs.rundir import refuse_taken
 
-_OF_MODEL = ("train", "preview", "predict", "chat", "serve")
+_OF_MODEL = ("train", "preview", "predict", "chat", "serve", "train_server")
 _OF_ROWS = ("train", "preview", "predict")
 
 
