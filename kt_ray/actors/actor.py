@@ -328,7 +328,7 @@ class PlainActor(ABC):
 
     @abstractmethod
     def drop_adapter(self, name: str) -> None:
-        """Forget a copy that was kept."""
+        """Forget a copy that was kept, if it is there."""
 
     def adapter(self) -> Mapping[str, Tensor]:
         """This actor's part of the adapter file."""

@@ -288,8 +288,9 @@ class LocalExperts:
         self._adapters[name] = adapter
 
     def drop(self, name: str) -> None:
-        """Forget a copy that `keep` made; its memory is the next one's."""
-        self._dropped.append(self._adapters.pop(name))
+        """Forget a copy that `keep` made, if it is there; its memory is the next one's."""
+        if name in self._adapters:
+            self._dropped.append(self._adapters.pop(name))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if self._file is None:

@@ -253,8 +253,8 @@ class AdapterSwitch:
         self._values[name] = {n: p.clone() if copy else p for n, p in self._values[True].items()}
 
     def drop(self, name: str) -> None:
-        """Forget a kept adapter that no layer uses: after `switch_all(True)`."""
-        del self._values[name]
+        """Forget a kept adapter, if it is there, that no layer uses: after `switch_all(True)`."""
+        self._values.pop(name, None)
 
     def switch(self, layer: int, which: bool | str) -> None:
         """Use an adapter from the next call of a layer on."""

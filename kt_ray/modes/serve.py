@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 
 from kt_ray.config.schema import Config
-from kt_ray.config.secret_values import remember
 from kt_ray.generate.generator import Generator
 from kt_ray.runs.generation import (
     PreparedGeneration,
@@ -18,7 +17,7 @@ from kt_ray.runs.generation import (
     prepare_generation,
 )
 from kt_ray.runs.start_cluster import started
-from kt_ray.serve.access import VARIABLE, bare, check_address, digest
+from kt_ray.serve.access import bare, check_address, digest, taken_key
 from kt_ray.serve.completions import Served
 from kt_ray.serve.header_timeout import INSTALL, PROXY_VARIABLE
 from kt_ray.serve.run import check_port, make_service, run_server
@@ -30,11 +29,7 @@ def run(config: Config) -> int:
     """Until Ctrl-C. Returns the exit code."""
     serve = replace(config.serve, host=bare(config.serve.host))
     config = replace(config, serve=serve)
-    # Neither Ray's processes nor what they start need the key; this one keeps a digest.
-    stated = os.environ.pop(VARIABLE, None)
-    key = (serve.api_key or stated or "").strip() or None
-    if key is not None:
-        remember(key)
+    key = taken_key(serve.api_key)
     check_address(serve.host, key)
     check_port(serve.host, serve.port)
     # The plan counts caches for generate.batch_size rows.

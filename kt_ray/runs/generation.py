@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -213,11 +213,21 @@ def load_adapters(generation: PreparedGeneration, cluster: ActorCluster) -> None
 
 
 class Revivals:
-    """Brings a cluster that serves back after an actor died: `trainer.recoveries` times an hour at most."""
+    """Brings a cluster that serves back after an actor died: `trainer.recoveries` times an hour at most.
 
-    def __init__(self, generation: PreparedGeneration, cluster: ActorCluster) -> None:
+    Args:
+        restore: on actors with initial LoRA, makes the state that requests rely on; None = loads adapters.
+    """
+
+    def __init__(
+        self,
+        generation: PreparedGeneration,
+        cluster: ActorCluster,
+        restore: Callable[[], None] | None = None,
+    ) -> None:
         self._generation = generation
         self._cluster = cluster
+        self._restore = restore or (lambda: load_adapters(generation, cluster))
         self._limit = generation.config.trainer.recoveries
         self._begun: list[float] = []  # of those in the last hour, on the monotonic clock
 
@@ -250,7 +260,7 @@ class Revivals:
             return
         self._cluster.recover()
         self._cluster.restart()  # a new actor's LoRA may be any; adapters follow
-        load_adapters(self._generation, self._cluster)
+        self._restore()
 
     def _given_up(self, error: BaseException) -> UserError:
         return UserError(

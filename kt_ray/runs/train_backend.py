@@ -6,14 +6,15 @@ switches. Rows are cut into micro-batches as those of mode=train, so the same ro
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,16 +26,19 @@ from kt_ray.data.batches import step_waves
 from kt_ray.data.row_types import Row
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
+from kt_ray.generate.requests import Request
 from kt_ray.optim.optimizers import AdamStep
-from kt_ray.runs.generation import PreparedGeneration, generator_on
+from kt_ray.runs.generation import PreparedGeneration, Revivals, generator_on
 from kt_ray.runs.saving import write_adapter
+from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.reports import PassReport
-from kt_ray.train_server.backend import AdamParams, Datum, PassResult, Scores
-
-logger = logging.getLogger(__name__)
+from kt_ray.train_server.backend import AdamParams, Datum, PassResult, SamplingSession, Scores
 
 SCRATCH = ""  # the training in which a sampler's file is read; clients name none so
 _STEPS = "steps.json"
+SNAPSHOT_STEPS = 16  # optimizer steps after which a sampler, or twice as many after which a step, makes one
+
+T = TypeVar("T")
 
 
 def planned(config: Config) -> Config:
@@ -45,29 +49,57 @@ def planned(config: Config) -> Config:
 
 @dataclass
 class _Training:
-    steps: int = 0  # optimizer steps taken
+    """One training, and how its state comes back after a death: a snapshot, and what followed.
+
+    Attributes:
+        steps: optimizer steps taken. snapshot: directory and steps; None = initial LoRA of `seed`.
+        journal: backward passes, steps and kept copies since then, as calls that repeat them.
+        waiting: where in the journal the entries after the last optimizer step begin.
+        steps_since: optimizer steps in the journal.
+    """
+
+    seed: int
+    steps: int = 0
+    snapshot: tuple[Path, int] | None = None
+    journal: list[Callable[[], object]] = field(default_factory=list)
+    waiting: int = 0
+    steps_since: int = 0
 
 
 class ClusterBackend:
     """`kt_ray.train_server.backend.Backend` on a started cluster.
 
+    When an actor dies, the call that notices it brings all trainings and samplers back and is repeated.
+
     Args:
-        generation: prepared for training and generation; its rows are not used.
-        name: the base model's name to clients. unpadded: micro-batches hold rows of one length only.
+        generation: prepared for training and generation.
+        name: the base model's name to clients. directory: for snapshots, its own.
+        unpadded: micro-batches hold rows of one length only.
     """
 
     def __init__(
-        self, generation: PreparedGeneration, cluster: ActorCluster, name: str, *, unpadded: bool = False
+        self,
+        generation: PreparedGeneration,
+        cluster: ActorCluster,
+        name: str,
+        directory: Path,
+        *,
+        unpadded: bool = False,
     ) -> None:
         self.base_model = name
         self.tokenizer = generation.config.model.tokenizer or generation.model_dir
         self._generation = generation
         self._cluster = cluster
+        self._directory = directory
         self._unpadded = unpadded
-        self._passes = itertools.count(1)
+        self._numbers = itertools.count(1)  # of passes and of snapshots
         self._trainings: dict[str, _Training] = {}
         self._present: str | None = SCRATCH  # None = what the actors hold is nobody's
-        self._samplers: set[str] = set()
+        self._files: dict[str, Path] = {}  # samplers from disk
+        self._samplers: set[str] = set()  # those that the actors hold
+        self._wanted: set[str] = set()  # those of trainings
+        self._lost: ActorLost | None = None  # what ended the last session
+        self._revivals = Revivals(generation, cluster, self._rebuild)
 
     # -- what the model is --------------------------------------------------------------------
 
@@ -91,18 +123,61 @@ class ClusterBackend:
     def slots(self) -> int:
         return self._generation.config.train_server.adapters
 
+    # -- after a death ------------------------------------------------------------------------
+
+    def _surely(self, work: Callable[[], T]) -> T:
+        """`work()`, again from the state before it whenever an actor is lost in it."""
+        while True:
+            try:
+                return work()
+            except ActorLost as lost:
+                self._revivals.bring_back(lost)
+
+    def _rebuild(self) -> None:
+        """All trainings and samplers, on actors of which any may be new."""
+        self._present = None
+        before, self._samplers = self._samplers, set()
+        for sampler in before:
+            self._cluster.drop_adapter(sampler)
+        for model in self._trainings:
+            self._cluster.end_training(model)
+        for model, training in self._trainings.items():
+            self._switch(model, training.seed, new=True)
+            if training.snapshot is not None:
+                directory, steps = training.snapshot
+                self._cluster.restore(str(directory), steps)
+            for repeat in training.journal:
+                repeat()
+        for sampler, directory in self._files.items():
+            self._load_sampler(sampler, directory)
+        # What was kept before its training's last snapshot is gone, see `check`.
+
+    def _snapshot(self, model: str) -> None:
+        """What a death makes to be repeated begins anew here, but for gradients that wait for a step."""
+        training = self._trainings[model]
+        directory = self._directory / f"{next(self._numbers):08d}"
+        self._write_state(model, directory)
+        self._forget_snapshot(training)
+        training.snapshot = (directory, training.steps)
+        training.journal = training.journal[training.waiting :]
+        training.waiting = training.steps_since = 0
+
+    def _forget_snapshot(self, training: _Training) -> None:
+        if training.snapshot is not None:
+            shutil.rmtree(training.snapshot[0], ignore_errors=True)
+
     # -- trainings ----------------------------------------------------------------------------
 
     def create(self, model: str, seed: int) -> None:
-        self._switch(model, seed, new=True)
-        self._trainings[model] = _Training()
+        self._surely(lambda: self._switch(model, seed, new=True))
+        self._trainings[model] = _Training(seed)
 
     def forget(self, model: str) -> None:
-        del self._trainings[model]
+        self._forget_snapshot(self._trainings.pop(model))
         if self._present == model:
             self._present = None
         else:
-            self._cluster.end_training(model)
+            self._surely(lambda: self._cluster.end_training(model))
 
     def _take_up(self, model: str) -> _Training:
         """Make a training the present one."""
@@ -112,43 +187,63 @@ class ClusterBackend:
 
     def _switch(self, model: str, seed: int, *, new: bool) -> None:
         before = self._present if self._present in self._trainings else None
+        self._present = None  # an error leaves it open
         self._cluster.switch_training(model, before, seed, new=new)
         self._present = model
 
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
-        training = self._take_up(model)
-        kind = "train" if backward else "eval"
-        total, logprobs = 0.0, [np.zeros(0, dtype=np.float32)] * len(data)
-        for wave in self._waves(data):
-            spec = self._pass(wave, kind, loss, step=training.steps)
-            report = self._cluster.run_pass(spec)
-            total += report.loss
-            for micro, values in self._micro(wave, report):
-                for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
-                    logprobs[index] = values[0][row, : n - 1]
-        return PassResult(logprobs, total)
+        def work() -> PassResult:
+            training = self._take_up(model)
+            total, logprobs = 0.0, [np.zeros(0, dtype=np.float32)] * len(data)
+            for wave in self._waves(data):
+                kind = "train" if backward else "eval"
+                report = self._cluster.run_pass(self._pass(wave, kind, loss, step=training.steps))
+                total += report.loss
+                for micro, values in self._micro(wave, report):
+                    for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
+                        logprobs[index] = values[0][row, : n - 1]
+            return PassResult(logprobs, total)
+
+        result = self._surely(work)
+        if backward:
+            self._trainings[model].journal.append(work)
+        return result
 
     def step(self, model: str, params: AdamParams) -> dict[str, float]:
-        training = self._take_up(model)
-        norm = math.sqrt(self._cluster.prepare(training.steps))
+        training = self._trainings[model]
+        number = training.steps
+
+        def work() -> float:
+            self._take_up(model)
+            norm = math.sqrt(self._cluster.prepare(number))
+            if not math.isfinite(norm):
+                self._cluster.discard()
+                return norm
+            clip, most = 1.0, params.grad_clip_norm
+            if most > 0 and norm > most:
+                clip = most / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+            adam = AdamStep((params.beta1, params.beta2), params.eps, params.weight_decay)
+            self._cluster.commit(number, params.learning_rate, clip, adam)
+            return norm
+
+        norm = self._surely(work)
+        training.journal.append(work)
+        training.waiting = len(training.journal)
         if not math.isfinite(norm):
-            self._cluster.discard()
             raise UserError(
                 "the gradients are not finite, and were thrown away; no step was taken",
                 observed=f"norm {norm}",
                 remedy="lower the learning rate, or look at the rows, their weights and advantages",
             )
-        clip, most = 1.0, params.grad_clip_norm
-        if most > 0 and norm > most:
-            clip = most / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-        adam = AdamStep((params.beta1, params.beta2), params.eps, params.weight_decay)
-        self._cluster.commit(training.steps, params.learning_rate, clip, adam)
         training.steps += 1
+        training.steps_since += 1
+        if training.steps_since >= 2 * SNAPSHOT_STEPS:
+            self._snapshot(model)
         return {"grad_norm": norm}
 
     def _pass(self, wave: Wave, kind: str, loss: TokenLoss, *, step: int = 0, **more: object) -> PassSpec:
         return PassSpec(
-            number=next(self._passes),
+            number=next(self._numbers),
             step=step,
             kind=kind,
             seed=self._generation.config.seed,
@@ -196,52 +291,126 @@ class ClusterBackend:
     # -- on disk ------------------------------------------------------------------------------
 
     def save_state(self, model: str, directory: Path) -> None:
-        training = self._take_up(model)
-        directory.mkdir(parents=True)
-        self._cluster.save_shards(str(directory))
-        (directory / _STEPS).write_text(json.dumps({"steps": training.steps}))
+        self._write_state(model, directory)
+
+    def _write_state(self, model: str, directory: Path) -> None:
+        def work() -> None:
+            training = self._take_up(model)
+            shutil.rmtree(directory, ignore_errors=True)  # of an attempt that a death ended
+            directory.mkdir(parents=True)
+            self._cluster.save_shards(str(directory))
+            (directory / _STEPS).write_text(json.dumps({"steps": training.steps}))
+
+        self._surely(work)
 
     def load_state(self, model: str, directory: Path, *, optimizer: bool) -> None:
-        training = self._take_up(model)
+        training = self._trainings[model]
         steps = int(json.loads((directory / _STEPS).read_text())["steps"]) if optimizer else 0
-        self._cluster.restore(str(directory), steps, optimizer)
-        training.steps = steps
+
+        def work() -> None:
+            self._take_up(model)
+            self._cluster.restore(str(directory), steps, optimizer)
+
+        self._surely(work)
+        training.journal.append(work)
+        training.steps, training.waiting = steps, len(training.journal)  # gradients are gone
+        self._snapshot(model)  # of its own: the directory is the client's, who may delete it
 
     def save_adapter(self, model: str, directory: Path) -> None:
-        self._take_up(model)
-        write_adapter(self._generation, directory, self._cluster)
+        def work() -> None:
+            self._take_up(model)
+            shutil.rmtree(directory, ignore_errors=True)
+            write_adapter(self._generation, directory, self._cluster)
+
+        self._surely(work)
 
     # -- samplers -----------------------------------------------------------------------------
 
     def keep(self, model: str, sampler: str) -> None:
-        self._take_up(model)
-        self._cluster.keep_adapter(sampler)
-        self._samplers.add(sampler)
+        # Before the copy, so that the latest one is in the journal.
+        if self._trainings[model].steps_since >= SNAPSHOT_STEPS:
+            self._snapshot(model)
+
+        def work() -> None:
+            self._take_up(model)
+            self._cluster.keep_adapter(sampler)
+            self._samplers.add(sampler)
+
+        def again() -> None:
+            if sampler in self._wanted:
+                work()
+
+        self._surely(work)
+        self._wanted.add(sampler)
+        self._trainings[model].journal.append(again)
 
     def load_sampler(self, sampler: str, directory: Path) -> None:
+        self._surely(lambda: self._load_sampler(sampler, directory))
+        self._files[sampler] = directory
+
+    def _load_sampler(self, sampler: str, directory: Path) -> None:
         self._switch(SCRATCH, 0, new=True)
         self._cluster.load_adapter(str(directory))
         self._cluster.keep_adapter(sampler)
         self._samplers.add(sampler)
 
     def drop(self, sampler: str) -> None:
-        self._samplers.remove(sampler)
-        self._cluster.drop_adapter(sampler)
+        self._samplers.discard(sampler)
+        self._wanted.discard(sampler)
+        self._files.pop(sampler, None)
+        self._surely(lambda: self._cluster.drop_adapter(sampler))
 
     def score(self, sampler: str | bool, prompts: Sequence[np.ndarray], top: int) -> list[Scores]:
         data = [Datum(prompt[:-1], prompt[1:]) for prompt in prompts]
-        scores: list[Scores | None] = [None] * len(data)
-        for wave in self._waves(data):
-            more = {"adapters": sampler, "return_top": top}
-            report = self._cluster.run_pass(self._pass(wave, "eval", TokenLoss("cross_entropy"), **more))
-            for micro, (logprobs, *tops) in self._micro(wave, report):
-                for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
-                    ids, values = (part[row, : n - 1] for part in tops) if tops else _no_tops(int(n) - 1)
-                    scores[index] = Scores(logprobs[row, : n - 1], ids, values)
-        return [score for score in scores if score is not None]
 
-    def sampling(self) -> AbstractContextManager[Generator]:
-        return generator_on(self._generation, self._cluster)
+        def work() -> list[Scores]:
+            scores: dict[int, Scores] = {}
+            for wave in self._waves(data):
+                more = {"adapters": sampler, "return_top": top}
+                spec = self._pass(wave, "eval", TokenLoss("cross_entropy"), **more)
+                report = self._cluster.run_pass(spec)
+                for micro, (logprobs, *tops) in self._micro(wave, report):
+                    for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
+                        ids, values = (part[row, : n - 1] for part in tops) if tops else _no_tops(int(n) - 1)
+                        scores[int(index)] = Scores(logprobs[row, : n - 1], ids, values)
+            return [scores[index] for index in range(len(data))]
+
+        self.check(sampler)
+        return self._surely(work)
+
+    def check(self, sampler: bool | str) -> None:
+        """Raises UserError: the sampler's weights are not there."""
+        if isinstance(sampler, str) and sampler not in self._samplers:
+            raise UserError(
+                "the sampler's weights are gone",
+                where=sampler,
+                observed="an actor died, and they were older than the training's last snapshot",
+                remedy="make another sampler of the training, or save weights under a name and load them",
+            )
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[SamplingSession]:
+        if self._lost is not None:
+            lost, self._lost = self._lost, None
+            self._revivals.bring_back(lost)
+        with generator_on(self._generation, self._cluster) as generator:
+            try:
+                yield _Session(self, generator)
+            finally:
+                if isinstance(generator.error, ActorLost):
+                    self._lost = generator.error
+
+
+@dataclass(frozen=True)
+class _Session:
+    """A session of generation that knows which samplers there are."""
+
+    backend: ClusterBackend
+    generator: Generator
+
+    def submit(self, request: Request, listener: Callable[[Any], None] | None = None) -> Any:
+        self.backend.check(request.adapter)
+        return self.generator.submit(request, listener)
 
 
 def _row(datum: Datum, index: int) -> Row:

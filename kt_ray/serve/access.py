@@ -6,11 +6,13 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import os
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from kt_ray.config.secret_values import remember
 from kt_ray.errors import UserError
 from kt_ray.serve.api_errors import ApiError
 
@@ -48,6 +50,16 @@ def check_address(host: str, key: str | None) -> None:
             required="a key, or an address of this machine only",
             remedy=f"set {VARIABLE}, or serve.host=127.0.0.1",
         )
+
+
+def taken_key(stated: str | None) -> str | None:
+    """The clients' key: serve.api_key, else the variable. It leaves the environment: neither Ray nor
+    what it starts needs it. Messages will not show it."""
+    variable = os.environ.pop(VARIABLE, None)
+    key = (stated or variable or "").strip() or None
+    if key is not None:
+        remember(key)
+    return key
 
 
 def digest(key: str | bytes) -> bytes:

@@ -1,0 +1,75 @@
+"""mode=train_server: the Tinker API over one base model, for training loops of the user's own."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+from kt_ray.config.schema import Config
+from kt_ray.data.template import load_tokenizer
+from kt_ray.errors import UserError
+from kt_ray.runs.generation import generation_of
+from kt_ray.runs.prepare import prepare_model
+from kt_ray.runs.run_lock import locked
+from kt_ray.runs.start_cluster import started
+from kt_ray.runs.train_backend import ClusterBackend, planned
+from kt_ray.serve.access import VARIABLE, bare, check_address, digest, taken_key
+from kt_ray.serve.run import check_port
+from kt_ray.tracking.console import say
+
+PREFIX = "tml-"  # of every key, to the tinker SDK
+
+
+def run(config: Config) -> int:
+    """Until Ctrl-C. Returns the exit code."""
+    from kt_ray.train_server.run import serve_backend
+
+    serve = replace(config.serve, host=bare(config.serve.host))
+    key = taken_key(serve.api_key)
+    check_address(serve.host, key)
+    if key is not None and not key.startswith(PREFIX):
+        raise UserError(
+            "the SDK sends no key that begins otherwise",
+            where=f"{VARIABLE} or serve.api_key",
+            required=f"a key that begins with {PREFIX}",
+            remedy=f"put {PREFIX} before the key, here and in the clients' TINKER_API_KEY",
+        )
+    check_port(serve.host, serve.port)
+    config = planned(replace(config, serve=serve))
+    model = prepare_model(config, training=True)
+    named = "model.tokenizer" if config.model.tokenizer else "model.path"
+    generation = generation_of(model, load_tokenizer(config.model.tokenizer or model.model_dir, named))
+    name = serve.name or config.model.name
+    directory = Path(config.train_server.directory or Path(config.run.root, "train_server", name))
+    host = f"[{serve.host}]" if ":" in serve.host else serve.host
+
+    def ready() -> None:
+        say(f"training {name} for clients at http://{host}:{serve.port}; saved weights: {directory}")
+        say(
+            f"clients: TINKER_BASE_URL=http://{host}:{serve.port} "
+            f"TINKER_API_KEY={PREFIX + 'any' if key is None else '<the key>'}"
+        )
+        say("Ctrl-C ends the server")
+
+    directory.mkdir(parents=True, exist_ok=True)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        locked(directory),
+        started(generation, f"{config.model.name}-train-server") as cluster,
+    ):
+        moves = next(filter(None, (actor.get("padding_moves") for actor in cluster.info())), "")
+        if moves:
+            say(f"padding moves this model ({moves}): micro-batches hold rows of one length only")
+        backend = ClusterBackend(generation, cluster, name, directory / "snapshots", unpadded=bool(moves))
+        serve_backend(
+            backend,
+            directory,
+            host=serve.host,
+            port=serve.port,
+            key=digest(key) if key else None,
+            max_body=serve.max_body,
+            ready=ready,
+        )
+    say("the server has ended")
+    return 0
