@@ -77,9 +77,15 @@ class TokenLoss:
     """A loss of the labels' log-probabilities, summed over them: see kt_ray.model.policy_losses."""
 
     name: str  # "cross_entropy", "importance_sampling", "ppo", "cispo", "dro" or "gspo"
-    clip_low: float = 0.8  # bounds of the probability ratio
-    clip_high: float = 1.2
+    # ppo, cispo, gspo: bounds of the probability ratio; None = the loss's own
+    clip_low: float | None = None
+    clip_high: float | None = None
     beta: float = 0.05  # dro: strength of the quadratic term
+
+
+Tops = tuple[np.ndarray, np.ndarray]
+"""The k most probable tokens behind each position, in descending order: int64 [b, s - 1, k] ids, float32
+[b, s - 1, k] log-probabilities; -1 and 0 where there is no label."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,10 @@ class PassSpec:
     # that they keep under that name
     adapters: bool | str = True
     return_logps: bool = False  # workers of the last stage hand back the rows' log-probabilities
-    # the loss, where it is not the mean token loss; `loss_tokens` is then its `units`
-    objective: Objective | None = None
+    # the loss, where it is not the mean token loss; `loss_tokens` is then its `units`, for a TokenLoss any
+    # divisor of the sum. With a TokenLoss workers of the last stage hand back the labels' log-probabilities
+    objective: Objective | TokenLoss | None = None
+    return_top: int = 0  # with a TokenLoss: how many of the most probable tokens they hand back, too
     # eval only: count what routers choose, with a training pass's dropout (kt_ray.model.routing)
     routing: bool = False
     # train only: gradient of the load-balancing loss in a probability of each expert

@@ -22,7 +22,7 @@ import torch
 from kt_ray.actors.actor import PlainActor
 from kt_ray.actors.generation_session import GenerationReport, WorkerSession
 from kt_ray.actors.specs import lent_experts
-from kt_ray.batch import PassSpec
+from kt_ray.batch import Objective, PassSpec, TokenLoss
 from kt_ray.config.schema import OptimConfig
 from kt_ray.errors import UserError
 from kt_ray.experts.process_memory import bound_compiled_products
@@ -254,6 +254,8 @@ class AttentionWorker(PlainActor):
                 lane.close()
         self.doing = "idle"
         seconds = loop.seconds()
+        of_rows = stage.last and (spec.return_logps or isinstance(spec.objective, Objective))
+        of_tokens = stage.last and isinstance(spec.objective, TokenLoss)
         return WorkerPassReport(
             rank=self.rank,
             loss_sum=loop.loss_sum,
@@ -270,7 +272,9 @@ class AttentionWorker(PlainActor):
             logits=loop.logits() if spec.return_logits and stage.last else [],
             losses=loop.losses() if stage.last else [],
             routing=loop.routing(),
-            logps=loop.logps() if stage.last and (spec.return_logps or spec.objective is not None) else [],
+            logps=loop.logps() if of_rows else [],
+            token_logps=loop.token_logps() if of_tokens else [],
+            tops=loop.tops() if of_tokens and spec.return_top else [],
         )
 
     def _expert_dropout(self, spec: PassSpec) -> DropoutSpec | None:

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kt_ray.batch import PassSpec
+from kt_ray.batch import PassSpec, TokenLoss, Tops
 from kt_ray.errors import BadStep
 from kt_ray.model.build import StageModel
 from kt_ray.model.clock import Clock
@@ -40,6 +40,7 @@ from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.hidden_shelf import HostShelf, Kept, KeptOnDevice
 from kt_ray.model.known_outputs import KnownOutputs
 from kt_ray.model.layer_calls import Handler
+from kt_ray.model.policy_losses import token_loss
 from kt_ray.model.preference_losses import preference_loss
 from kt_ray.model.routing import RouterWatch
 from kt_ray.model.state import Graph, GroupState, MicroState, RecomputedRoutes, Routes
@@ -182,25 +183,31 @@ class LayerLoop:
         return tensor.to(self.device, self.model.dtype, non_blocking=True)
 
     def loss(self, layer: int, group: int) -> None:
-        """Last stage: add the sum of the group's token losses (float64) to `loss_sum`.
+        """Last stage: add the sum of the group's losses (float64) to `loss_sum`.
 
         A training pass also keeps dH / loss_tokens for the backward; an evaluation with
         `return_logits` keeps the logits.
 
         Raises:
             BadStep: the loss is not finite.
+            ValueError: a TokenLoss lacks an input.
         """
         assert self.head is not None, "loss belongs to the last stage"
         state, spec = self.groups[group], self.spec
         hidden = require(state.hidden, "loss", layer, group)
         scale = 1.0 / max(spec.loss_tokens, 1) if self.train else None
+        objective = spec.objective
         grads, logits = [], []
         with self.clock.device("loss"):
             for micro, h in zip(state.micro, hidden, strict=True):
-                if spec.objective is not None or spec.return_logps:
-                    value, grad, logps_b = preference_loss(
-                        self.head, h, micro.batch, spec.objective, self.train
+                if isinstance(objective, TokenLoss):
+                    value, grad, logps_BS, top = token_loss(
+                        self.head, h, micro.batch, objective, scale, spec.return_top
                     )
+                    state.token_logps.append(logps_BS)
+                    state.tops += [] if top is None else [top]
+                elif objective is not None or spec.return_logps:
+                    value, grad, logps_b = preference_loss(self.head, h, micro.batch, objective, self.train)
                     state.logps.append(logps_b)
                 else:
                     labels = torch.from_numpy(micro.batch.labels).to(self.device)
@@ -435,6 +442,15 @@ class LayerLoop:
     def logps(self) -> list[list[np.ndarray]]:
         """Last stage: by group and micro-batch the rows' log-probabilities, float64 [b], when asked for."""
         return [state.logps for state in self.groups]
+
+    def token_logps(self) -> list[list[np.ndarray]]:
+        """Last stage, with a TokenLoss: by group and micro-batch the labels' log-probabilities, float32
+        [b, s - 1]."""
+        return [state.token_logps for state in self.groups]
+
+    def tops(self) -> list[list[Tops]]:
+        """Last stage: by group and micro-batch the most probable tokens, when asked for."""
+        return [state.tops for state in self.groups]
 
     def logits(self) -> list[list[Tensor]]:
         """Last stage: by group and micro-batch float32 logits [b, s, V], padding included, on the CPU.

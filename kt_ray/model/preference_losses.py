@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from kt_ray.batch import IGNORE, MicroBatch, Objective
-from kt_ray.model.token_loss import Head, shifted_targets
+from kt_ray.model.token_loss import Head, shifted_targets, uniform
 
 
 def dpo_losses(ratio: Tensor, tokens: Tensor, objective: Objective) -> Tensor:
@@ -120,7 +120,7 @@ def preference_loss(
         everywhere = _chosen_tokens(batch).to(head.device)
         targets = torch.where(everywhere != IGNORE, everywhere, trained)
     with_grad = with_grad and objective is not None
-    nll_BS, unit = head.token_losses(h, targets, with_grad)
+    nll_BS, unit = head.token_losses(h, targets, uniform(1.0) if with_grad else None)
     answer_BS = (trained != IGNORE).double()
     logps = -(nll_BS * answer_BS).sum(dim=1)
     if objective is None:

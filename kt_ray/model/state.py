@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kt_ray.batch import MicroBatch
+from kt_ray.batch import MicroBatch, Tops
 from kt_ray.model.hidden_shelf import Kept
 from kt_ray.model.layer_calls import RecordedCall
 
@@ -164,6 +164,8 @@ class GroupState:
     logits: list[Tensor] | None = None  # float32 [b, s, V] of each, on the CPU, when asked for
     losses: list[float] = field(default_factory=list)  # summed losses of each, after `loss`
     logps: list[np.ndarray] = field(default_factory=list)  # float64 [b] of each, when asked for
+    token_logps: list[np.ndarray] = field(default_factory=list)  # float32 [b, s - 1] of each, of a TokenLoss
+    tops: list[Tops] = field(default_factory=list)  # of each, when asked for
 
     def drop(self, layer: int) -> None:
         """Free what was held of a layer for its backward."""

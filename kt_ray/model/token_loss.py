@@ -21,6 +21,14 @@ from kt_ray.model.build import StageModel
 from kt_ray.placement.memory import logit_rows
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits [n, V], targets [n] -> losses float32 [n]
+# Both see a chunk: flat positions [n], and what the head made of them.
+Slopes = Callable[[Tensor, Tensor], Tensor]  # losses float32 [n] -> the gradient in each of them, float32 [n]
+Look = Callable[[Tensor, Tensor, Tensor], None]  # logits [n, V], losses float32 [n]
+
+
+def uniform(scale: float) -> Slopes:
+    """Of scale · the losses' sum."""
+    return lambda rows, losses: torch.full_like(losses, scale)
 
 
 def plain_cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
@@ -101,51 +109,56 @@ class Head:
         Returns:
             (float64 sum over trained tokens, dH like h or None).
         """
-        parts, grad = self._losses(h, shifted_targets(labels), scale)
+        parts, grad = self._losses(h, shifted_targets(labels), None if scale is None else uniform(scale))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, losses in parts:
             total += losses.sum()
         return float(total), grad
 
-    def token_losses(self, h: Tensor, targets: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
-        """Every token's loss, and the gradient of each at its own position.
+    def token_losses(
+        self, h: Tensor, targets: Tensor, slopes: Slopes | None, look: Look | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Every token's loss, and the gradient of each at its own position, times its slope.
 
         Args:
             h: [b, s, *state_shape] output of the last layer (not changed).
             targets: int64 [b, s], already shifted, IGNORE where there is none.
+            slopes: None = no gradient. look: is shown every chunk.
 
         Returns:
             (float64 [b, s], 0 without a target; like h: at a position the gradient of that position's loss,
             or None). Heads act on positions one by one.
         """
-        parts, grad = self._losses(h, targets, 1.0 if with_grad else None)
+        parts, grad = self._losses(h, targets, slopes, look)
         out_N = torch.zeros(targets.numel(), dtype=torch.float64, device=self.device)
         for rows, losses in parts:
             out_N[rows] = losses
         return out_N.view(targets.shape), grad
 
     def _losses(
-        self, h: Tensor, targets: Tensor, scale: float | None
+        self, h: Tensor, targets: Tensor, slopes: Slopes | None, look: Look | None = None
     ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-        """By chunk (flat positions, their losses in float64), and the gradient of scale · their sum."""
+        """By chunk (flat positions, their losses in float64), and the gradients times `slopes`."""
         targets_N = targets.reshape(-1)
         parts: list[tuple[Tensor, Tensor]] = []
         flat_NH = h.detach().flatten(0, 1)
-        grad_NH = None if scale is None else torch.zeros_like(flat_NH)
+        grad_NH = None if slopes is None else torch.zeros_like(flat_NH)
         # positions without a target have neither a loss nor a gradient
         trained = (targets_N != IGNORE).nonzero().squeeze(1)
         chunk = logit_rows(self.loss_chunk, trained.numel(), self.lm_head.out_features)
         entropy = chunked_cross_entropy() if chunk < trained.numel() else plain_cross_entropy
         if self.norm is None:
             chunk = min(chunk, h.shape[1])  # to the family's own forward they are a row of the batch
-        with torch.set_grad_enabled(scale is not None):
+        with torch.set_grad_enabled(slopes is not None):
             for rows in trained.split(chunk):
                 at = rows.to(h.device)
-                leaf = flat_NH[at].to(self.device).requires_grad_(scale is not None)
+                leaf = flat_NH[at].to(self.device).requires_grad_(slopes is not None)
                 logits = self.logits(leaf[None])[0] if self.norm is None else self.lm_head(self.norm(leaf))
                 losses = entropy(logits, targets_N[rows])
                 parts.append((rows, losses.detach().double()))
-                if grad_NH is not None and scale is not None:
-                    slopes = torch.full_like(losses, scale)
-                    grad_NH[at] = torch.autograd.grad(losses, leaf, slopes)[0].to(h.device)
+                if look is not None:
+                    look(rows, logits.detach(), losses.detach())
+                if grad_NH is not None and slopes is not None:
+                    slopes_n = slopes(rows, losses.detach())
+                    grad_NH[at] = torch.autograd.grad(losses, leaf, slopes_n)[0].to(h.device)
         return parts, None if grad_NH is None else grad_NH.view_as(h)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kt_ray.batch import Tops
 from kt_ray.experts import ExpertCounters
 from kt_ray.timeline import Activity
 
@@ -35,10 +36,12 @@ class ExpertPassReport:
 class WorkerPassReport:
     """One attention worker's pass.
 
-    loss_sum: float64 sum of token losses (last stage only, else 0). terms: seconds by what they were spent on
+    loss_sum: float64 sum of losses (last stage only, else 0). terms: seconds by what they were spent on
     ("attention", "experts" = waiting for expert actors, "stages" = waiting for other stages,
     "head"). activity: what it did when. logits: per group, per micro-batch, when asked for.
     losses: likewise the summed losses (last stage only). logps: likewise float64 [b], when asked for.
+    token_logps: likewise float32 [b, s - 1], with a TokenLoss: at a position for the label behind it, 0
+    without one. tops: likewise, when asked for.
     routing: float64 [2, E], counts and probabilities of the routers, when asked for.
     """
 
@@ -52,6 +55,8 @@ class WorkerPassReport:
     logits: list[list[torch.Tensor]] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
     logps: list[list[np.ndarray]] = field(default_factory=list)
+    token_logps: list[list[np.ndarray]] = field(default_factory=list)
+    tops: list[list[Tops]] = field(default_factory=list)
     routing: np.ndarray | None = None
 
 

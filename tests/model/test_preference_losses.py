@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kt_ray.batch import IGNORE, MicroBatch, Objective
 from kt_ray.model.preference_losses import orpo_losses, preference_loss
-from kt_ray.model.token_loss import Head
+from kt_ray.model.token_loss import Head, Slopes
 from tests.helpers.trl_losses import CASES, GOLDEN, PAIRS, Batch, batch, trl_loss
 
 
@@ -23,7 +23,8 @@ class LogitsHead:
 
     device = torch.device("cpu")
 
-    def token_losses(self, h: Tensor, targets: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+    def token_losses(self, h: Tensor, targets: Tensor, slopes: Slopes | None) -> tuple[Tensor, Tensor | None]:
+        with_grad = slopes is not None
         leaf = h.detach().clone().requires_grad_(with_grad)
         with torch.set_grad_enabled(with_grad):
             losses = torch.nn.functional.cross_entropy(
