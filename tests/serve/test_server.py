@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +18,11 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from kt_ray import cli
 from kt_ray.demo import ensure_demo_model
+from tests.helpers.float32_copy import in_float32
 from tests.helpers.random_adapter import random_adapter
 from tests.helpers.ray_place import REPO, Place, fetch, free_ports, ray_place, until
 
@@ -60,16 +58,6 @@ def launched(place: Place, log: Path, *arguments: str) -> Iterator[str]:
     finally:
         if process.poll() is None:
             process.kill()
-
-
-def in_float32(model: Path, to: Path) -> Path:
-    """A copy whose experts round nothing: an answer then cannot depend on what shares its batch."""
-    shutil.copytree(model, to)
-    for file in to.glob("*.safetensors"):
-        save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    config = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
-    return to
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,203 @@
+"""The train server's backend, in this process: the bits of mode=train, samplers, state on disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kt_ray.batch import IGNORE, TokenLoss
+from kt_ray.config.compose import compose
+from kt_ray.data.batches import step_waves
+from kt_ray.data.row_types import Row
+from kt_ray.data.template import load_tokenizer
+from kt_ray.demo.builder import ensure_demo_model
+from kt_ray.errors import UserError
+from kt_ray.generate.requests import Request, Sampling
+from kt_ray.runs.generation import generation_of
+from kt_ray.runs.prepare import prepare_model
+from kt_ray.runs.start_cluster import started
+from kt_ray.runs.train_backend import ClusterBackend, planned
+from kt_ray.train.trainer import StepBatches, Trainer
+from kt_ray.train_server.backend import AdamParams, Datum
+from tests.helpers.float32_copy import in_float32
+
+LAYOUTS = {
+    "one": ("rule=cpu_1worker_1socket",),
+    "two": ("rule=cpu_2workers_2sockets",),
+    "replicas": ("rule=cpu_replicas_2",),
+}
+ADAM = AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
+ENTROPY = TokenLoss("cross_entropy")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(ensure_demo_model("demo", 0, tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def exact(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return in_float32(model, tmp_path_factory.mktemp("exact") / "model")
+
+
+@contextlib.contextmanager
+def backend_on(model: Path, root: Path, *overrides: str) -> Iterator[ClusterBackend]:
+    common = ("mode=train_server", "cluster=local", "model.dtype=float32", "lora.rank=4", "lora.alpha=8")
+    small = ("data.max_length=64", "generate.max_new_tokens=32", "serve.max_batch=4", "rule.worker_threads=1")
+    config = planned(compose([f"model.path={model}", *common, *small, *overrides]))
+    prepared = prepare_model(config, training=True)
+    generation = generation_of(prepared, load_tokenizer(prepared.model_dir, "model.path"))
+    with started(generation, "test") as cluster:
+        yield ClusterBackend(generation, cluster, "base", root / "snapshots")
+
+
+def rows(seed: int, count: int = 6) -> list[Row]:
+    """Random tokens, of which the first few are a prompt."""
+    generator = np.random.default_rng(seed)
+    made = []
+    for index in range(count):
+        ids = generator.integers(5, 200, size=int(generator.integers(6, 24)))
+        labels = ids.copy()
+        labels[:3] = IGNORE
+        made.append(Row(ids, labels, index))
+    return made
+
+
+def data_of(given: list[Row]) -> list[Datum]:
+    """The rows as clients send them: shifted, each token with its share of the mean."""
+    tokens = sum(int((row.labels[1:] != IGNORE).sum()) for row in given)
+    share = np.float32(1 / tokens)
+    return [
+        Datum(
+            row.input_ids[:-1],
+            row.input_ids[1:],
+            {"weights": np.where(row.labels[1:] != IGNORE, share, np.float32(0))},
+        )
+        for row in given
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bits_of_mode_train(model: Path, tmp_path: Path, layout: tuple[str, ...], dtype: str) -> None:
+    steps = [rows(seed) for seed in range(3)]
+    how = (*layout, f"model.dtype={dtype}", "trainer.micro_batch_size=2", "seed=7")
+    adam = ("optim.lr=0.01", "optim.schedule=constant", "optim.warmup=0", "optim.betas=[0.9,0.95]")
+    with backend_on(
+        model, tmp_path, *how, *adam, "optim.max_grad_norm=0", "optim.weight_decay=0", "optim.eps=1e-8"
+    ) as backend:
+        cluster, config = backend._cluster, backend._generation.config
+        batches = StepBatches(
+            total_steps=3,
+            steps_per_epoch=3,
+            train=lambda step: step_waves(
+                steps[step],
+                config.micro_batch_rows(cluster.plan.replicas),
+                cluster.plan.replicas,
+                cluster.plan.groups,
+                cluster.plan.wave,
+                budget=config.micro_batch_tokens(cluster.plan.replicas),
+            ),
+        )
+        trainer = Trainer(config, cluster, batches)
+        for step in range(3):
+            trainer.step(step)
+        expected, losses, norms = cluster.parameters(), trainer.summary.losses, trainer.summary.grad_norms
+        backend._numbers = iter(range(100, 200))  # type: ignore[assignment]  # passes go on
+        backend.create("mine", config.seed)
+        for step in range(3):
+            result = backend.run("mine", data_of(steps[step]), ENTROPY, backward=True)
+            assert result.loss == pytest.approx(losses[step], rel=1e-6)  # its weights are float32
+            assert backend.step("mine", ADAM)["grad_norm"] == norms[step]
+        values = cluster.parameters()
+    assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
+def test_rows_keep_their_places_whatever_their_lengths(exact: Path, tmp_path: Path) -> None:
+    given = data_of(rows(1, 9))
+    with backend_on(exact, tmp_path, *LAYOUTS["replicas"], "rule.wave=1") as backend:
+        backend.create("mine", 1)
+        together = backend.run("mine", given, ENTROPY, backward=False)
+        for datum, found in zip(given, together.logprobs, strict=True):
+            alone = backend.run("mine", [datum], ENTROPY, backward=False).logprobs[0]
+            np.testing.assert_allclose(found, alone, atol=1e-5)
+            assert len(found) == len(datum.tokens)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 1e-3)])
+def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dtype: str, most: float) -> None:
+    prompt = np.arange(10, 22)
+    model = exact if dtype == "float32" else model
+    with backend_on(model, tmp_path, *LAYOUTS["two"], f"model.dtype={dtype}") as backend:
+        backend.create("mine", 1)
+        backend.run("mine", data_of(rows(2)), ENTROPY, backward=True)
+        backend.step("mine", ADAM)
+        backend.keep("mine", "sampler")
+        sampling = Sampling(max_new_tokens=20, temperature=1.0, seed=5, logprobs=0)
+        with backend.sampling() as session:
+            answers = [
+                session.submit(Request(tuple(prompt.tolist()), sampling, adapter)).result(60)
+                for adapter in ("sampler", False)
+            ]
+        for answer, sampler in zip(answers, ("sampler", False), strict=True):
+            tokens = np.array([*prompt, *answer.tokens])
+            sampled = np.array([token.logprob for token in answer.logprobs])
+            (scores,) = backend.score(sampler, [tokens], 3)
+            errors = np.abs(scores.logprobs[len(prompt) - 1 :] - sampled)
+            assert errors.max() <= most
+            best = scores.top_logprobs[:, 0]
+            assert (best[:, None] >= scores.top_logprobs).all() and (best >= scores.logprobs - 1e-6).all()
+        own = backend.run("mine", [Datum(tokens[:-1], tokens[1:])], ENTROPY, backward=False)
+        (kept,) = backend.score("sampler", [tokens], 0)
+        np.testing.assert_array_equal(own.logprobs[0], kept.logprobs)
+
+
+def test_state_and_adapter_come_back(model: Path, tmp_path: Path) -> None:
+    given = data_of(rows(3))
+    with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
+        backend.create("mine", 1)
+        backend.run("mine", given, ENTROPY, backward=True)
+        backend.step("mine", ADAM)
+        backend.save_state("mine", tmp_path / "state")
+        backend.save_adapter("mine", tmp_path / "adapter")
+        backend.keep("mine", "kept")
+        backend.create("other", 2)
+        backend.load_state("other", tmp_path / "state", optimizer=True)
+        backend.load_sampler("loaded", tmp_path / "adapter")
+        prompts = [datum.tokens for datum in given]
+        kept, loaded = (backend.score(name, prompts, 0) for name in ("kept", "loaded"))
+        for one, other in zip(kept, loaded, strict=True):
+            np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        ends = []
+        for name in ("mine", "other"):
+            backend.run(name, given, ENTROPY, backward=True)
+            backend.step(name, ADAM)
+            ends.append(backend.run(name, given, ENTROPY, backward=False))
+        assert ends[0].loss == ends[1].loss
+        backend.drop("kept")
+        with pytest.raises(UserError, match="the sampler's weights are gone"):
+            backend.score("kept", prompts, 0)
+        backend.forget("mine")
+        assert backend.run("other", given, ENTROPY, backward=False).loss == ends[1].loss
+
+
+def test_gradients_that_are_not_finite_change_nothing(model: Path, tmp_path: Path) -> None:
+    given = data_of(rows(4))
+    broken = Datum(
+        given[0].tokens, given[0].targets, {"weights": np.full_like(given[0].inputs["weights"], 1e38)}
+    )
+    with backend_on(model, tmp_path) as backend:
+        backend.create("mine", 1)
+        before = backend._cluster.parameters()
+        backend.run("mine", [broken], ENTROPY, backward=True)
+        with pytest.raises(UserError, match="not finite"):
+            backend.step("mine", ADAM)
+        after = backend._cluster.parameters()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        backend.run("mine", given, ENTROPY, backward=True)
+        assert np.isfinite(backend.step("mine", ADAM)["grad_norm"])
