@@ -97,16 +97,14 @@ def token_loss(
     inputs = _inputs(batch, loss, head.device)
     labelled = targets != IGNORE
     idle = labelled & (inputs["weights"] == 0).view(targets.shape)
-    some_idle = bool(idle.any())
     tops = _Tops(targets, top) if top else None
 
     def walk(slopes: Slopes | None) -> tuple[Tensor, Tensor | None]:
         """float64 [b, s] log-probabilities; dH."""
         look = None if tops is None else tops.look
         nll, grad = head.token_losses(h, targets.masked_fill(idle, IGNORE), slopes, look)
-        if some_idle:
-            nll = nll + head.token_losses(h, targets.masked_fill(~idle, IGNORE), None, look)[0]
-        return -nll, grad
+        rest, _ = head.token_losses(h, targets.masked_fill(~idle, IGNORE), None, look)
+        return -(nll + rest), grad
 
     def slopes(rows: Tensor, losses: Tensor) -> Tensor:
         leaf = (-losses.double()).requires_grad_()

@@ -150,7 +150,7 @@ class Head:
         if self.norm is None:
             chunk = min(chunk, h.shape[1])  # to the family's own forward they are a row of the batch
         with torch.set_grad_enabled(slopes is not None):
-            for rows in trained.split(chunk):
+            for rows in trained.split(chunk) if trained.numel() else ():
                 at = rows.to(h.device)
                 leaf = flat_NH[at].to(self.device).requires_grad_(slopes is not None)
                 logits = self.logits(leaf[None])[0] if self.norm is None else self.lm_head(self.norm(leaf))

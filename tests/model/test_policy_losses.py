@@ -143,6 +143,13 @@ def test_without_weights_every_label_counts(head: Head, h: Tensor) -> None:
     assert grad is not None and expected is not None and torch.equal(grad, expected)
 
 
+def test_weights_of_0_leave_the_log_probabilities(head: Head, h: Tensor) -> None:
+    rows = dataclasses.replace(batch(), loss_inputs={"weights": np.zeros((3, 7), dtype=np.float32)})
+    value, grad, found, _ = token_loss(head, h, rows, LOSSES["cross_entropy"], 1.0)
+    assert value == 0.0 and grad is not None and not grad.any()
+    assert np.array_equal(found, token_loss(head, h, batch(), LOSSES["cross_entropy"], None)[2])
+
+
 @pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
 def test_bounds_of_single_tokens(head: Head, h: Tensor, name: str) -> None:
     """They are in place of the loss's."""

@@ -87,7 +87,10 @@ def test_loss_and_gradient(
     torch.testing.assert_close(head.logits(h), logits.detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_no_trained_token(stage: Stage) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_trained_token(stage: Stage, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stage.head is not None
+    if whole:
+        monkeypatch.setattr(stage.head, "norm", None)
     total, grad = stage.head.loss(torch.randn(1, 4, 48), torch.full((1, 4), IGNORE), 1.0)
     assert total == 0.0 and grad is not None and not grad.any()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.batch import IGNORE, PassSpec, Tops, Wave
+from kt_ray.batch import IGNORE, MicroBatch, PassSpec, Tops, Wave
 from kt_ray.config.schema import LoraConfig
 from kt_ray.train.reports import PassReport
 from tests.helpers.hf_reference import Reference, Row, build_checkpoint, random_rows
@@ -51,7 +51,7 @@ def label_logps(model: Reference, row: Row) -> Tensor:
 
 
 def with_inputs(waves: Wave, inputs: Inputs) -> Wave:
-    def given(batch):  # type: ignore[no-untyped-def]
+    def given(batch: MicroBatch) -> MicroBatch:
         found: dict[str, np.ndarray] = {}
         for i, sample in enumerate(batch.sample_ids.tolist()):
             for name, values in inputs[sample].items():
@@ -108,7 +108,7 @@ def test_losses_gradients_and_log_probabilities(path: Path, layout: str) -> None
             errors = relative(cluster.gradients(), wanted[1])
             evaluated = cluster.run_pass(replace(spec, number=2 * number + 1, kind="eval", return_top=TOP))
             assert trained.loss == pytest.approx(wanted[0] / 2, rel=1e-4, abs=1e-5), name
-            assert evaluated.loss == trained.loss, name
+            assert evaluated.loss == pytest.approx(trained.loss, rel=1e-5, abs=1e-6), name
             assert max(errors.values()) <= 1e-3, (name, max(errors.items(), key=lambda item: item[1]))
             found, again = (token_logps(cluster, waves, report) for report in (trained, evaluated))
             tops = tops_of(cluster, waves, evaluated)
@@ -118,7 +118,7 @@ def test_losses_gradients_and_log_probabilities(path: Path, layout: str) -> None
                     logps = whole_logps(policy, row)
                     own = label_logps(policy, row)
                 np.testing.assert_allclose(found[row.sample], own.numpy(), rtol=1e-4)
-                assert np.array_equal(found[row.sample], again[row.sample])
+                np.testing.assert_allclose(again[row.sample], own.numpy(), rtol=1e-4)
                 ids, values = tops[row.sample]
                 best = logps.topk(TOP)
                 assert np.array_equal(ids, best.indices.numpy())
