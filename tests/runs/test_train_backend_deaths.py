@@ -1,0 +1,109 @@
+"""SIGKILL of actors between and in a train server's calls: everything ends as if nobody had died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from kt_ray.demo.builder import ensure_demo_model
+from kt_ray.generate.requests import Request, Sampling
+from kt_ray.runs import train_backend as module
+from kt_ray.runs.train_backend import ClusterBackend
+from kt_ray.train.cluster_protocol import ActorLost
+from tests.helpers.ray_place import ray_place
+from tests.helpers.train_backend import ADAM, ENTROPY, backend_on, data_of, rows
+
+pytestmark = pytest.mark.ray
+
+RAY = ("cluster=ray", "cluster.address=local", "cluster.dashboard=false")
+LAYOUT = ("rule=cpu_2workers_2sockets", "trainer.recoveries=20")
+
+
+@pytest.fixture
+def on_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with ray_place() as place:
+        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
+        yield
+        ray.shutdown()
+
+
+def script(backend: ClusterBackend, disturb: Callable[[str], None]) -> list[Any]:
+    """Two trainings that take turns, samplers of both, a state on disk; returns all that was seen."""
+    seen: list[Any] = []
+    for seed, name in enumerate("ab"):
+        backend.create(name, seed)
+    data = {name: data_of(rows(seed)) for seed, name in enumerate("ab")}
+    for turn in range(3):
+        for name in "ab":
+            disturb(f"run {turn}{name}")
+            seen.append(backend.run(name, data[name], ENTROPY, backward=True).loss)
+        for name in "ba":
+            disturb(f"step {turn}{name}")
+            seen.append(backend.step(name, ADAM)["grad_norm"])
+        disturb(f"keep {turn}")
+        backend.keep("a", f"sampler {turn}")
+        if turn:
+            backend.drop(f"sampler {turn - 1}")
+    disturb("adapter")
+    backend.save_adapter("b", backend._directory.parent / "adapter")
+    backend.load_sampler("loaded", backend._directory.parent / "adapter")
+    disturb("score")
+    for sampler in ("sampler 2", "loaded", False):
+        seen += [scores.logprobs.tolist() for scores in backend.score(sampler, [data["a"][0].tokens], 0)]
+    for name in "ab":
+        seen.append(backend.run(name, data[name], ENTROPY, backward=False).loss)
+    return seen
+
+
+def kill(backend: ClusterBackend, actor: str) -> None:
+    pid = next(fact["pid"] for fact in backend._cluster.info() if fact["actor"] == actor)
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("snapshot_steps", [16, 1])
+def test_everything_ends_as_if_nobody_had_died(
+    tmp_path: Path, on_ray: None, monkeypatch: pytest.MonkeyPatch, snapshot_steps: int
+) -> None:
+    """With long journals, and with a snapshot before every sampler."""
+    model = Path(ensure_demo_model("demo", 0, tmp_path / "cache"))
+    with backend_on(model, tmp_path / "alone", *LAYOUT) as backend:
+        expected = script(backend, lambda what: None)
+    monkeypatch.setattr(module, "SNAPSHOT_STEPS", snapshot_steps)
+    deaths = {"run 1b": "worker-0", "step 1a": "experts-1", "keep 2": "worker-1", "score": "experts-0"}
+    with backend_on(model, tmp_path / "killed", *LAYOUT, *RAY) as backend:
+
+        def disturb(what: str) -> None:
+            if what in deaths:
+                kill(backend, deaths[what])
+            if what == "run 2a":  # in the middle of the pass
+                threading.Timer(0.05, kill, (backend, "experts-0")).start()
+
+        assert script(backend, disturb) == expected
+        assert backend._cluster.recoveries == 5 or backend._revivals._begun
+
+
+def test_a_session_that_a_death_ended_is_followed_by_another(tmp_path: Path, on_ray: None) -> None:
+    model = Path(ensure_demo_model("demo", 0, tmp_path / "cache"))
+    request = Request(tuple(range(10, 20)), Sampling(max_new_tokens=30, temperature=1.0, seed=3), "sampler")
+    with backend_on(model, tmp_path, *LAYOUT, *RAY) as backend:
+        backend.create("mine", 1)
+        backend.run("mine", data_of(rows(2)), ENTROPY, backward=True)
+        backend.step("mine", ADAM)
+        backend.keep("mine", "sampler")
+        with backend.sampling() as session:
+            expected = session.submit(request).result(60).tokens
+        with backend.sampling() as session:
+            kill(backend, "experts-0")
+            with pytest.raises(ActorLost):
+                session.submit(request).result(120)
+        with backend.sampling() as session:
+            assert session.submit(request).result(60).tokens == expected
+        assert np.isfinite(backend.run("mine", data_of(rows(2)), ENTROPY, backward=True).loss)
