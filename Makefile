@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) | $(PY)
 # What the tests and checks need beside: named by pyproject.toml, installed without building the engine again.
 $(TOOLS): $(STAMP)
 	@$(PY) -c 'import tomllib as t; e = t.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-	           print(*e["dev"], *e["deepspeed"], sep="\n")' > $(VENV)/tools.txt
+	           print(*e["dev"], *e["deepspeed"], *e["tinker"], sep="\n")' > $(VENV)/tools.txt
 	$(PY) -m pip install -q -c $(VENV)/constraints.txt -r $(VENV)/tools.txt
 	@touch $@
 

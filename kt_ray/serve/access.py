@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -69,6 +70,14 @@ def digest(key: str | bytes) -> bytes:
     return hashlib.sha256(value.strip()).digest()
 
 
+def bearer_keys(headers: Headers) -> tuple[str, ...]:
+    """The key of `Authorization: Bearer <key>`."""
+    scheme, _, key = (
+        headers.get("authorization", "").strip(" \t").partition(" ")
+    )  # not what Latin-1 has for UTF-8
+    return (key,) if scheme.lower() == "bearer" else ()
+
+
 class Gate:
     """The outermost layer.
 
@@ -77,18 +86,32 @@ class Gate:
         key: digest of the clients' key; None = nobody needs one, but only requests to an address of this
             machine are answered.
         max_body: bytes of a body at the most.
+        open_paths: that need no key.
+        keys_of: the key that a request has, in the ways it may be meant; header: that it stands in.
     """
 
-    def __init__(self, app: Any, key: bytes | None, max_body: int) -> None:
+    def __init__(
+        self,
+        app: Any,
+        key: bytes | None,
+        max_body: int,
+        *,
+        open_paths: tuple[str, ...] = OPEN,
+        keys_of: Callable[[Headers], tuple[str, ...]] = bearer_keys,
+        header: str = "Authorization: Bearer <key>",
+    ) -> None:
         self._app = app
         self._key = key
         self._max_body = max_body
+        self._open_paths = open_paths
+        self._keys_of = keys_of
+        self._header = header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             try:
-                if scope["path"] not in OPEN:
+                if scope["path"] not in self._open_paths:
                     if self._key is None:
                         self._check_host(headers)
                     else:
@@ -113,16 +136,17 @@ class Gate:
             )
 
     def _check_key(self, headers: Headers, wanted: bytes) -> None:
-        given = headers.get("authorization", "").strip(" \t")  # not what Latin-1 has for bytes of UTF-8
-        scheme, _, key = given.partition(" ")
         # Clients send what is not ASCII as UTF-8 or, the older way, as Latin-1.
-        digests = [digest(key.encode("latin-1")), digest(key)]
+        digests = [
+            one for key in self._keys_of(headers) for one in (digest(key.encode("latin-1")), digest(key))
+        ]
         right = [hmac.compare_digest(one, wanted) for one in digests]
-        if scheme.lower() != "bearer" or not any(right):
+        if not any(right):
+            given = headers.get(self._header.partition(":")[0], "").strip(" \t")
             what = "incorrect API key provided" if given else "no API key provided"
             raise ApiError(
                 401,
-                f"{what}: send 'Authorization: Bearer <key>'",
+                f"{what}: send '{self._header}'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )

@@ -30,7 +30,7 @@ def make_app(service: CompletionService) -> FastAPI:
     served = service.served
     app = FastAPI(title="kt_ray", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, key=served.key, max_body=served.max_body)
-    _add_errors(app)
+    add_errors(app)
 
     @app.get("/health")
     async def health() -> Response:
@@ -177,7 +177,9 @@ async def _unless_left(work: Coroutine[Any, Any, None], receive: Receive, job: J
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
+    """Answer every error as `ApiError`."""
+
     @app.exception_handler(ApiError)
     async def api(request: Request, error: ApiError) -> Response:
         return error.response()

@@ -1,0 +1,373 @@
+"""The HTTP application: the paths that the SDK's clients call. Runs under uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.background import BackgroundTask
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kt_ray.serve.access import Gate
+from kt_ray.serve.api_errors import ApiError
+from kt_ray.serve.app import add_errors
+from kt_ray.train_server.futures import Failure, Promise
+from kt_ray.train_server.saved_models import SAMPLER, TRAINING, Run, Saved, expiry
+from kt_ray.train_server.service import TrainService
+from kt_ray.train_server.wire import PROTOBUF, bad, pass_request, types
+
+LONG_POLL = 30.0  # seconds; the SDK gives up after 45
+MOST_LISTED = 1000
+_CHUNK_BYTES = 5_000_000  # of the part of a batch that the SDK sends at once
+# paths that are known and refused: what they would do
+REFUSED = {
+    "auth/token": "exchanging a key for a token",
+    "create_custom_loss": "a custom loss on the server (forward_backward_custom runs it in the client)",
+    "save_weights_external": "external weights (save_weights_for_sampler writes the same PEFT adapter)",
+    "copy_weights": "copying weights",
+    "join_sampling_session": "joining a sampling session",
+    "retrieve_futures": "fetching several results at once",
+    "sessions/search": "searching sessions",
+}
+
+KindT = TypeVar("KindT", bound=BaseModel)
+
+
+class WeightsPath(BaseModel):
+    tinker_path: str
+
+
+class RequestName(BaseModel):
+    request_id: str
+
+
+class Expiry(BaseModel):
+    ttl_seconds: int | None = None
+
+
+def api_keys(headers: Headers) -> tuple[str, ...]:
+    """The SDK sends keys that begin with "tml-" only: that may be a part of the server's key, or not."""
+    key = headers.get("x-api-key", "").strip(" \t")
+    return (key, key.removeprefix("tml-")) if key else ()
+
+
+def make_app(service: TrainService, key: bytes | None, max_body: int) -> FastAPI:
+    """The application of one service.
+
+    Args:
+        key, max_body: see Gate. A client sends its key as X-API-Key.
+    """
+    app = FastAPI(title="kt_ray", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(
+        Gate,
+        key=key,
+        max_body=max_body,
+        open_paths=("/api/v1/healthz",),
+        keys_of=api_keys,
+        header="X-API-Key: <key>",
+    )
+    add_errors(app)
+    _add_sessions(app, service, max_body)
+    _add_training(app, service)
+    _add_sampling(app, service)
+    _add_records(app, service)
+    for path, what in REFUSED.items():
+        app.add_api_route(f"/api/v1/{path}", _refusal(what), methods=["POST"])
+    return app
+
+
+def _refusal(what: str) -> Any:
+    async def refuse() -> Response:
+        raise ApiError(400, f"{what} is not supported by this server", code="not_supported")
+
+    return refuse
+
+
+async def _body(request: Request, kind: type[KindT]) -> KindT:
+    """The request's body, checked.
+
+    Raises:
+        ApiError: it is no JSON by what it says of itself. ValidationError: it is not what `kind` wants.
+    """
+    # A web page can send what claims to be text anywhere, without its reader being asked first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise bad("the body must be a JSON object, sent as application/json")
+    return await asyncio.to_thread(kind.model_validate_json, await request.body())
+
+
+def _promised(promise: Promise, **more: Any) -> Response:
+    return JSONResponse({"request_id": promise.name, **more})
+
+
+def _add_sessions(app: FastAPI, service: TrainService, max_body: int) -> None:
+    backend = service.backend
+
+    @app.get("/api/v1/healthz")
+    async def healthz() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.post("/api/v1/client/config")
+    async def config() -> Response:
+        # all else as the SDK has it: no token exchange, no compression, no server-side losses
+        chunk = max(1, min(_CHUNK_BYTES, max_body // 2))
+        return JSONResponse({"fwdbwd_max_chunk_bytes_count": chunk})
+
+    @app.post("/api/v1/client/dynamic_config")
+    async def dynamic_config() -> Response:
+        return JSONResponse({"sample_cancel_enabled": True})
+
+    @app.get("/api/v1/get_server_capabilities")
+    async def capabilities() -> Response:
+        model = {
+            "model_name": backend.base_model,
+            "max_context_length": backend.max_length,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return JSONResponse({"supported_models": [model]})
+
+    @app.post("/api/v1/telemetry")
+    async def telemetry() -> Response:
+        return JSONResponse({"status": "accepted"})
+
+    @app.post("/api/v1/create_session")
+    async def create_session(request: Request) -> Response:
+        return JSONResponse(service.create_session(await _body(request, types.CreateSessionRequest)))
+
+    @app.post("/api/v1/session_heartbeat")
+    async def heartbeat(request: Request) -> Response:
+        service.hear((await _body(request, types.SessionHeartbeatRequest)).session_id)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    @app.get("/api/v1/sessions")
+    async def sessions(limit: int = 20, offset: int = 0) -> Response:
+        names = [session.name for session in service.sessions()]
+        return JSONResponse({"sessions": _page(names, limit, offset)})
+
+    @app.get("/api/v1/sessions/{name}")
+    async def session(name: str) -> Response:
+        found = next((one for one in service.sessions() if one.name == name), None)
+        if found is None:
+            raise ApiError(404, f"there is no session '{name[:100]}', or no longer", code="session_not_found")
+        return JSONResponse(
+            {
+                "training_run_ids": found.models,
+                "sampler_ids": found.samplers,
+                "user_metadata": found.user_metadata,
+                "display_name": found.display_name,
+            }
+        )
+
+    @app.post("/api/v1/sessions/{name}/finish")
+    async def finish(name: str) -> Response:
+        service.finish(name)
+        return Response(status_code=204)
+
+
+def _add_training(app: FastAPI, service: TrainService) -> None:
+    @app.post("/api/v1/create_model")
+    async def create_model(request: Request) -> Response:
+        return _promised(service.create_model(await _body(request, types.CreateModelRequest)))
+
+    @app.post("/api/v1/get_info")
+    async def get_info(request: Request) -> Response:
+        model = service.model((await _body(request, types.GetInfoRequest)).model_id)
+        backend = service.backend
+        return JSONResponse(
+            {
+                "type": "get_info",
+                "model_id": model.name,
+                "model_name": backend.base_model,
+                "is_lora": True,
+                "lora_rank": backend.rank,
+                "model_data": {"model_name": backend.base_model, "tokenizer_id": backend.tokenizer},
+            }
+        )
+
+    @app.post("/api/v1/unload_model")
+    async def unload_model(request: Request) -> Response:
+        return _promised(service.unload_model((await _body(request, types.UnloadModelRequest)).model_id))
+
+    @app.post("/api/v1/forward_backward")
+    async def forward_backward(request: Request) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != PROTOBUF:
+            raise bad(f"the body must be the protobuf message ForwardBackwardRequest, sent as {PROTOBUF}")
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise bad("a compressed body is not supported by this server; send it as it is")
+        body = await request.body()
+        message = await asyncio.to_thread(pass_request, body)
+        return _promised(await asyncio.to_thread(service.forward_backward, message))
+
+    @app.post("/api/v1/optim_step")
+    async def optim_step(request: Request) -> Response:
+        return _promised(service.optim_step(await _body(request, types.OptimStepRequest)))
+
+    @app.post("/api/v1/save_weights")
+    async def save_weights(request: Request) -> Response:
+        return _promised(service.save_weights(await _body(request, types.SaveWeightsRequest)))
+
+    @app.post("/api/v1/load_weights")
+    async def load_weights(request: Request) -> Response:
+        return _promised(service.load_weights(await _body(request, types.LoadWeightsRequest)))
+
+    @app.post("/api/v1/save_weights_for_sampler")
+    async def save_for_sampler(request: Request) -> Response:
+        body = await _body(request, types.SaveWeightsForSamplerRequest)
+        return _promised(service.save_weights_for_sampler(body))
+
+    @app.post("/api/v1/retrieve_future")
+    async def retrieve_future(request: Request) -> Response:
+        promise = service.promise((await _body(request, types.FutureRetrieveRequest)).request_id)
+        outcome = await promise.wait(LONG_POLL)
+        if outcome is None:  # 408: the SDK asks again at once
+            again = {"type": "try_again", "request_id": promise.name, "queue_state": "active"}
+            return JSONResponse(again, 408)
+        service.promises.fetched(promise)
+        if isinstance(outcome, Failure):
+            return JSONResponse({"error": outcome.message, "category": outcome.category})
+        return Response(outcome.body, media_type=outcome.media)
+
+    @app.post("/api/v1/cancel_future")
+    async def cancel_future(request: Request) -> Response:
+        service.cancel((await _body(request, RequestName)).request_id)
+        return Response(status_code=204)
+
+
+def _add_sampling(app: FastAPI, service: TrainService) -> None:
+    @app.post("/api/v1/create_sampling_session")
+    async def create_sampling_session(request: Request) -> Response:
+        name = service.create_sampler(await _body(request, types.CreateSamplingSessionRequest))
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
+
+    @app.post("/api/v1/asample")
+    async def asample(request: Request) -> Response:
+        promise, count = service.sample(await _body(request, types.SampleRequest))
+        return _promised(promise, sample_sequence_ids=[f"{promise.name}:{i}" for i in range(count)])
+
+    @app.get("/api/v1/samplers/{name}")
+    async def sampler(name: str) -> Response:
+        found = service.sampler(name)
+        return JSONResponse(
+            {"sampler_id": found.name, "base_model": service.backend.base_model, "model_path": found.path}
+        )
+
+
+def _add_records(app: FastAPI, service: TrainService) -> None:
+    saved = service.saved
+
+    def found(run: str, kind: str, name: str) -> Saved:
+        return saved.find(f"tinker://{run}/{kind}/{name}")
+
+    def all_runs() -> dict[str, Run]:
+        runs = {model.name: model.run for model in service.models()}
+        return {**{run.run: run for run in saved.runs()}, **runs}
+
+    def card(run: Run) -> dict[str, Any]:
+        checkpoints = saved.all(run.run)
+        live = next((model for model in service.models() if model.name == run.run), None)
+        last = {
+            kind: next((one.card for one in checkpoints if one.kind == kind), None)
+            for kind in (TRAINING, SAMPLER)
+        }
+        heard = live.heard.isoformat() if live else max([run.created, *(one.created for one in checkpoints)])
+        return {
+            "training_run_id": run.run,
+            "base_model": run.base_model,
+            "model_owner": "kt_ray",
+            "is_lora": True,
+            "lora_rank": run.rank,
+            "last_request_time": heard,
+            "last_checkpoint": last[TRAINING],
+            "last_sampler_checkpoint": last[SAMPLER],
+            "user_metadata": run.user_metadata,
+        }
+
+    @app.post("/api/v1/weights_info")
+    async def weights_info(request: Request) -> Response:
+        one = saved.find((await _body(request, WeightsPath)).tinker_path)
+        return JSONResponse(
+            {
+                "base_model": one.base_model,
+                "is_lora": True,
+                "lora_rank": one.rank,
+                "train_unembed": False,
+                "train_mlp": True,
+                "train_attn": True,
+            }
+        )
+
+    @app.get("/api/v1/training_runs")
+    def training_runs(limit: int = 20, offset: int = 0) -> Response:
+        runs = sorted(all_runs().values(), key=lambda run: run.created, reverse=True)
+        cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
+        listed = [card(run) for run in _page(runs, limit, offset)]
+        return JSONResponse({"training_runs": listed, "cursor": cursor})
+
+    @app.get("/api/v1/training_runs/{run}")
+    def training_run(run: str) -> Response:
+        return JSONResponse(card(known_run(run)))
+
+    def known_run(name: str) -> Run:
+        run = all_runs().get(name)
+        if run is None:
+            raise ApiError(404, f"there is no training run '{name[:100]}'", code="run_not_found")
+        return run
+
+    @app.get("/api/v1/training_runs/{run}/checkpoints")
+    def checkpoints_of(run: str) -> Response:
+        return JSONResponse({"checkpoints": [one.card for one in saved.all(known_run(run).run)]})
+
+    @app.get("/api/v1/checkpoints")
+    def checkpoints(limit: int = 100, offset: int = 0) -> Response:
+        every = saved.all()
+        cursor = {"offset": offset, "limit": limit, "total_count": len(every)}
+        return JSONResponse(
+            {"checkpoints": [one.card for one in _page(every, limit, offset)], "cursor": cursor}
+        )
+
+    checkpoint = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
+
+    @app.delete(checkpoint)
+    def delete(run: str, kind: str, name: str) -> Response:
+        saved.delete(found(run, kind, name))
+        return Response(status_code=204)
+
+    @app.put(f"{checkpoint}/ttl")
+    async def ttl(request: Request, run: str, kind: str, name: str) -> Response:
+        seconds = (await _body(request, Expiry)).ttl_seconds
+        saved.set_expiry(found(run, kind, name), expiry(seconds))
+        return Response(status_code=204)
+
+    @app.post(f"{checkpoint}/publish")
+    @app.delete(f"{checkpoint}/publish")
+    async def publish(run: str, kind: str, name: str) -> Response:
+        raise ApiError(400, "publishing checkpoints is not supported by this server", code="not_supported")
+
+    @app.get(f"{checkpoint}/archive")
+    def archive(run: str, kind: str, name: str) -> Response:
+        one = found(run, kind, name)
+        if one.kind != SAMPLER:
+            raise bad("an archive is made of a sampler's weights only: save_weights_for_sampler writes them")
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it has been sent
+        saved.archive(one, file)
+        file.seek(0)
+        named = {"content-disposition": f'attachment; filename="{one.name.replace(":", "_")}.tar.gz"'}
+        blocks = iter(lambda: file.read(1 << 20), b"")
+        return StreamingResponse(
+            blocks, media_type="application/gzip", headers=named, background=BackgroundTask(file.close)
+        )
+
+
+ItemT = TypeVar("ItemT")
+
+
+def _page(items: Sequence[ItemT], limit: int, offset: int) -> Sequence[ItemT]:
+    if not (0 <= limit <= MOST_LISTED and offset >= 0):
+        raise bad(f"limit must be 0 to {MOST_LISTED} and offset at least 0")
+    return items[offset : offset + limit]

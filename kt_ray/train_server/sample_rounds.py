@@ -1,0 +1,281 @@
+"""Samples: what waits is generated together, in one session of the backend."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kt_ray.errors import TryAgain, UserError
+from kt_ray.generate.requests import Request, Token
+from kt_ray.train_server.backend import Backend, SamplingSession, Scores
+from kt_ray.train_server.futures import Failure, Promise, Promises
+from kt_ray.train_server.wire import sample_reply
+from kt_ray.train_server.work_queue import WorkQueue
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.5  # seconds; nothing depends on it
+CANCELLED = Failure("the request was cancelled")
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What a client learns of an error of the backend's: addresses and processes are the operator's."""
+    if isinstance(error, TryAgain):
+        return Failure(f"the server lost a part of itself: {error.what}", "server")
+    if isinstance(error, UserError):
+        return Failure(error.line())
+    logger.error("a request failed", exc_info=error)
+    return Failure("the server failed at this request; its log says why", "server")
+
+
+@dataclass
+class Sampler:
+    """Weights to sample from.
+
+    Attributes:
+        key: the backend's name; False = the base model. path: tinker:// path that it comes from, or None.
+        directory: to load it from when it is first used, or again. loaded: whether the backend has it.
+        jobs: that wait or run.
+    """
+
+    name: str
+    session: str
+    key: str | bool
+    path: str | None = None
+    directory: Path | None = None
+    loaded: bool = False
+    lost: bool = False
+    jobs: int = 0
+
+
+@dataclass
+class SampleJob:
+    """One asample request."""
+
+    promise: Promise
+    sampler: Sampler
+    requests: Sequence[Request]
+    top: int  # most probable tokens of each sampled one
+    prompt_logprobs: bool
+    prompt_top: int
+    last: int | None
+    scores: Scores | None = None
+    sequences: list[list[Token]] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)
+    running: int = 0
+    failure: Failure | None = None
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.prompt_logprobs or self.prompt_top > 0
+
+
+class SampleRounds:
+    """Jobs that wait, and those that run. `run` is the worker's, everything else anybody's.
+
+    Args:
+        most_samplers: that the backend keeps at the same time. One that was saved is loaded again when it is
+            needed; a nameless one that nobody used for longest is lost.
+    """
+
+    def __init__(self, backend: Backend, queue: WorkQueue, promises: Promises, most_samplers: int) -> None:
+        self._backend = backend
+        self._queue = queue
+        self._promises = promises
+        self._most = most_samplers
+        self._waiting: deque[SampleJob] = deque()
+        self._running: list[SampleJob] = []
+        self._loaded: dict[str, Sampler] = {}  # by use, the last one used last
+        self.closing = False
+        queue.samples_wait = lambda: bool(self._waiting)
+
+    def submit(self, job: SampleJob) -> None:
+        with self._queue.changed:
+            job.sampler.jobs += 1
+            self._waiting.append(job)
+            self._queue.changed.notify_all()
+
+    def cancel(self, matches: Callable[[SampleJob], bool], failure: Failure = CANCELLED) -> None:
+        """End jobs: those that wait now, those that run as soon as may be."""
+        with self._queue.changed:
+            for job in [job for job in self._waiting if matches(job)]:
+                self._waiting.remove(job)
+                job.failure = failure
+                self._end(job)
+            for job in self._running:
+                if matches(job) and job.failure is None:
+                    job.failure = failure
+            self._queue.changed.notify_all()
+
+    def hold(self, sampler: Sampler) -> None:
+        """The backend has this one now."""
+        sampler.loaded = True
+        assert isinstance(sampler.key, str)
+        self._loaded[sampler.key] = sampler
+
+    def make_room(self) -> None:
+        """For one more; the worker's."""
+        with self._queue.changed:
+            idle = [sampler for sampler in self._loaded.values() if not sampler.jobs]
+            spare = idle[: max(0, len(self._loaded) + 1 - self._most)]
+        for sampler in spare:
+            self.drop(sampler)
+
+    def drop(self, sampler: Sampler) -> None:
+        """The worker's."""
+        if sampler.loaded:
+            assert isinstance(sampler.key, str)
+            self._backend.drop(sampler.key)
+            del self._loaded[sampler.key]
+            sampler.loaded = False
+            sampler.lost = sampler.directory is None
+
+    def run(self) -> None:
+        """Generate what waits; more joins until something else waits for the worker."""
+        jobs = self._admit(lambda job: True)
+        for sampler in {id(job.sampler): job.sampler for job in jobs}.values():
+            self._load(sampler, jobs)
+        for key in {job.sampler.key for job in jobs if job.wants_scores and job.failure is None}:
+            self._score(key, [job for job in jobs if job.sampler.key == key and job.wants_scores])
+        self._end_failed()
+        if not self._running:
+            return
+        try:
+            with self._backend.sampling() as session:
+                for job in jobs:
+                    self._start(session, job)
+                self._attend(session)
+        except Exception as error:
+            failure = failure_of(error)
+            with self._queue.changed:
+                for job in self._running:
+                    job.failure, job.running = job.failure or failure, 0
+        finally:
+            self._end_failed()
+
+    def _attend(self, session: SamplingSession) -> None:
+        """Until nothing runs."""
+        while True:
+            with self._queue.changed:
+                self._end_failed()
+                if not self._running:
+                    return
+                broken = [job for job in self._running if job.failure is not None or self.closing]
+                fresh: list[SampleJob] = []
+                if not self._queue.waits and not self.closing:
+                    fresh = self._admit(
+                        lambda job: job.sampler.loaded or job.sampler.key is False, scored=False
+                    )
+                if not fresh and not broken:
+                    self._queue.changed.wait(_POLL)
+            for job in broken:
+                for answer, sequence in zip(job.answers, job.sequences, strict=False):
+                    if not (sequence and sequence[-1].finish):
+                        answer.cancel()
+            for job in fresh:
+                self._start(session, job)
+            if broken and not fresh:
+                with self._queue.changed:
+                    self._queue.changed.wait(_POLL)
+
+    def _admit(self, fits: Callable[[SampleJob], bool], scored: bool = True) -> list[SampleJob]:
+        """Jobs that run from now on: from the first one that waits to the first that does not fit."""
+        with self._queue.changed:
+            jobs: list[SampleJob] = []
+            while self._waiting and fits(self._waiting[0]) and (scored or not self._waiting[0].wants_scores):
+                jobs.append(self._waiting.popleft())
+            self._running += jobs
+            return jobs
+
+    def _load(self, sampler: Sampler, jobs: Sequence[SampleJob]) -> None:
+        failure: Failure | None = None
+        if sampler.lost:
+            failure = Failure(
+                f"the weights of this sampler are no longer kept: the server keeps the {self._most} that "
+                "were used last; save under a name (save_weights_for_sampler) what is needed longer"
+            )
+        elif sampler.key is not False and not sampler.loaded:
+            try:
+                assert isinstance(sampler.key, str) and sampler.directory is not None
+                self.make_room()
+                self._backend.load_sampler(sampler.key, sampler.directory)
+                self.hold(sampler)
+            except Exception as error:
+                failure = failure_of(error)
+        elif isinstance(sampler.key, str):
+            self._loaded[sampler.key] = self._loaded.pop(sampler.key)
+        if failure is not None:
+            for job in jobs:
+                if job.sampler is sampler:
+                    job.failure = failure
+
+    def _score(self, key: str | bool, jobs: Sequence[SampleJob]) -> None:
+        try:
+            prompts = [np.array(job.requests[0].prompt, np.int64) for job in jobs]
+            scores = self._backend.score(key, prompts, max(job.prompt_top for job in jobs))
+            for job, scored in zip(jobs, scores, strict=True):
+                job.scores = scored
+        except Exception as error:
+            failure = failure_of(error)
+            for job in jobs:
+                job.failure = failure
+
+    def _start(self, session: SamplingSession, job: SampleJob) -> None:
+        if job.failure is not None:
+            return
+        job.sequences = [[] for _ in job.requests]
+        with self._queue.changed:
+            job.running = len(job.requests)
+        for place, request in enumerate(job.requests):
+            try:
+                job.answers.append(session.submit(request, self._listener(job, place)))
+            except Exception as error:
+                with self._queue.changed:
+                    job.failure = job.failure or failure_of(error)
+                    job.running -= len(job.requests) - place
+                return
+
+    def _listener(self, job: SampleJob, place: int) -> Callable[[Any], None]:
+        def listen(piece: Any) -> None:
+            ended = isinstance(piece, BaseException) or bool(piece.token.finish)
+            with self._queue.changed:
+                if isinstance(piece, BaseException):
+                    job.failure = job.failure or failure_of(piece)
+                else:
+                    job.sequences[place].append(piece.token)
+                    if piece.token.finish == "error":
+                        job.failure = job.failure or Failure(
+                            f"a sample failed: {piece.token.error}", "server"
+                        )
+                    elif piece.token.finish == "cancelled":
+                        job.failure = job.failure or CANCELLED
+                if ended:
+                    job.running -= 1
+                    self._queue.changed.notify_all()
+
+        return listen
+
+    def _end_failed(self) -> None:
+        """Settle what has ended."""
+        with self._queue.changed:
+            for job in [job for job in self._running if not job.running and (job.failure or job.answers)]:
+                self._running.remove(job)
+                self._end(job)
+
+    def _end(self, job: SampleJob) -> None:
+        job.sampler.jobs -= 1
+        outcome = job.failure or sample_reply(
+            job.sequences,
+            top=job.top,
+            scores=job.scores,
+            prompt_logprobs=job.prompt_logprobs,
+            prompt_top=job.prompt_top,
+            last=job.last,
+        )
+        self._promises.settle(job.promise, outcome)

@@ -1,0 +1,216 @@
+"""Checkpoints of a train server: directories under tinker:// paths, which outlive it.
+
+    ROOT/RUN/run.json                        what is known of a training
+    ROOT/RUN/weights/NAME/checkpoint.json    parameters and optimizer state in NAME/data
+    ROOT/RUN/sampler_weights/NAME/...        a PEFT adapter in NAME/data
+
+A checkpoint is written under a name that begins with a dot, and then renamed: it is whole or not there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import IO, Any
+
+from kt_ray.serve.api_errors import ApiError
+
+TRAINING, SAMPLER = "weights", "sampler_weights"
+_TYPES = {TRAINING: "training", SAMPLER: "sampler"}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,199}")  # no separator, no leading dot
+LONGEST_TTL = 10 * 366 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training."""
+
+    run: str
+    base_model: str
+    rank: int
+    created: str  # ISO 8601
+    user_metadata: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint."""
+
+    run: str
+    kind: str  # TRAINING or SAMPLER
+    name: str
+    base_model: str
+    rank: int
+    created: str
+    bytes: int = 0
+    expires: str | None = None
+    user_metadata: dict[str, str] | None = None
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+    @property
+    def expired(self) -> bool:
+        return self.expires is not None and datetime.fromisoformat(self.expires) < datetime.now(UTC)
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """As the SDK's Checkpoint has it."""
+        return {
+            "checkpoint_id": f"{self.kind}/{self.name}",
+            "checkpoint_type": _TYPES[self.kind],
+            "time": self.created,
+            "tinker_path": self.path,
+            "size_bytes": self.bytes,
+            "public": False,
+            "user_metadata": self.user_metadata,
+            "expires_at": self.expires,
+        }
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat()
+
+
+def expiry(seconds: int | None) -> str | None:
+    """Raises ApiError: a time that is no time."""
+    if seconds is None:
+        return None
+    if not 0 < seconds <= LONGEST_TTL:
+        raise ApiError(400, f"ttl_seconds is {seconds}, required 1 to {LONGEST_TTL}", param="ttl_seconds")
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+
+
+def checked_name(name: str) -> str:
+    """Raises ApiError: not a name for a directory."""
+    if not _NAME.fullmatch(name):
+        raise ApiError(
+            400,
+            f"'{name[:200]}' is no name of a checkpoint: letters, digits and . _ : - only, the first no dot "
+            "or hyphen, at most 200",
+            param="path",
+        )
+    return name
+
+
+class SavedModels:
+    """
+    Args:
+        root: made if it is not there; one server writes there at a time.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob("*/*/.*"):  # of a server that was killed
+            shutil.rmtree(left, ignore_errors=True)
+
+    def find(self, path: str) -> Saved:
+        """By tinker:// path.
+
+        Raises:
+            ApiError: it is no such path, or nothing is there.
+        """
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in _TYPES:
+            raise ApiError(
+                400,
+                f"'{path[:300]}' is no checkpoint's path: tinker://RUN/weights/NAME or "
+                "tinker://RUN/sampler_weights/NAME",
+            )
+        found = self._read(checked_name(parts[0]), parts[1], checked_name(parts[2]))
+        if found is None or found.expired:
+            raise ApiError(404, f"there is no checkpoint {path}", code="checkpoint_not_found")
+        return found
+
+    def data(self, saved: Saved) -> Path:
+        return self._place(saved) / "data"
+
+    def exists(self, run: str, kind: str, name: str) -> bool:
+        found = self._read(run, kind, name)
+        return found is not None and not found.expired
+
+    def save(self, run: Run, saved: Saved, write: Callable[[Path], None]) -> Saved:
+        """
+        Args:
+            write: makes the directory that it is given.
+        """
+        place = self._place(saved)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        described = self.root / run.run / "run.json"
+        if not described.exists():
+            _write_json(described, asdict(run))
+        made = place.with_name(f".{secrets.token_hex(8)}")
+        try:
+            made.mkdir()
+            write(made / "data")
+            size = sum(file.stat().st_size for file in (made / "data").rglob("*") if file.is_file())
+            saved = Saved(**{**asdict(saved), "bytes": size})
+            _write_json(made / "checkpoint.json", asdict(saved))
+            if place.exists():
+                self.delete(saved)
+            made.rename(place)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+        return saved
+
+    def delete(self, saved: Saved) -> None:
+        """At once for who looks; then the bytes."""
+        place = self._place(saved)
+        gone = place.with_name(f".{secrets.token_hex(8)}")
+        place.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def set_expiry(self, saved: Saved, expires: str | None) -> None:
+        _write_json(self._place(saved) / "checkpoint.json", {**asdict(saved), "expires": expires})
+
+    def sweep(self) -> None:
+        """Delete what has expired."""
+        for saved in self.all(expired=True):
+            if saved.expired:
+                self.delete(saved)
+
+    def runs(self) -> list[Run]:
+        """All that have saved, the newest first."""
+        found = [Run(**json.loads(file.read_text())) for file in self.root.glob("*/run.json")]
+        return sorted(found, key=lambda run: run.created, reverse=True)
+
+    def all(self, run: str = "*", *, expired: bool = False) -> list[Saved]:
+        """The newest first."""
+        files = self.root.glob(f"{run}/*/*/checkpoint.json")
+        places = [file.parent.parts[-3:] for file in files if not file.parent.name.startswith(".")]
+        found = [saved for place in places if (saved := self._read(*place)) is not None]
+        kept = [saved for saved in found if expired or not saved.expired]
+        return sorted(kept, key=lambda saved: saved.created, reverse=True)
+
+    def archive(self, saved: Saved, to: IO[bytes]) -> None:
+        """A tar.gz of what it consists of."""
+        with tarfile.open(fileobj=to, mode="w:gz", compresslevel=1) as tar:
+            for file in self._files(saved):
+                tar.add(file, arcname=file.name)
+
+    def _files(self, saved: Saved) -> Iterator[Path]:
+        return iter(sorted(self.data(saved).iterdir()))
+
+    def _place(self, saved: Saved) -> Path:
+        return self.root / saved.run / saved.kind / saved.name
+
+    def _read(self, run: str, kind: str, name: str) -> Saved | None:
+        try:
+            return Saved(**json.loads((self.root / run / kind / name / "checkpoint.json").read_text()))
+        except FileNotFoundError:
+            return None
+
+
+def _write_json(file: Path, fields: dict[str, Any]) -> None:
+    made = file.with_name(f".{file.name}")
+    made.write_text(json.dumps(fields, indent=2) + "\n")
+    made.rename(file)

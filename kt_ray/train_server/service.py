@@ -1,0 +1,627 @@
+"""What a train server keeps and does: sessions, models, samplers, checkpoints, and the thread that works.
+
+A model's name is SESSION:train:N, a sampler's SESSION:sample:N, as the SDK counts them; a request's is its
+model's or sampler's name and its own number. So a repeated request finds what the first one made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kt_ray.generate.requests import Request, Sampling
+from kt_ray.serve.api_errors import ApiError, shutting_down
+from kt_ray.train_server.backend import AdamParams, Backend, Datum
+from kt_ray.train_server.futures import Failure, Promise, Promises, Reply
+from kt_ray.train_server.sample_rounds import SampleJob, Sampler, SampleRounds, failure_of
+from kt_ray.train_server.saved_models import (
+    SAMPLER,
+    TRAINING,
+    Run,
+    Saved,
+    SavedModels,
+    checked_name,
+    expiry,
+    now,
+)
+from kt_ray.train_server.wire import TOP, adam_of, bad, data_of, loss_of, pass_reply, plain, prompt_of
+from kt_ray.train_server.work_queue import SAMPLES, Work, WorkQueue
+
+logger = logging.getLogger(__name__)
+
+MOST_SAMPLES = 128  # of one request
+MOST_SESSIONS = 10_000
+_SWEEP = 1.0  # seconds between looks at what has expired
+UNEMBED = "train_unembed is accepted and changes nothing: this server trains no LoRA on the output layer"
+
+
+@dataclass
+class Session:
+    """One client process."""
+
+    name: str
+    user_metadata: dict[str, Any] | None
+    display_name: str | None
+    heard: float = field(default_factory=time.monotonic)
+    models: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Model:
+    """One LoRA training."""
+
+    run: Run
+    session: Session
+    heard: datetime = field(default_factory=lambda: datetime.now(UTC))
+    failure: Failure | None = None  # why there is none after all
+
+    @property
+    def name(self) -> str:
+        return self.run.run
+
+
+class TrainService:
+    """
+    Args:
+        directory: of the checkpoints.
+        most_samplers: see SampleRounds.
+        idle: seconds without a word from a client after which its session ends.
+    """
+
+    def __init__(
+        self, backend: Backend, directory: Path, *, most_samplers: int = 16, idle: float = 600.0
+    ) -> None:
+        self.backend = backend
+        self.saved = SavedModels(directory)
+        self.promises = Promises()
+        self._queue = WorkQueue(self.promises)
+        self._rounds = SampleRounds(backend, self._queue, self.promises, most_samplers)
+        self._idle = idle
+        self._lock = self._queue.changed
+        self._sessions: dict[str, Session] = {}
+        self._models: dict[str, Model] = {}
+        self._samplers: dict[str, Sampler] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="kt-train-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """What runs comes to its end, samples are cancelled, what waits is dropped."""
+        with self._lock:
+            self._closing = self._rounds.closing = True
+            for name in list(self._models):
+                self._queue.remove_model(name, "the server is shutting down")
+            self._rounds.cancel(lambda job: True, Failure("the server is shutting down", "server"))
+            self._lock.notify_all()
+        self._thread.join()
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    def create_session(self, request: Any) -> dict[str, Any]:
+        with self._open():
+            if len(self._sessions) >= MOST_SESSIONS:
+                raise ApiError(429, f"{MOST_SESSIONS} sessions are open already")
+            session = Session(secrets.token_hex(16), request.user_metadata, request.display_name)
+            self._sessions[session.name] = session
+        return {"type": "create_session", "session_id": session.name, "warning_message": UNEMBED}
+
+    def hear(self, name: str) -> Session:
+        """A word from a client: its session lives on.
+
+        Raises:
+            ApiError: there is no such session, or no longer.
+        """
+        with self._lock:
+            session = self._sessions.get(name)
+            if session is None:
+                # 410 ends the SDK's heartbeats
+                raise ApiError(410, f"session '{name[:100]}' has ended, or never was", code="session_ended")
+            session.heard = time.monotonic()
+            return session
+
+    def finish(self, name: str) -> None:
+        """End a session: its models and samplers go, its checkpoints stay."""
+        with self._lock:
+            session = self.hear(name)
+            del self._sessions[name]
+            for model in list(session.models):
+                self._remove(model, "its session has ended")
+            self._rounds.cancel(
+                lambda job: job.sampler.session == name, Failure("the session of this sampler has ended")
+            )
+            for sampler in session.samplers:
+                gone = self._samplers.pop(sampler)
+                self.promises.drop_owner(sampler)
+                self._queue.control(Work(None, partial(self._drop, gone)))
+
+    def sessions(self) -> list[Session]:
+        with self._lock:
+            return sorted(self._sessions.values(), key=lambda session: session.heard, reverse=True)
+
+    # -- models ------------------------------------------------------------------------------------
+
+    def create_model(self, request: Any) -> Promise:
+        config = request.lora_config
+        if config is None:
+            raise bad("lora_config is missing: this server trains LoRA only", "lora_config")
+        self._check_base(request.base_model)
+        self._check_optimizer(request.optimizer_config)
+        if config.rank != self.backend.rank:
+            raise bad(
+                f"LoRA of rank {config.rank} is asked for; this server trains rank {self.backend.rank}. To "
+                f"fix: ask for rank={self.backend.rank}, or start the server with lora.rank={config.rank}",
+                "lora_config.rank",
+            )
+        for name in ("train_mlp", "train_attn"):
+            if not getattr(config, name):
+                raise bad(
+                    f"{name}=False is not supported: the server's lora.targets says what is trained", name
+                )
+        if config.seed is not None and not 0 <= config.seed < 2**63:
+            raise bad(f"seed is {config.seed}, required 0 to 2**63 - 1", "lora_config.seed")
+        seed = secrets.randbits(31) if config.seed is None else config.seed
+
+        def create(model: Model) -> Reply:
+            self.backend.create(model.name, seed)
+            return plain({"type": "create_model", "model_id": model.name})
+
+        return self._new_model(request, create)
+
+    def load_weights(self, request: Any) -> Promise:
+        """Into a new model, or into one that there is."""
+        if request.weights_access_token is not None:
+            raise bad("weights_access_token is not supported: all clients see all checkpoints")
+        if request.base_model is not None:
+            self._check_base(request.base_model)
+        if request.optimizer_config is not None:
+            self._check_optimizer(request.optimizer_config)
+
+        def load(model: Model, saved: Saved) -> Reply:
+            self.backend.load_state(model.name, self.saved.data(saved), optimizer=request.optimizer)
+            return plain({"type": "load_weights", "path": saved.path})
+
+        if request.session_id is None:
+            model, number = self._ordered(request)
+            with self._numbered(model, number):
+                saved = self._training_state(request.path)
+            return self._submit(model, number, lambda: load(model, saved))
+        if request.model_seq_id is None:
+            raise bad("model_seq_id is missing beside session_id", "model_seq_id")
+        saved = self._training_state(request.path)
+
+        def create(model: Model) -> Reply:
+            self.backend.create(model.name, 0)
+            try:
+                return load(model, saved)
+            except BaseException:
+                self.backend.forget(model.name)
+                raise
+
+        return self._new_model(request, create)
+
+    def model(self, name: str | None) -> Model:
+        """Raises ApiError: there is none of this name."""
+        with self._lock:
+            model = self._models.get(name or "")
+            if model is None:
+                raise ApiError(
+                    404, f"there is no model '{(name or '')[:100]}', or no longer", code="model_not_found"
+                )
+            self.hear(model.session.name)
+            model.heard = datetime.now(UTC)
+            return model
+
+    def models(self) -> list[Model]:
+        with self._lock:
+            return list(self._models.values())
+
+    def unload_model(self, name: str) -> Promise:
+        with self._open():
+            request = f"{name}:unload"
+            known = self.promises.get(request)
+            if known is not None:
+                return known
+            model = self.model(name)
+            promise = Promise(request, model.session.name)
+            self.promises.add(promise)
+            self._remove(name, "it was unloaded")
+            self._queue.control(Work(promise, lambda: plain({"type": "unload_model", "model_id": name})))
+            return promise
+
+    def forward_backward(self, message: Any) -> Promise:
+        model, number = self._ordered(message)
+        with self._numbered(model, number):
+            data, loss = data_of(message, self.backend), loss_of(message)
+        backward = not message.forward_only
+
+        def run(data: list[Datum] = data) -> Reply:
+            return pass_reply(self.backend.run(model.name, data, loss, backward=backward))
+
+        return self._submit(model, number, run)
+
+    def optim_step(self, request: Any) -> Promise:
+        model, number = self._ordered(request)
+        with self._numbered(model, number):
+            params = adam_of(request.optim_params)
+
+        def step(params: AdamParams = params) -> Reply:
+            return plain({"metrics": self.backend.step(model.name, params)})
+
+        return self._submit(model, number, step, ends_turn=True)
+
+    def save_weights(self, request: Any) -> Promise:
+        return self._save(request, TRAINING, overwrite=request.overwrite)
+
+    def save_weights_for_sampler(self, request: Any) -> Promise:
+        if request.path is not None or request.sampling_session_seq_id is None:
+            return self._save(request, SAMPLER, overwrite=False)
+        model, number = self._ordered(request)
+        with self._numbered(model, number):
+            if request.kind != "snapshot":
+                raise bad(f"kind='{request.kind}' is not supported by this server; use 'snapshot'", "kind")
+        name = f"{model.session.name}:sample:{request.sampling_session_seq_id}"
+
+        def keep() -> Reply:
+            sampler = Sampler(name, model.session.name, name)
+            self._rounds.make_room()
+            self.backend.keep(model.name, name)
+            with self._lock:
+                self._rounds.hold(sampler)
+                if model.session.name not in self._sessions:  # it ended meanwhile
+                    self._drop(sampler)
+                else:
+                    self._add_sampler(model.session, sampler)
+            return plain({"type": "save_weights_for_sampler", "sampling_session_id": name})
+
+        return self._submit(model, number, keep)
+
+    # -- samplers ----------------------------------------------------------------------------------
+
+    def create_sampler(self, request: Any) -> str:
+        """Weights are loaded when they are first used."""
+        with self._open():
+            session = self.hear(request.session_id)
+            name = f"{session.name}:sample:{request.sampling_session_seq_id}"
+            if name in self._samplers:
+                return name
+        if request.model_path is None:
+            self._check_base(request.base_model)
+            sampler = Sampler(name, session.name, False)
+        else:
+            saved = self._fitting(request.model_path)
+            if saved.kind != SAMPLER:
+                raise bad(
+                    f"{saved.path} is a training's state; sample from what save_weights_for_sampler wrote",
+                    "model_path",
+                )
+            sampler = Sampler(name, session.name, name, saved.path, self.saved.data(saved))
+        with self._open():
+            self._add_sampler(session, sampler)
+        return name
+
+    def sampler(self, name: str | None) -> Sampler:
+        """Raises ApiError: there is none of this name."""
+        with self._lock:
+            sampler = self._samplers.get(name or "")
+            if sampler is None:
+                raise ApiError(
+                    404, f"there is no sampler '{(name or '')[:100]}', or no longer", code="sampler_not_found"
+                )
+            self.hear(sampler.session)
+            return sampler
+
+    def sample(self, request: Any) -> tuple[Promise, int]:
+        """The promise, and how many samples it will have."""
+        if request.sampling_session_id is None or request.seq_id is None:
+            raise bad("sampling_session_id and seq_id are required", "sampling_session_id")
+        sampler = self.sampler(request.sampling_session_id)
+        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+            if getattr(request, name):
+                raise bad(f"{name} is not supported by this server; leave it out", name)
+        if not 1 <= request.num_samples <= MOST_SAMPLES:
+            raise bad(f"num_samples is {request.num_samples}, required 1 to {MOST_SAMPLES}", "num_samples")
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            if not 0 <= getattr(request, name) <= TOP:
+                raise bad(f"{name} is {getattr(request, name)}, required 0 to {TOP}", name)
+        prompt = prompt_of(request.prompt, self.backend)
+        last = request.prompt_logprobs_last_n
+        if last is not None and not (request.prompt_logprobs and 1 <= last < len(prompt)):
+            raise bad(
+                f"prompt_logprobs_last_n is {last}, required 1 to {len(prompt) - 1}, beside prompt_logprobs",
+                "prompt_logprobs_last_n",
+            )
+        requests = self._requests(request, prompt, sampler.key)
+        name = f"{sampler.name}:{request.seq_id}"
+        with self._open():
+            known = self.promises.get(name)
+            if known is not None:
+                return known, request.num_samples
+            promise = Promise(name, sampler.name)
+            self.promises.add(promise)
+            wanted = bool(request.prompt_logprobs)
+            top = request.topk_prompt_logprobs
+            self._rounds.submit(
+                SampleJob(promise, sampler, requests, request.topk_sample_logprobs, wanted, top, last)
+            )
+        return promise, request.num_samples
+
+    def promise(self, name: str) -> Promise:
+        """
+        Raises:
+            ApiError: there is none, or no longer.
+        """
+        promise = self.promises.get(name)
+        if promise is None:
+            # the SDK repeats a sample whose promise is gone
+            raise ApiError(410, f"there is no request '{name[:200]}', or no longer", code="request_gone")
+        with self._lock:
+            owner = self._models.get(promise.owner) or self._samplers.get(promise.owner)
+            session = owner.session if owner is not None else None
+            found = self._sessions.get(session) if isinstance(session, str) else session
+            if found is not None:
+                found.heard = time.monotonic()
+        return promise
+
+    def cancel(self, name: str) -> None:
+        """Only samples end before their time."""
+        self._rounds.cancel(lambda job: job.promise.name == name)
+
+    # -- the worker --------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        swept = 0.0
+        while True:
+            with self._lock:
+                if self._closing:
+                    break
+                party = self._queue.turn()
+                if party is None:
+                    self._lock.wait(_SWEEP)
+            if time.monotonic() - swept > _SWEEP:
+                swept = time.monotonic()
+                self._sweep()
+            if party == SAMPLES:
+                try:
+                    self._rounds.run()
+                except Exception:
+                    logger.exception("a round of samples failed")
+            while party is not None and (work := self._queue.take(party)) is not None:
+                self._run(work)
+                if work.ends_turn or self._closing:
+                    break
+
+    def _run(self, work: Work) -> None:
+        if work.run is None:
+            return
+        try:
+            outcome: Reply | Failure = work.run()
+        except Exception as error:
+            outcome = failure_of(error) if not isinstance(error, ApiError) else Failure(error.message)
+        if work.promise is not None:
+            self.promises.settle(work.promise, outcome)
+
+    def _sweep(self) -> None:
+        self._queue.sweep()
+        self.promises.sweep()
+        with self._lock:
+            silent = [s.name for s in self._sessions.values() if time.monotonic() - s.heard > self._idle]
+        for name in silent:
+            logger.warning("session %s ends: nothing was heard of it for %.0f s", name, self._idle)
+            self.finish(name)
+        try:
+            self.saved.sweep()
+        except OSError:
+            logger.exception("checkpoints that have expired could not be deleted")
+
+    def _drop(self, sampler: Sampler) -> Reply:
+        self._rounds.drop(sampler)
+        return plain({})
+
+    def _remove(self, name: str, why: str) -> None:
+        """A model leaves; its memory is free once the worker comes to it."""
+        model = self._models.pop(name)
+        model.session.models.remove(name)
+        self._queue.remove_model(name, f"the model is gone: {why}")
+        self.promises.drop_owner(name)
+
+        def forget() -> Reply:
+            if model.failure is None:
+                self.backend.forget(name)
+            return plain({})
+
+        self._queue.control(Work(None, forget))
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """The lock, unless the server is closing."""
+        with self._lock:
+            if self._closing:
+                raise shutting_down()
+            yield
+
+    def _check_base(self, name: str | None) -> None:
+        if name != self.backend.base_model:
+            raise bad(
+                f"base_model '{name}' is not served here; it is {self.backend.base_model}", "base_model"
+            )
+
+    def _check_optimizer(self, config: Any) -> None:
+        if config.type != "adamw":
+            raise bad(f"the optimizer '{config.type}' is not supported by this server; use adamw")
+
+    def _new_model(self, request: Any, create: Callable[[Model], Reply]) -> Promise:
+        with self._open():
+            session = self.hear(request.session_id)
+            if request.model_seq_id < 0:
+                raise bad(f"model_seq_id is {request.model_seq_id}, required at least 0", "model_seq_id")
+            name = f"{session.name}:train:{request.model_seq_id}"
+            known = self.promises.get(f"{name}:0")
+            if known is not None:
+                return known
+            if len(self._models) >= self.backend.slots:
+                silent = max(time.monotonic() - model.session.heard for model in self._models.values())
+                raise ApiError(
+                    400,
+                    f"this server has room for {self.backend.slots} model(s), all in use (the most silent of "
+                    f"their clients was last heard {silent:.0f} s ago; after {self._idle:.0f} s its session "
+                    'ends). To fix: end one with ServiceClient.close("success"), or start the server with more room',
+                    code="no_slot",
+                )
+            run = Run(name, self.backend.base_model, self.backend.rank, now(), request.user_metadata)
+            model = self._models[name] = Model(run, session)
+            session.models.append(name)
+            self._queue.add_model(name)
+
+        def first() -> Reply:
+            try:
+                return create(model)
+            except Exception as error:
+                model.failure = failure_of(error)
+                with self._lock:
+                    if name in self._models:
+                        self._remove(name, model.failure.message)
+                raise
+
+        return self._submit(model, 0, first)
+
+    def _ordered(self, request: Any) -> tuple[Model, int]:
+        """A request's model and its number there."""
+        model = self.model(request.model_id)
+        number = request.seq_id
+        if number is None or number < 1:
+            raise bad(f"seq_id is {number}, required at least 1: a model's requests are numbered", "seq_id")
+        return model, number
+
+    @contextlib.contextmanager
+    def _numbered(self, model: Model, number: int) -> Iterator[None]:
+        """A request that is refused inside holds its place: those after it must not wait for it."""
+        try:
+            yield
+        except ApiError:
+            with self._lock:
+                if model.name in self._models and not self._queue.passed(model.name, number):
+                    self._queue.submit(model.name, number, Work(None))
+            raise
+
+    def _submit(
+        self, model: Model, number: int, run: Callable[[], Reply], *, ends_turn: bool = False
+    ) -> Promise:
+        name = f"{model.name}:{number}"
+        with self._open():
+            known = self.promises.get(name)
+            if known is not None:
+                return known
+            self.model(model.name)
+            promise = Promise(name, model.name)
+            if self._queue.passed(model.name, number):
+                promise.settle(Failure(f"request {number} of this model ended long ago, or was refused"))
+            else:
+                self._queue.submit(model.name, number, Work(promise, run, ends_turn))
+                self.promises.add(promise)
+            return promise
+
+    def _save(self, request: Any, kind: str, *, overwrite: bool) -> Promise:
+        model, number = self._ordered(request)
+        with self._numbered(model, number):
+            name = f"{number:06d}" if request.path is None else checked_name(request.path)
+            expires = expiry(request.ttl_seconds)
+
+        def save() -> Reply:
+            if not overwrite and self.saved.exists(model.name, kind, name):
+                raise bad(
+                    f"there is a checkpoint tinker://{model.name}/{kind}/{name}; choose another name"
+                    + (", or overwrite=True" if kind == TRAINING else ", or delete it")
+                )
+            write = self.backend.save_state if kind == TRAINING else self.backend.save_adapter
+            run = model.run
+            saved = Saved(
+                run.run, kind, name, run.base_model, run.rank, now(), 0, expires, request.user_metadata
+            )
+            saved = self.saved.save(run, saved, lambda directory: write(model.name, directory))
+            return plain({"path": saved.path})
+
+        return self._submit(model, number, save)
+
+    def _fitting(self, path: str) -> Saved:
+        """A checkpoint of this server's base model and rank."""
+        saved = self.saved.find(path)
+        ours = self.backend.base_model, self.backend.rank
+        if (saved.base_model, saved.rank) != ours:
+            raise bad(
+                f"{saved.path} is of {saved.base_model} with LoRA of rank {saved.rank}; this server has "
+                f"{ours[0]} with rank {ours[1]}",
+                "path",
+            )
+        return saved
+
+    def _training_state(self, path: str) -> Saved:
+        saved = self._fitting(path)
+        if saved.kind != TRAINING:
+            raise bad(f"{saved.path} is for sampling; train on what save_state wrote", "path")
+        return saved
+
+    def _add_sampler(self, session: Session, sampler: Sampler) -> None:
+        if sampler.name not in self._samplers:
+            self._samplers[sampler.name] = sampler
+            session.samplers.append(sampler.name)
+
+    def _requests(self, request: Any, prompt: tuple[int, ...], key: str | bool) -> list[Request]:
+        params, room = request.sampling_params, self.backend.max_length - len(prompt)
+        most = room if params.max_tokens is None else params.max_tokens
+        if not 1 <= most <= room:
+            raise bad(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {most}; this server takes at most "
+                f"{self.backend.max_length} together, one of them to be generated",
+                "sampling_params.max_tokens",
+                "context_length_exceeded",
+            )
+        if params.top_k < -1:
+            raise bad(f"top_k is {params.top_k}, required -1 or more", "sampling_params.top_k")
+        stop, eos = _stops(params.stop, self.backend)
+        made = []
+        for place in range(request.num_samples):
+            sampling = Sampling(
+                max_new_tokens=most,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=max(params.top_k, 0),
+                seed=_seed(params.seed, place),
+                eos=eos,
+                logprobs=request.topk_sample_logprobs,
+            )
+            made.append(Request(prompt, sampling, key, stop))
+        return made
+
+
+def _stops(stop: Any, backend: Backend) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Strings and tokens that end an answer."""
+    if stop is None:
+        return (), backend.eos
+    if isinstance(stop, str):
+        return (stop,), backend.eos
+    if all(isinstance(one, str) for one in stop):
+        return tuple(stop), backend.eos if stop else ()
+    outside = [one for one in stop if not 0 <= one < backend.vocab_size]
+    if outside:
+        raise bad(f"stop has token {outside[0]}; the vocabulary is 0 to {backend.vocab_size - 1}", "stop")
+    return (), tuple(stop)
+
+
+def _seed(given: int | None, place: int) -> int:
+    """Of one of a request's samples: they differ, and are the same for the same request."""
+    if given is None:
+        return secrets.randbits(63)
+    return int.from_bytes(hashlib.blake2b(f"{given}:{place}".encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,148 @@
+"""Whose work is next. Each model's requests run in the order of their numbers, models take turns.
+
+A turn ends with an optimizer step, or when nothing of the model is ready: several trainings advance step by
+step. Waiting samples together are one more party.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kt_ray.serve.api_errors import ApiError
+from kt_ray.train_server.futures import Failure, Promise, Promises, Reply
+
+GAP = 600.0  # seconds that a request waits for those before it: the SDK repeats what failed for 300
+MOST_WAITING = 10_000  # requests of one model
+CONTROL = "control"  # the party of what belongs to no model's order
+SAMPLES = "samples"  # the party of the samplers
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a promise stands for.
+
+    Attributes:
+        promise: None = nothing waits for it: a request that was refused holds its place in the order.
+        ends_turn: whether another model comes after it.
+    """
+
+    promise: Promise | None
+    run: Callable[[], Reply] | None = None
+    ends_turn: bool = False
+
+
+@dataclass
+class _Order:
+    """One model's requests."""
+
+    next: int  # number of the request that runs next
+    waiting: dict[int, Work] = field(default_factory=dict)
+    moved: float = field(default_factory=time.monotonic)  # when the last one ran or the first began to wait
+
+    @property
+    def ready(self) -> bool:
+        return self.next in self.waiting
+
+
+class WorkQueue:
+    """All that waits for the worker. Hold `changed` for several calls together; each takes it by itself."""
+
+    def __init__(self, promises: Promises) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.samples_wait: Callable[[], bool] = lambda: False
+        self._promises = promises
+        self._orders: dict[str, _Order] = {}
+        self._control: deque[Work] = deque()
+        self._parties: deque[str] = deque([SAMPLES])
+
+    def add_model(self, model: str) -> None:
+        with self.changed:
+            self._orders[model] = _Order(0)
+            self._parties.append(model)
+
+    def remove_model(self, model: str, why: str) -> None:
+        """What waits fails."""
+        with self.changed:
+            order = self._orders.pop(model, None)
+            if order is not None:
+                self._parties.remove(model)
+                self._fail(order, why)
+
+    def submit(self, model: str, number: int, work: Work) -> None:
+        """
+        Raises:
+            ApiError: too many wait.
+        """
+        with self.changed:
+            order = self._orders[model]
+            if len(order.waiting) >= MOST_WAITING:
+                raise ApiError(429, f"{MOST_WAITING} requests of this model wait already")
+            if not order.waiting:
+                order.moved = time.monotonic()
+            order.waiting.setdefault(number, work)
+            self.changed.notify_all()
+
+    def control(self, work: Work) -> None:
+        with self.changed:
+            self._control.append(work)
+            self.changed.notify_all()
+
+    def passed(self, model: str, number: int) -> bool:
+        """Whether a request of that number waits, runs or has run."""
+        with self.changed:
+            order = self._orders[model]
+            return number < order.next or number in order.waiting
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything but samples is ready."""
+        with self.changed:
+            return bool(self._control) or any(order.ready for order in self._orders.values())
+
+    def turn(self) -> str | None:
+        """The party whose turn is next; None = nobody has anything."""
+        with self.changed:
+            if self._control:  # what frees memory goes before what takes it
+                return CONTROL
+            for party in self._parties:
+                if self._has(party):
+                    self._parties.remove(party)
+                    self._parties.append(party)
+                    return party
+            return None
+
+    def take(self, party: str) -> Work | None:
+        """A party's next work; None = there is none ready."""
+        with self.changed:
+            if party == CONTROL:
+                return self._control.popleft() if self._control else None
+            order = self._orders.get(party)
+            if order is None or not order.ready:
+                return None
+            work = order.waiting.pop(order.next)
+            order.next += 1
+            order.moved = time.monotonic()
+            return work
+
+    def sweep(self) -> None:
+        """Requests that waited too long for one before them fail."""
+        with self.changed:
+            for order in self._orders.values():
+                if order.waiting and not order.ready and time.monotonic() - order.moved > GAP:
+                    self._fail(
+                        order, f"request {order.next} of this model never came; those after it cannot run"
+                    )
+                    order.next = max(order.waiting) + 1
+                    order.waiting.clear()
+
+    def _has(self, party: str) -> bool:
+        return self.samples_wait() if party == SAMPLES else self._orders[party].ready
+
+    def _fail(self, order: _Order, why: str) -> None:
+        for work in order.waiting.values():
+            if work.promise is not None:
+                self._promises.settle(work.promise, Failure(why))
