@@ -17,14 +17,13 @@ from kt_ray.runs.train_backend import ClusterBackend, planned
 from kt_ray.serve.access import VARIABLE, bare, check_address, digest, taken_key
 from kt_ray.serve.run import check_port
 from kt_ray.tracking.console import say
+from kt_ray.train_server.run import serve_backend
 
 PREFIX = "tml-"  # of every key, to the tinker SDK
 
 
 def run(config: Config) -> int:
     """Until Ctrl-C. Returns the exit code."""
-    from kt_ray.train_server.run import serve_backend
-
     serve = replace(config.serve, host=bare(config.serve.host))
     key = taken_key(serve.api_key)
     check_address(serve.host, key)
@@ -41,7 +40,8 @@ def run(config: Config) -> int:
     named = "model.tokenizer" if config.model.tokenizer else "model.path"
     generation = generation_of(model, load_tokenizer(config.model.tokenizer or model.model_dir, named))
     name = serve.name or config.model.name
-    directory = Path(config.train_server.directory or Path(config.run.root, "train_server", name))
+    own = Path(config.run.root, "train_server", name.strip("/").replace("/", "--"))
+    directory = Path(config.train_server.directory or own)
     host = f"[{serve.host}]" if ":" in serve.host else serve.host
 
     def ready() -> None:
@@ -69,6 +69,7 @@ def run(config: Config) -> int:
             port=serve.port,
             key=digest(key) if key else None,
             max_body=serve.max_body,
+            most_samplers=config.train_server.samplers,
             ready=ready,
         )
     say("the server has ended")

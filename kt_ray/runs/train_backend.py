@@ -366,8 +366,7 @@ class ClusterBackend:
         def work() -> list[Scores]:
             scores: dict[int, Scores] = {}
             for wave in self._waves(data):
-                more = {"adapters": sampler, "return_top": top}
-                spec = self._pass(wave, "eval", TokenLoss("cross_entropy"), **more)
+                spec = self._pass(wave, "eval", TokenLoss("cross_entropy"), adapters=sampler, return_top=top)
                 report = self._cluster.run_pass(spec)
                 for micro, (logprobs, *tops) in self._micro(wave, report):
                     for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
