@@ -63,31 +63,31 @@ def script(backend: ClusterBackend, disturb: Callable[[str], None]) -> list[Any]
     return seen
 
 
-def kill(backend: ClusterBackend, actor: str) -> None:
-    pid = next(fact["pid"] for fact in backend._cluster.info() if fact["actor"] == actor)
-    os.kill(pid, signal.SIGKILL)
+def pid_of(backend: ClusterBackend, actor: str) -> int:
+    """Not during a session, or a pass: actors answer after it."""
+    return next(fact["pid"] for fact in backend._cluster.info() if fact["actor"] == actor)
 
 
-@pytest.mark.parametrize("snapshot_steps", [16, 1])
 def test_everything_ends_as_if_nobody_had_died(
-    tmp_path: Path, on_ray: None, monkeypatch: pytest.MonkeyPatch, snapshot_steps: int
+    tmp_path: Path, on_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With long journals, and with a snapshot before every sampler."""
+    """Deaths from before the first snapshot until after the last."""
     model = Path(ensure_demo_model("demo", 0, tmp_path / "cache"))
     with backend_on(model, tmp_path / "alone", *LAYOUT) as backend:
         expected = script(backend, lambda what: None)
-    monkeypatch.setattr(module, "SNAPSHOT_STEPS", snapshot_steps)
+    monkeypatch.setattr(module, "SNAPSHOT_STEPS", 2)
     deaths = {"run 1b": "worker-0", "step 1a": "experts-1", "keep 2": "worker-1", "score": "experts-0"}
     with backend_on(model, tmp_path / "killed", *LAYOUT, *RAY) as backend:
 
         def disturb(what: str) -> None:
             if what in deaths:
-                kill(backend, deaths[what])
+                os.kill(pid_of(backend, deaths[what]), signal.SIGKILL)
             if what == "run 2a":  # in the middle of the pass
-                threading.Timer(0.05, kill, (backend, "experts-0")).start()
+                pid = pid_of(backend, "experts-0")
+                threading.Timer(0.05, os.kill, (pid, signal.SIGKILL)).start()
 
         assert script(backend, disturb) == expected
-        assert backend._cluster.recoveries == 5 or backend._revivals._begun
+        assert len(backend._revivals._begun) >= len(deaths)
 
 
 def test_a_session_that_a_death_ended_is_followed_by_another(tmp_path: Path, on_ray: None) -> None:
@@ -100,8 +100,9 @@ def test_a_session_that_a_death_ended_is_followed_by_another(tmp_path: Path, on_
         backend.keep("mine", "sampler")
         with backend.sampling() as session:
             expected = session.submit(request).result(60).tokens
+        pid = pid_of(backend, "experts-0")
         with backend.sampling() as session:
-            kill(backend, "experts-0")
+            os.kill(pid, signal.SIGKILL)
             with pytest.raises(ActorLost):
                 session.submit(request).result(120)
         with backend.sampling() as session:
