@@ -477,7 +477,8 @@ class TrainService:
                     400,
                     f"this server has room for {self.backend.slots} model(s), all in use (the most silent of "
                     f"their clients was last heard {silent:.0f} s ago; after {self._idle:.0f} s its session "
-                    'ends). To fix: end one with ServiceClient.close("success"), or start the server with more room',
+                    'ends). To fix: end one with ServiceClient.close("success"), or start the server with '
+                    "more room",
                     code="no_slot",
                 )
             run = Run(name, self.backend.base_model, self.backend.rank, now(), request.user_metadata)

@@ -67,6 +67,7 @@ def running(directory: Path, backend: FakeBackend | None = None, **settings: Any
             service.close()
             server.should_exit = True
             thread.join(10)
+            made.clients.clear()
             with warnings.catch_warnings():  # the SDK leaves the connections of its first question open
                 warnings.simplefilter("ignore", ResourceWarning)
                 gc.collect()
