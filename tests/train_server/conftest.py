@@ -41,6 +41,9 @@ class Running:
         self.clients.append(tinker.ServiceClient(base_url=self.url, api_key=key))
         return self.clients[-1]
 
+    def rest(self) -> tinker.RestClient:
+        return tinker.RestClient(base_url=self.url, api_key=KEY)
+
 
 @contextlib.contextmanager
 def running(directory: Path, backend: FakeBackend | None = None, **settings: Any) -> Iterator[Running]:

@@ -89,7 +89,8 @@ def test_a_loss_that_the_client_computes(server: Running) -> None:
 
 def test_a_batch_in_several_parts_runs_in_order_before_the_step(server: Running) -> None:
     training = trained(server.client())
-    training.holder._client_config.fwdbwd_max_chunk_len = 2
+    parts = {"fwdbwd_max_chunk_len": 2}
+    training.holder._client_config = training.holder.get_client_config().model_copy(update=parts)
     passed = training.forward_backward([datum([2, 3])] * 5, "cross_entropy")
     training.optim_step(types.AdamParams()).result()
     result = passed.result()
@@ -223,7 +224,7 @@ def test_checkpoints_outlive_the_server(tmp_path: Path) -> None:
     (tmp_path / run / "weights" / ".left").mkdir()  # as a kill leaves it
     with running(tmp_path) as server:
         client = server.client()
-        rest = client.create_rest_client()
+        rest = server.rest()
         assert rest.get_training_run(run).result().user_metadata == {"of": "tests"}
         assert client.create_training_client_from_state(state).result().get_info().lora_rank == 8
         assert not (tmp_path / run / "weights" / ".left").exists()
@@ -241,7 +242,7 @@ def test_an_existing_checkpoint_is_overwritten_when_asked(server: Running) -> No
 
 def test_records_of_runs_and_checkpoints(server: Running) -> None:
     client = server.client()
-    rest = client.create_rest_client()
+    rest = server.rest()
     training = trained(client)
     run = training.model_id
     assert [one.training_run_id for one in rest.list_training_runs().result().training_runs] == [run]
@@ -339,11 +340,14 @@ def test_a_session_of_generation_that_fails(server: Running) -> None:
     assert len(sampler.sample(PROMPT, 2, params).result().sequences) == 2
 
 
-def test_a_sample_that_is_given_up_is_cancelled(server: Running) -> None:
+def test_a_sample_that_is_given_up_is_cancelled(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    promise = server.service.promise
+    monkeypatch.setattr(server.service, "promise", lambda name: (asked.append(name), promise(name))[1])
     sampler = server.client().create_sampling_client(base_model="demo/model").result()
     server.backend.gate.clear()
     pending = sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=9))
-    until(lambda: len(server.backend.requests) == 2)
+    until(lambda: asked and len(server.backend.requests) == 2)
     pending.future().cancel()
     until(lambda: ("sampled",) in server.backend.calls)
 
