@@ -76,9 +76,18 @@ class SampleRounds:
     Args:
         most_samplers: that the backend keeps at the same time. One that was saved is loaded again when it is
             needed; a nameless one that nobody used for longest is lost.
+        tick: called now and then while samples run, which may be without end.
     """
 
-    def __init__(self, backend: Backend, queue: WorkQueue, promises: Promises, most_samplers: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        queue: WorkQueue,
+        promises: Promises,
+        most_samplers: int,
+        tick: Callable[[], None],
+    ) -> None:
+        self._tick = tick
         self._backend = backend
         self._queue = queue
         self._promises = promises
@@ -143,7 +152,7 @@ class SampleRounds:
             self._load(sampler, jobs)
         for key in {job.sampler.key for job in jobs if job.request.wants_scores and job.failure is None}:
             self._score(key, [job for job in jobs if job.sampler.key == key and job.request.wants_scores])
-        self._end_failed()
+        self._settle()
         if not self._running:
             return
         try:
@@ -157,13 +166,14 @@ class SampleRounds:
                 for job in self._running:
                     job.failure, job.running = job.failure or failure, 0
         finally:
-            self._end_failed()
+            self._settle()
 
     def _attend(self, session: SamplingSession) -> None:
         """Until nothing runs."""
         while True:
+            self._tick()
             with self._queue.changed:
-                self._end_failed()
+                self._settle()
                 if not self._running:
                     return
                 broken = [job for job in self._running if job.failure is not None or self.closing]
@@ -265,8 +275,8 @@ class SampleRounds:
 
         return listen
 
-    def _end_failed(self) -> None:
-        """Settle what has ended."""
+    def _settle(self) -> None:
+        """Tell of what has ended."""
         with self._queue.changed:
             for job in [job for job in self._running if not job.running and (job.failure or job.answers)]:
                 self._running.remove(job)

@@ -39,6 +39,7 @@ from kt_ray.train_server.work_queue import SAMPLES, Work, WorkQueue
 logger = logging.getLogger(__name__)
 
 MOST_SESSIONS = 10_000
+_TURN = 64  # requests of one model before another has its turn, where no optimizer step ends it
 _SWEEP = 1.0  # seconds between looks at what has expired
 _SWEEP_DISK = 60.0  # the same, of checkpoints
 UNEMBED = "train_unembed is accepted and changes nothing: this server trains no LoRA on the output layer"
@@ -63,7 +64,7 @@ class Model:
     run: Run
     session: Session
     heard: datetime = field(default_factory=lambda: datetime.now(UTC))
-    failure: Failure | None = None  # why there is none after all
+    made: bool = False  # whether the backend has it
 
     @property
     def name(self) -> str:
@@ -85,7 +86,7 @@ class TrainService:
         self.saved = SavedModels(directory)
         self.promises = Promises()
         self._queue = WorkQueue(self.promises)
-        self._rounds = SampleRounds(backend, self._queue, self.promises, most_samplers)
+        self._rounds = SampleRounds(backend, self._queue, self.promises, most_samplers, self._sweep)
         self._idle = idle
         self._lock = self._queue.changed
         self._sessions: dict[str, Session] = {}
@@ -378,7 +379,10 @@ class TrainService:
                 logger.exception("the worker goes on after a fault")
 
     def _take_turn(self, party: str) -> None:
-        while not self._closing and (work := self._queue.take(party)) is not None:
+        for _ in range(_TURN):
+            work = None if self._closing else self._queue.take(party)
+            if work is None:
+                return
             self._run(work)
             if work.ends_turn:
                 return
@@ -397,6 +401,8 @@ class TrainService:
         now = time.monotonic()
         if now - self._swept < _SWEEP:
             return
+        disk = now // _SWEEP_DISK > self._swept // _SWEEP_DISK
+        self._swept = now
         self._queue.sweep()
         self.promises.sweep()
         with self._lock:
@@ -405,9 +411,11 @@ class TrainService:
                     "session %s ends: nothing was heard of it for %.0f s", session.name, self._idle
                 )
                 self.finish(session.name)
-        if now // _SWEEP_DISK > self._swept // _SWEEP_DISK:
-            self.saved.sweep()
-        self._swept = now
+        if disk:
+            try:
+                self.saved.sweep()
+            except OSError:
+                logger.exception("checkpoints that have expired could not be looked at")
 
     def _drop(self, sampler: Sampler) -> Reply:
         self._rounds.drop(sampler)
@@ -421,7 +429,7 @@ class TrainService:
         self.promises.drop_owner(name)
 
         def forget() -> Reply:
-            if model.failure is None:
+            if model.made:
                 self.backend.forget(name)
             return plain({})
 
@@ -456,6 +464,8 @@ class TrainService:
             known = self.promises.get(f"{name}:0")
             if known is not None:
                 return known
+            if name in self._models:
+                raise bad(f"there is a model {name}", "model_seq_id")
             if len(self._models) >= self.backend.slots:
                 silent = max(time.monotonic() - model.session.heard for model in self._models.values())
                 raise ApiError(
@@ -473,12 +483,13 @@ class TrainService:
 
         def first() -> Reply:
             try:
-                return create(model)
-            except Exception as error:
-                model.failure = failure_of(error)
+                reply = create(model)
+                model.made = True
+                return reply
+            except Exception:
                 with self._lock:
                     if name in self._models:
-                        self._remove(name, model.failure.message)
+                        self._remove(name, "it could not be made")
                 raise
 
         return self._submit(model, 0, first)

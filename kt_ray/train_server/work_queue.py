@@ -1,7 +1,7 @@
 """Whose work is next. Each model's requests run in the order of their numbers, models take turns.
 
 A turn ends with an optimizer step, or when nothing of the model is ready: several trainings advance step by
-step. Waiting samples together are one more party.
+step. All samples that wait are one more party.
 """
 
 from __future__ import annotations

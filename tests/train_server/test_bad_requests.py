@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from tinker.proto import tinker_public_pb2 as proto
 
-from tests.train_server.conftest import MAX_BODY, Running, running
-from tests.train_server.test_service import PROTOBUF, Raw
+from tests.helpers.train_server import MAX_BODY, PROTOBUF, Raw, Running, running
 
 
 @pytest.fixture(scope="module")

@@ -17,19 +17,11 @@ from tinker import types
 
 from kt_ray.errors import TryAgain
 from tests.helpers.fake_train_backend import FakeBackend, token_after, wrong
-from tests.train_server.conftest import KEY, Running, running, until
+from tests.helpers.train_server import KEY, Running, datum, running, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK's connections
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
-
-
-def datum(tokens: list[int], **inputs: list[float]) -> types.Datum:
-    inputs = inputs or {"weights": [1.0] * len(tokens)}
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={"target_tokens": [*tokens[1:], 1], **inputs},  # type: ignore[dict-item]
-    )
 
 
 def trained(client: tinker.ServiceClient, **more: Any) -> Any:
@@ -352,7 +344,10 @@ def test_a_sample_that_is_given_up_is_cancelled(server: Running, monkeypatch: py
     until(lambda: ("sampled",) in server.backend.calls)
 
 
-def test_the_keys_prefix_may_be_the_sdks_alone(server: Running) -> None:
-    assert server.client(key=KEY)
-    with pytest.raises(tinker.AuthenticationError, match="incorrect API key"):
-        server.client(key="tml-other").holder  # noqa: B018
+@pytest.mark.parametrize("key", ["tml-secret", "secret"])
+def test_the_keys_prefix_may_be_the_sdks_alone(tmp_path: Path, key: str) -> None:
+    with running(tmp_path, key=key) as server:
+        assert server.client(key="tml-secret").holder.get_session_id()
+        with pytest.raises(tinker.AuthenticationError, match="incorrect API key"):
+            server.client(key="tml-other").holder  # noqa: B018
+        server.clients.pop()

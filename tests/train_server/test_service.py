@@ -5,81 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from tinker.proto import tinker_public_pb2 as proto
-from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.types.forward_backward_input import ForwardBackwardInput
-from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from kt_ray.train_server import work_queue
 from tests.helpers.fake_train_backend import FakeBackend
-from tests.train_server.conftest import KEY, Running, running, until
-from tests.train_server.test_sdk import datum
-
-PROTOBUF = {"content-type": "application/x-protobuf"}
-
-
-class Raw:
-    """The API without the SDK."""
-
-    def __init__(self, server: Running) -> None:
-        self.server = server
-        self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY}, timeout=40)
-        self.session = self.post("create_session", tags=[], user_metadata=None, sdk_version="0")["session_id"]
-
-    def post(self, path_: str, **body: Any) -> Any:
-        answer = self.http.post(path_, json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def model(self, number: int = 0) -> str:
-        made = self.post(
-            "create_model",
-            session_id=self.session,
-            model_seq_id=number,
-            base_model="demo/model",
-            lora_config={"rank": 8, "seed": 3},
-        )
-        return self.result(made)["model_id"]
-
-    def result(self, promised: Any) -> Any:
-        answer = self.http.post("retrieve_future", json={"request_id": promised["request_id"]})
-        return answer.json() if "json" in answer.headers["content-type"] else answer.content
-
-    def passed(self, model: str, number: int, rows: int = 1) -> Any:
-        body = ForwardBackwardInput(data=[datum([2, 3])] * rows, loss_fn="cross_entropy")
-        request = ForwardBackwardRequest(forward_backward_input=body, model_id=model, seq_id=number)
-        content = forward_backward_request_to_proto(request).SerializeToString()
-        answer = self.http.post("forward_backward", content=content, headers=PROTOBUF)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def step(self, model: str, number: int) -> Any:
-        return self.post("optim_step", model_id=model, seq_id=number, adam_params={})
-
-    def sampler(self, number: int = 0) -> str:
-        return self.post(
-            "create_sampling_session",
-            session_id=self.session,
-            sampling_session_seq_id=number,
-            base_model="demo/model",
-        )["sampling_session_id"]
-
-    def sample(self, sampler: str, number: int, **more: Any) -> Any:
-        return self.post(
-            "asample",
-            sampling_session_id=sampler,
-            seq_id=number,
-            prompt={"chunks": [{"tokens": [5, 6], "type": "encoded_text"}]},
-            sampling_params={"max_tokens": 2},
-            **more,
-        )
-
-    def calls(self, *names: str) -> list[Any]:
-        return [call for call in self.server.backend.calls if call[0] in names]
+from tests.helpers.train_server import Raw, Running, running, until
 
 
 @pytest.fixture
@@ -279,3 +211,57 @@ def test_closing_ends_what_waits(tmp_path: Path) -> None:
         answer = raw.http.post("create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0"})
         assert answer.status_code == 503
         raw.http.close()
+
+
+def test_a_session_that_ends_before_its_model_is_made(raw: Raw) -> None:
+    first, backend = raw.model(), raw.server.backend
+    backend.gate.clear()
+    raw.passed(first, 1)
+    until(lambda: raw.calls("backward"))
+    other = Raw(raw.server)
+    made = other.post(
+        "create_model",
+        session_id=other.session,
+        model_seq_id=0,
+        base_model="demo/model",
+        lora_config={"rank": 8},
+    )
+    other.http.post(f"sessions/{other.session}/finish", json={})
+    backend.gate.set()
+    assert "its session has ended" in other.result(made)["error"]
+    assert raw.model(1) and not raw.calls("forget")
+    other.http.close()
+
+
+def test_sessions_end_while_samples_run_without_a_break(tmp_path: Path) -> None:
+    with running(tmp_path, idle=1.5) as server:
+        raw, silent = Raw(server), Raw(server)
+        silent.model()
+        sampler = raw.sampler()
+        server.backend.gate.clear()
+        raw.sample(sampler, 0)
+        until(lambda: (raw.post("session_heartbeat", session_id=raw.session), not server.service.models())[1])
+        assert server.backend.calls[-1][0] == "submit"  # still the same session of generation
+        for one in (raw, silent):
+            one.http.close()
+
+
+def test_expired_checkpoints_are_gone(raw: Raw) -> None:
+    model = raw.model()
+    path = raw.result(raw.post("save_weights", model_id=model, seq_id=1, path="a", ttl_seconds=1))["path"]
+    assert raw.post("weights_info", tinker_path=path)["lora_rank"] == 8
+    until(lambda: raw.http.post("weights_info", json={"tinker_path": path}).status_code == 404)
+    saved = raw.server.service.saved
+    assert saved.all() == [] and len(saved.all(expired=True)) == 1
+    saved.sweep()
+    assert saved.all(expired=True) == []
+
+
+def test_a_save_that_fails_leaves_nothing_and_an_old_one_stays(raw: Raw) -> None:
+    model, saved = raw.model(), raw.server.service.saved
+    raw.result(raw.post("save_weights", model_id=model, seq_id=1, path="a"))
+    before = saved.all()
+    raw.server.backend.faults["save_state"] = OSError("disk full")
+    failed = raw.result(raw.post("save_weights", model_id=model, seq_id=2, path="a", overwrite=True))
+    assert failed["category"] == "server" and saved.all() == before
+    assert [file.name for file in (saved.root / model / "weights").iterdir()] == ["a"]
