@@ -1,4 +1,8 @@
-"""What a client asks of a sampler, checked."""
+"""What a client asks of a sampler, checked.
+
+Log-probabilities of sampled tokens are the model's own (temperature 1, nothing cut off), whatever the
+temperature they were drawn at.
+"""
 
 from __future__ import annotations
 

@@ -344,6 +344,14 @@ def test_a_sample_that_is_given_up_is_cancelled(server: Running, monkeypatch: py
     until(lambda: ("sampled",) in server.backend.calls)
 
 
+def test_a_sampler_in_another_process(server: Running) -> None:
+    sampler = server.client().create_sampling_client(base_model="demo/model").result()
+    there = tinker.SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key=KEY)
+    params = types.SamplingParams(max_tokens=1, temperature=0.0)
+    answers = [one.sample(PROMPT, 1, params).result().sequences[0] for one in (sampler, there)]
+    assert answers[0].tokens == answers[1].tokens and answers[0].sequence_id != answers[1].sequence_id
+
+
 @pytest.mark.parametrize("key", ["tml-secret", "secret"])
 def test_the_keys_prefix_may_be_the_sdks_alone(tmp_path: Path, key: str) -> None:
     with running(tmp_path, key=key) as server:
