@@ -310,7 +310,7 @@ class TrainService:
                 )
             sampler = Sampler(name, session.name, name, saved.path, self.saved.data(saved))
         with self._open():
-            self._add_sampler(session, sampler)
+            self._add_sampler(self.hear(session.name), sampler)
         return name
 
     def sampler(self, name: str | None) -> Sampler:
