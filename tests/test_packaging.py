@@ -36,7 +36,7 @@ def test_the_demo_installs_what_a_user_needs_and_check_the_tools(tmp_path: Path)
     assert script is not None
     listed = output_of(sys.executable, "-c", script[1])
     extras = PROJECT["optional-dependencies"]
-    assert listed.split("\n")[:-1] == [*extras["dev"], *extras["deepspeed"]]
+    assert listed.split("\n")[:-1] == [*extras["dev"], *extras["deepspeed"], *extras["tinker"]]
 
 
 def test_the_engine_brings_its_own_c_library_along() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kt_ray.serve.access import Gate
-from kt_ray.serve.api_errors import ApiError
+from kt_ray.serve.api_errors import ApiError, of_validation
 from kt_ray.serve.app import add_errors
 from kt_ray.train_server.futures import Failure, Promise
 from kt_ray.train_server.saved_models import SAMPLER, TRAINING, Run, Saved, expiry
@@ -73,6 +74,11 @@ def make_app(service: TrainService, key: bytes | None, max_body: int) -> FastAPI
         header="X-API-Key: <key>",
     )
     add_errors(app)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return of_validation(error.errors()).response()
+
     _add_sessions(app, service, max_body)
     _add_training(app, service)
     _add_sampling(app, service)

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from kt_ray.errors import TryAgain, UserError
-from kt_ray.generate.requests import Request, Token
+from kt_ray.generate.requests import Token
+from kt_ray.serve.api_errors import ApiError
 from kt_ray.train_server.backend import Backend, SamplingSession, Scores
 from kt_ray.train_server.futures import Failure, Promise, Promises
+from kt_ray.train_server.sample_requests import SampleRequest
 from kt_ray.train_server.wire import sample_reply
-from kt_ray.train_server.work_queue import WorkQueue
+from kt_ray.train_server.work_queue import MOST_WAITING, WorkQueue
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +62,12 @@ class SampleJob:
 
     promise: Promise
     sampler: Sampler
-    requests: Sequence[Request]
-    top: int  # most probable tokens of each sampled one
-    prompt_logprobs: bool
-    prompt_top: int
-    last: int | None
+    request: SampleRequest
     scores: Scores | None = None
     sequences: list[list[Token]] = field(default_factory=list)
     answers: list[Any] = field(default_factory=list)
     running: int = 0
     failure: Failure | None = None
-
-    @property
-    def wants_scores(self) -> bool:
-        return self.prompt_logprobs or self.prompt_top > 0
 
 
 class SampleRounds:
@@ -82,9 +76,18 @@ class SampleRounds:
     Args:
         most_samplers: that the backend keeps at the same time. One that was saved is loaded again when it is
             needed; a nameless one that nobody used for longest is lost.
+        tick: called now and then while samples run, which may be without end.
     """
 
-    def __init__(self, backend: Backend, queue: WorkQueue, promises: Promises, most_samplers: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        queue: WorkQueue,
+        promises: Promises,
+        most_samplers: int,
+        tick: Callable[[], None],
+    ) -> None:
+        self._tick = tick
         self._backend = backend
         self._queue = queue
         self._promises = promises
@@ -96,7 +99,13 @@ class SampleRounds:
         queue.samples_wait = lambda: bool(self._waiting)
 
     def submit(self, job: SampleJob) -> None:
+        """
+        Raises:
+            ApiError: too many wait; the SDK comes back.
+        """
         with self._queue.changed:
+            if len(self._waiting) >= MOST_WAITING:
+                raise ApiError(429, f"{MOST_WAITING} requests for samples wait already")
             job.sampler.jobs += 1
             self._waiting.append(job)
             self._queue.changed.notify_all()
@@ -141,9 +150,9 @@ class SampleRounds:
         jobs = self._admit(lambda job: True)
         for sampler in {id(job.sampler): job.sampler for job in jobs}.values():
             self._load(sampler, jobs)
-        for key in {job.sampler.key for job in jobs if job.wants_scores and job.failure is None}:
-            self._score(key, [job for job in jobs if job.sampler.key == key and job.wants_scores])
-        self._end_failed()
+        for key in {job.sampler.key for job in jobs if job.request.wants_scores and job.failure is None}:
+            self._score(key, [job for job in jobs if job.sampler.key == key and job.request.wants_scores])
+        self._settle()
         if not self._running:
             return
         try:
@@ -157,13 +166,14 @@ class SampleRounds:
                 for job in self._running:
                     job.failure, job.running = job.failure or failure, 0
         finally:
-            self._end_failed()
+            self._settle()
 
     def _attend(self, session: SamplingSession) -> None:
         """Until nothing runs."""
         while True:
+            self._tick()
             with self._queue.changed:
-                self._end_failed()
+                self._settle()
                 if not self._running:
                     return
                 broken = [job for job in self._running if job.failure is not None or self.closing]
@@ -188,7 +198,11 @@ class SampleRounds:
         """Jobs that run from now on: from the first one that waits to the first that does not fit."""
         with self._queue.changed:
             jobs: list[SampleJob] = []
-            while self._waiting and fits(self._waiting[0]) and (scored or not self._waiting[0].wants_scores):
+            while (
+                self._waiting
+                and fits(self._waiting[0])
+                and (scored or not self._waiting[0].request.wants_scores)
+            ):
                 jobs.append(self._waiting.popleft())
             self._running += jobs
             return jobs
@@ -217,8 +231,8 @@ class SampleRounds:
 
     def _score(self, key: str | bool, jobs: Sequence[SampleJob]) -> None:
         try:
-            prompts = [np.array(job.requests[0].prompt, np.int64) for job in jobs]
-            scores = self._backend.score(key, prompts, max(job.prompt_top for job in jobs))
+            prompts = [np.array(job.request.prompt, np.int64) for job in jobs]
+            scores = self._backend.score(key, prompts, max(job.request.prompt_top for job in jobs))
             for job, scored in zip(jobs, scores, strict=True):
                 job.scores = scored
         except Exception as error:
@@ -229,16 +243,16 @@ class SampleRounds:
     def _start(self, session: SamplingSession, job: SampleJob) -> None:
         if job.failure is not None:
             return
-        job.sequences = [[] for _ in job.requests]
+        job.sequences = [[] for _ in job.request.samples]
         with self._queue.changed:
-            job.running = len(job.requests)
-        for place, request in enumerate(job.requests):
+            job.running = len(job.request.samples)
+        for place, request in enumerate(job.request.samples):
             try:
                 job.answers.append(session.submit(request, self._listener(job, place)))
             except Exception as error:
                 with self._queue.changed:
                     job.failure = job.failure or failure_of(error)
-                    job.running -= len(job.requests) - place
+                    job.running -= len(job.request.samples) - place
                 return
 
     def _listener(self, job: SampleJob, place: int) -> Callable[[Any], None]:
@@ -261,8 +275,8 @@ class SampleRounds:
 
         return listen
 
-    def _end_failed(self) -> None:
-        """Settle what has ended."""
+    def _settle(self) -> None:
+        """Tell of what has ended."""
         with self._queue.changed:
             for job in [job for job in self._running if not job.running and (job.failure or job.answers)]:
                 self._running.remove(job)
@@ -272,10 +286,10 @@ class SampleRounds:
         job.sampler.jobs -= 1
         outcome = job.failure or sample_reply(
             job.sequences,
-            top=job.top,
-            scores=job.scores,
-            prompt_logprobs=job.prompt_logprobs,
-            prompt_top=job.prompt_top,
-            last=job.last,
+            job.scores,
+            top=job.request.top,
+            prompt_logprobs=job.request.prompt_logprobs,
+            prompt_top=job.request.prompt_top,
+            last=job.request.last,
         )
         self._promises.settle(job.promise, outcome)

@@ -9,6 +9,7 @@ A checkpoint is written under a name that begins with a dot, and then renamed: i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -155,19 +156,16 @@ class SavedModels:
             size = sum(file.stat().st_size for file in (made / "data").rglob("*") if file.is_file())
             saved = Saved(**{**asdict(saved), "bytes": size})
             _write_json(made / "checkpoint.json", asdict(saved))
-            if place.exists():
-                self.delete(saved)
+            gone = self._hide(place)
             made.rename(place)
+            shutil.rmtree(gone, ignore_errors=True)
         finally:
             shutil.rmtree(made, ignore_errors=True)
         return saved
 
     def delete(self, saved: Saved) -> None:
         """At once for who looks; then the bytes."""
-        place = self._place(saved)
-        gone = place.with_name(f".{secrets.token_hex(8)}")
-        place.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(self._hide(self._place(saved)), ignore_errors=True)
 
     def set_expiry(self, saved: Saved, expires: str | None) -> None:
         _write_json(self._place(saved) / "checkpoint.json", {**asdict(saved), "expires": expires})
@@ -196,6 +194,13 @@ class SavedModels:
         with tarfile.open(fileobj=to, mode="w:gz", compresslevel=1) as tar:
             for file in self._files(saved):
                 tar.add(file, arcname=file.name)
+
+    def _hide(self, place: Path) -> Path:
+        """Where a checkpoint, if there is one, lies from now on: nobody finds it."""
+        gone = place.with_name(f".{secrets.token_hex(8)}")
+        with contextlib.suppress(FileNotFoundError):
+            place.rename(gone)
+        return gone
 
     def _files(self, saved: Saved) -> Iterator[Path]:
         return iter(sorted(self.data(saved).iterdir()))

@@ -7,7 +7,6 @@ model's or sampler's name and its own number. So a repeated request finds what t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import secrets
 import threading
@@ -19,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kt_ray.generate.requests import Request, Sampling
 from kt_ray.serve.api_errors import ApiError, shutting_down
 from kt_ray.train_server.backend import AdamParams, Backend, Datum
 from kt_ray.train_server.futures import Failure, Promise, Promises, Reply
+from kt_ray.train_server.sample_requests import sample_of
 from kt_ray.train_server.sample_rounds import SampleJob, Sampler, SampleRounds, failure_of
 from kt_ray.train_server.saved_models import (
     SAMPLER,
@@ -34,14 +33,15 @@ from kt_ray.train_server.saved_models import (
     expiry,
     now,
 )
-from kt_ray.train_server.wire import TOP, adam_of, bad, data_of, loss_of, pass_reply, plain, prompt_of
+from kt_ray.train_server.wire import adam_of, bad, data_of, loss_of, pass_reply, plain
 from kt_ray.train_server.work_queue import SAMPLES, Work, WorkQueue
 
 logger = logging.getLogger(__name__)
 
-MOST_SAMPLES = 128  # of one request
 MOST_SESSIONS = 10_000
+_TURN = 64  # requests of one model before another has its turn, where no optimizer step ends it
 _SWEEP = 1.0  # seconds between looks at what has expired
+_SWEEP_DISK = 60.0  # the same, of checkpoints
 UNEMBED = "train_unembed is accepted and changes nothing: this server trains no LoRA on the output layer"
 
 
@@ -64,7 +64,7 @@ class Model:
     run: Run
     session: Session
     heard: datetime = field(default_factory=lambda: datetime.now(UTC))
-    failure: Failure | None = None  # why there is none after all
+    made: bool = False  # whether the backend has it
 
     @property
     def name(self) -> str:
@@ -86,13 +86,14 @@ class TrainService:
         self.saved = SavedModels(directory)
         self.promises = Promises()
         self._queue = WorkQueue(self.promises)
-        self._rounds = SampleRounds(backend, self._queue, self.promises, most_samplers)
+        self._rounds = SampleRounds(backend, self._queue, self.promises, most_samplers, self._sweep)
         self._idle = idle
         self._lock = self._queue.changed
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, Sampler] = {}
         self._closing = False
+        self._swept = 0.0
         self._thread = threading.Thread(target=self._work, name="kt-train-server", daemon=True)
         self._thread.start()
 
@@ -273,6 +274,8 @@ class TrainService:
         name = f"{model.session.name}:sample:{request.sampling_session_seq_id}"
 
         def keep() -> Reply:
+            if name in self._samplers:
+                raise bad(f"there is a sampler {name}", "sampling_session_seq_id")
             sampler = Sampler(name, model.session.name, name)
             self._rounds.make_room()
             self.backend.keep(model.name, name)
@@ -307,7 +310,7 @@ class TrainService:
                 )
             sampler = Sampler(name, session.name, name, saved.path, self.saved.data(saved))
         with self._open():
-            self._add_sampler(session, sampler)
+            self._add_sampler(self.hear(session.name), sampler)
         return name
 
     def sampler(self, name: str | None) -> Sampler:
@@ -326,34 +329,15 @@ class TrainService:
         if request.sampling_session_id is None or request.seq_id is None:
             raise bad("sampling_session_id and seq_id are required", "sampling_session_id")
         sampler = self.sampler(request.sampling_session_id)
-        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
-            if getattr(request, name):
-                raise bad(f"{name} is not supported by this server; leave it out", name)
-        if not 1 <= request.num_samples <= MOST_SAMPLES:
-            raise bad(f"num_samples is {request.num_samples}, required 1 to {MOST_SAMPLES}", "num_samples")
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-            if not 0 <= getattr(request, name) <= TOP:
-                raise bad(f"{name} is {getattr(request, name)}, required 0 to {TOP}", name)
-        prompt = prompt_of(request.prompt, self.backend)
-        last = request.prompt_logprobs_last_n
-        if last is not None and not (request.prompt_logprobs and 1 <= last < len(prompt)):
-            raise bad(
-                f"prompt_logprobs_last_n is {last}, required 1 to {len(prompt) - 1}, beside prompt_logprobs",
-                "prompt_logprobs_last_n",
-            )
-        requests = self._requests(request, prompt, sampler.key)
+        asked = sample_of(request, self.backend, sampler.key)
         name = f"{sampler.name}:{request.seq_id}"
         with self._open():
             known = self.promises.get(name)
             if known is not None:
                 return known, request.num_samples
             promise = Promise(name, sampler.name)
+            self._rounds.submit(SampleJob(promise, sampler, asked))
             self.promises.add(promise)
-            wanted = bool(request.prompt_logprobs)
-            top = request.topk_prompt_logprobs
-            self._rounds.submit(
-                SampleJob(promise, sampler, requests, request.topk_sample_logprobs, wanted, top, last)
-            )
         return promise, request.num_samples
 
     def promise(self, name: str) -> Promise:
@@ -380,26 +364,28 @@ class TrainService:
     # -- the worker --------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        swept = 0.0
-        while True:
-            with self._lock:
-                if self._closing:
-                    break
-                party = self._queue.turn()
-                if party is None:
-                    self._lock.wait(_SWEEP)
-            if time.monotonic() - swept > _SWEEP:
-                swept = time.monotonic()
+        while not self._closing:
+            try:
                 self._sweep()
-            if party == SAMPLES:
-                try:
+                with self._lock:
+                    party = self._queue.turn()
+                    if party is None and not self._closing:
+                        self._lock.wait(_SWEEP)
+                if party == SAMPLES:
                     self._rounds.run()
-                except Exception:
-                    logger.exception("a round of samples failed")
-            while party is not None and (work := self._queue.take(party)) is not None:
-                self._run(work)
-                if work.ends_turn or self._closing:
-                    break
+                elif party is not None:
+                    self._take_turn(party)
+            except Exception:
+                logger.exception("the worker goes on after a fault")
+
+    def _take_turn(self, party: str) -> None:
+        for _ in range(_TURN):
+            work = None if self._closing else self._queue.take(party)
+            if work is None:
+                return
+            self._run(work)
+            if work.ends_turn:
+                return
 
     def _run(self, work: Work) -> None:
         if work.run is None:
@@ -412,17 +398,24 @@ class TrainService:
             self.promises.settle(work.promise, outcome)
 
     def _sweep(self) -> None:
+        now = time.monotonic()
+        if now - self._swept < _SWEEP:
+            return
+        disk = now // _SWEEP_DISK > self._swept // _SWEEP_DISK
+        self._swept = now
         self._queue.sweep()
         self.promises.sweep()
         with self._lock:
-            silent = [s.name for s in self._sessions.values() if time.monotonic() - s.heard > self._idle]
-        for name in silent:
-            logger.warning("session %s ends: nothing was heard of it for %.0f s", name, self._idle)
-            self.finish(name)
-        try:
-            self.saved.sweep()
-        except OSError:
-            logger.exception("checkpoints that have expired could not be deleted")
+            for session in [s for s in self._sessions.values() if now - s.heard > self._idle]:
+                logger.warning(
+                    "session %s ends: nothing was heard of it for %.0f s", session.name, self._idle
+                )
+                self.finish(session.name)
+        if disk:
+            try:
+                self.saved.sweep()
+            except OSError:
+                logger.exception("checkpoints that have expired could not be looked at")
 
     def _drop(self, sampler: Sampler) -> Reply:
         self._rounds.drop(sampler)
@@ -436,7 +429,7 @@ class TrainService:
         self.promises.drop_owner(name)
 
         def forget() -> Reply:
-            if model.failure is None:
+            if model.made:
                 self.backend.forget(name)
             return plain({})
 
@@ -471,13 +464,16 @@ class TrainService:
             known = self.promises.get(f"{name}:0")
             if known is not None:
                 return known
+            if name in self._models:
+                raise bad(f"there is a model {name}", "model_seq_id")
             if len(self._models) >= self.backend.slots:
                 silent = max(time.monotonic() - model.session.heard for model in self._models.values())
                 raise ApiError(
                     400,
                     f"this server has room for {self.backend.slots} model(s), all in use (the most silent of "
                     f"their clients was last heard {silent:.0f} s ago; after {self._idle:.0f} s its session "
-                    'ends). To fix: end one with ServiceClient.close("success"), or start the server with more room',
+                    'ends). To fix: end one with ServiceClient.close("success"), or start the server with '
+                    "more room",
                     code="no_slot",
                 )
             run = Run(name, self.backend.base_model, self.backend.rank, now(), request.user_metadata)
@@ -487,12 +483,13 @@ class TrainService:
 
         def first() -> Reply:
             try:
-                return create(model)
-            except Exception as error:
-                model.failure = failure_of(error)
+                reply = create(model)
+                model.made = True
+                return reply
+            except Exception:
                 with self._lock:
                     if name in self._models:
-                        self._remove(name, model.failure.message)
+                        self._remove(name, "it could not be made")
                 raise
 
         return self._submit(model, 0, first)
@@ -577,51 +574,3 @@ class TrainService:
         if sampler.name not in self._samplers:
             self._samplers[sampler.name] = sampler
             session.samplers.append(sampler.name)
-
-    def _requests(self, request: Any, prompt: tuple[int, ...], key: str | bool) -> list[Request]:
-        params, room = request.sampling_params, self.backend.max_length - len(prompt)
-        most = room if params.max_tokens is None else params.max_tokens
-        if not 1 <= most <= room:
-            raise bad(
-                f"the prompt has {len(prompt)} tokens and max_tokens is {most}; this server takes at most "
-                f"{self.backend.max_length} together, one of them to be generated",
-                "sampling_params.max_tokens",
-                "context_length_exceeded",
-            )
-        if params.top_k < -1:
-            raise bad(f"top_k is {params.top_k}, required -1 or more", "sampling_params.top_k")
-        stop, eos = _stops(params.stop, self.backend)
-        made = []
-        for place in range(request.num_samples):
-            sampling = Sampling(
-                max_new_tokens=most,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=max(params.top_k, 0),
-                seed=_seed(params.seed, place),
-                eos=eos,
-                logprobs=request.topk_sample_logprobs,
-            )
-            made.append(Request(prompt, sampling, key, stop))
-        return made
-
-
-def _stops(stop: Any, backend: Backend) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Strings and tokens that end an answer."""
-    if stop is None:
-        return (), backend.eos
-    if isinstance(stop, str):
-        return (stop,), backend.eos
-    if all(isinstance(one, str) for one in stop):
-        return tuple(stop), backend.eos if stop else ()
-    outside = [one for one in stop if not 0 <= one < backend.vocab_size]
-    if outside:
-        raise bad(f"stop has token {outside[0]}; the vocabulary is 0 to {backend.vocab_size - 1}", "stop")
-    return (), tuple(stop)
-
-
-def _seed(given: int | None, place: int) -> int:
-    """Of one of a request's samples: they differ, and are the same for the same request."""
-    if given is None:
-        return secrets.randbits(63)
-    return int.from_bytes(hashlib.blake2b(f"{given}:{place}".encode(), digest_size=8).digest()) >> 1

@@ -33,7 +33,6 @@ except ImportError as error:
 
 PROTOBUF = "application/x-protobuf"
 NO_TOKEN, NO_LOGPROB = 0, -99999.0  # cells of a table of most probable tokens that stand for none
-TOP = 20  # most probable tokens that can be asked for
 _POLICY = ("logprobs", "advantages")
 _CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 # loss -> inputs beside target_tokens; keys of loss_fn_config -> fields of TokenLoss
@@ -197,19 +196,6 @@ def adam_of(params: Any) -> AdamParams:
     return AdamParams(**values)
 
 
-def prompt_of(prompt: Any, backend: Backend) -> tuple[int, ...]:
-    """Raises ApiError: there is no text, or not text alone."""
-    for chunk in prompt.chunks:
-        if not isinstance(chunk, types.EncodedTextChunk):
-            raise bad(f"the prompt has a chunk of {chunk.type}; only text is supported", "prompt")
-    tokens = [token for chunk in prompt.chunks for token in chunk.tokens]
-    try:
-        check_tokens(np.array(tokens, np.int64), "prompt", backend)
-    except OverflowError:
-        raise bad("the prompt has a token that is no 64-bit number", "prompt") from None
-    return tuple(tokens)
-
-
 # -- answers -----------------------------------------------------------------------------------------
 
 
@@ -233,9 +219,9 @@ def pass_reply(result: PassResult) -> Reply:
 
 def sample_reply(
     sequences: Sequence[Sequence[Token]],
+    scores: Scores | None,
     *,
     top: int,
-    scores: Scores | None,
     prompt_logprobs: bool,
     prompt_top: int,
     last: int | None,
@@ -243,9 +229,8 @@ def sample_reply(
     """
     Args:
         sequences: tokens of each; the last has its finish.
-        top: most probable tokens of each sampled one.
         scores: of the prompt, where its log-probabilities or most probable tokens are asked for.
-        last: only so many tokens of the prompt get log-probabilities; None = all but the first.
+        top, prompt_logprobs, prompt_top, last: see SampleRequest.
     """
     message = proto.SampleResponse()
     for sequence in sequences:

@@ -1,7 +1,7 @@
 """Whose work is next. Each model's requests run in the order of their numbers, models take turns.
 
 A turn ends with an optimizer step, or when nothing of the model is ready: several trainings advance step by
-step. Waiting samples together are one more party.
+step. All samples that wait are one more party.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kt_ray.serve.api_errors import ApiError
 from kt_ray.train_server.futures import Failure, Promise, Promises, Reply
 
 GAP = 600.0  # seconds that a request waits for those before it: the SDK repeats what failed for 300
-MOST_WAITING = 10_000  # requests of one model
+MOST_WAITING = 10_000  # requests of one model, or of all samplers
 CONTROL = "control"  # the party of what belongs to no model's order
 SAMPLES = "samples"  # the party of the samplers
 

@@ -1,0 +1,267 @@
+"""Order, fairness, repetition, ends: what the SDK's clients do not show by themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tinker.proto import tinker_public_pb2 as proto
+
+from kt_ray.train_server import work_queue
+from tests.helpers.fake_train_backend import FakeBackend
+from tests.helpers.train_server import Raw, Running, running, until
+
+
+@pytest.fixture
+def raw(server: Running) -> Iterator[Raw]:
+    made = Raw(server)
+    yield made
+    made.http.close()
+
+
+def test_requests_run_by_their_numbers_not_as_they_arrive(raw: Raw) -> None:
+    model = raw.model()
+    third, second = raw.step(model, 3), raw.passed(model, 2, rows=2)
+    time.sleep(0.1)
+    assert not raw.calls("backward", "step")
+    first = raw.passed(model, 1)
+    assert raw.result(third) == {"metrics": {"grad_norm": 6.0}}
+    assert raw.calls("backward", "step") == [("backward", model, 1), ("backward", model, 2), ("step", model)]
+    assert raw.result(first) and raw.result(second)
+
+
+def test_a_repeated_request_is_applied_once(raw: Raw) -> None:
+    model = raw.model()
+    assert raw.model() == model
+    first = raw.passed(model, 1)
+    assert raw.passed(model, 1) == first
+    stepped = raw.step(model, 2)
+    assert raw.result(stepped) == {"metrics": {"grad_norm": 2.0}} == raw.result(raw.step(model, 2))
+    kept = [
+        raw.post("save_weights_for_sampler", model_id=model, seq_id=3, sampling_session_seq_id=0)
+        for _ in "ab"
+    ]
+    sampler = raw.result(kept[0])["sampling_session_id"]
+    assert kept[0] == kept[1] and raw.result(kept[1])["sampling_session_id"] == sampler
+    assert raw.sample(sampler, 0) == raw.sample(sampler, 0)
+    until(lambda: len(raw.server.backend.requests) == 1)
+    assert [len(raw.calls(name)) for name in ("create", "backward", "step", "keep")] == [1, 1, 1, 1]
+
+
+def test_models_take_turns_step_by_step(raw: Raw) -> None:
+    models = [raw.model(0), raw.model(1)]
+    raw.server.backend.gate.clear()
+    last = [raw.passed(models[0], 1)]
+    until(lambda: raw.calls("backward"))
+    for model in models:
+        for number in range(1, 9, 2):
+            last.append(raw.passed(model, number))
+            last.append(raw.step(model, number + 1))
+    raw.server.backend.gate.set()
+    for one in last:
+        raw.result(one)
+    stepped = [models.index(call[1]) for call in raw.calls("step")]
+    assert stepped == [0, 1, 0, 1, 0, 1, 0, 1]
+
+
+def test_samples_end_before_a_training_that_waits_and_none_is_added(raw: Raw) -> None:
+    model, sampler = raw.model(), raw.sampler()
+    raw.server.backend.gate.clear()
+    first = [raw.sample(sampler, 0)]
+    until(lambda: len(raw.server.backend.requests) == 1)
+    first.append(raw.sample(sampler, 1))  # joins what runs
+    until(lambda: len(raw.server.backend.requests) == 2)
+    passed = raw.passed(model, 1)
+    later = raw.sample(sampler, 2)
+    time.sleep(0.1)
+    assert len(raw.server.backend.requests) == 2
+    raw.server.backend.gate.set()
+    for one in (*first, passed, later):
+        raw.result(one)
+    order = [call[0] for call in raw.calls("sampling", "sampled", "submit", "backward")]
+    assert order == [
+        *("sampling", "submit", "submit", "sampled"),
+        "backward",
+        *("sampling", "submit", "sampled"),
+    ]
+
+
+def test_a_result_can_be_fetched_again_and_an_unknown_one_cannot(raw: Raw) -> None:
+    model = raw.model()
+    promised = raw.passed(model, 1)
+    assert raw.result(promised) == raw.result(promised)
+    assert proto.ForwardBackwardOutput.FromString(raw.result(promised)).metrics["loss:sum"] > 0
+    answer = raw.http.post("retrieve_future", json={"request_id": "nobody:1"})
+    assert answer.status_code == 410 and "there is no request" in answer.text
+
+
+def test_a_result_that_is_not_there_yet(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kt_ray.train_server.endpoints.LONG_POLL", 0.05)
+    model = raw.model()
+    raw.server.backend.gate.clear()
+    promised = raw.passed(model, 1)
+    answer = raw.http.post("retrieve_future", json=promised)
+    assert answer.status_code == 408
+    assert answer.json() == {"type": "try_again", "queue_state": "active", **promised}
+
+
+def test_a_request_whose_predecessor_never_comes_fails(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = raw.model()
+    promised = raw.step(model, 2)
+    monkeypatch.setattr(work_queue, "GAP", 0.1)
+    assert "request 1 of this model never came" in raw.result(promised)["error"]
+    assert raw.result(raw.step(model, 3)) == {"metrics": {"grad_norm": 0.0}}
+
+
+def test_the_end_of_a_session_frees_what_it_had(raw: Raw) -> None:
+    model, sampler = raw.model(), raw.sampler()
+    kept = raw.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=1)
+    raw.result(kept)
+    raw.result(raw.post("save_weights", model_id=model, seq_id=2, path="stays"))
+    waits = raw.step(model, 9)
+    assert raw.http.post(f"sessions/{raw.session}/finish", json={}).status_code == 204
+    assert "its session has ended" in raw.result(waits)["error"]
+    backend = raw.server.backend
+    until(lambda: not backend.models and not backend.samplers)
+    for path, body in (
+        ("session_heartbeat", {"session_id": raw.session}),
+        ("get_info", {"model_id": model}),
+    ):
+        assert raw.http.post(path, json=body).status_code in (404, 410)
+    assert raw.http.get(f"samplers/{sampler}").status_code == 404
+    assert len(raw.server.service.saved.all()) == 1
+
+
+def test_a_silent_session_ends(tmp_path: Path) -> None:
+    with running(tmp_path, idle=0.3) as server:
+        raw = Raw(server)
+        raw.model()
+        until(lambda: not server.backend.models)
+        assert raw.http.post("session_heartbeat", json={"session_id": raw.session}).status_code == 410
+        raw.http.close()
+
+
+def test_unloading_frees_a_model(raw: Raw) -> None:
+    model = raw.model()
+    promised = raw.post("unload_model", model_id=model)
+    assert raw.result(promised) == {"type": "unload_model", "model_id": model}
+    assert not raw.server.backend.models and raw.post("unload_model", model_id=model) == promised
+
+
+def test_a_model_that_cannot_be_made_leaves_its_place(raw: Raw) -> None:
+    raw.server.backend.faults["create"] = MemoryError()
+    made = raw.post(
+        "create_model",
+        session_id=raw.session,
+        model_seq_id=0,
+        base_model="demo/model",
+        lora_config={"rank": 8},
+    )
+    assert raw.result(made)["category"] == "server"
+    assert raw.model(1) and len(raw.server.service.models()) == 1
+
+
+def test_nameless_samplers_beyond_the_limit_are_lost_and_say_so(tmp_path: Path) -> None:
+    with running(tmp_path, FakeBackend(), most_samplers=2) as server:
+        raw = Raw(server)
+        model = raw.model()
+        named = raw.result(raw.post("save_weights_for_sampler", model_id=model, seq_id=1, path="named"))
+        samplers = []
+        for number in range(3):
+            body = {"model_id": model, "seq_id": number + 2, "sampling_session_seq_id": number}
+            samplers.append(raw.result(raw.post("save_weights_for_sampler", **body))["sampling_session_id"])
+        assert set(server.backend.samplers) == set(samplers[1:])
+        assert "no longer kept" in raw.result(raw.sample(samplers[0], 0))["error"]
+        saved = raw.post(
+            "create_sampling_session",
+            session_id=raw.session,
+            sampling_session_seq_id=7,
+            model_path=named["path"],
+        )["sampling_session_id"]
+        for number, sampler in enumerate((saved, samplers[2], saved)):
+            assert isinstance(raw.result(raw.sample(sampler, number)), bytes)
+        assert len(server.backend.samplers) == 2
+        raw.http.close()
+
+
+def test_a_waiting_sample_can_be_cancelled(raw: Raw) -> None:
+    model, sampler = raw.model(), raw.sampler()
+    raw.server.backend.gate.clear()
+    raw.passed(model, 1)
+    until(lambda: raw.calls("backward"))
+    promised = raw.sample(sampler, 0)
+    assert raw.http.post("cancel_future", json=promised).status_code == 204
+    assert "cancelled" in raw.result(promised)["error"]
+    raw.server.backend.gate.set()
+    assert not raw.server.backend.requests
+
+
+def test_closing_ends_what_waits(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        raw = Raw(server)
+        model, sampler = raw.model(), raw.sampler()
+        server.backend.gate.clear()
+        running_sample, waiting = raw.sample(sampler, 0), raw.step(model, 5)
+        until(lambda: server.backend.requests)
+        server.service.close()
+        for one in (running_sample, waiting):
+            assert "shutting down" in raw.result(one)["error"]
+        answer = raw.http.post("create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0"})
+        assert answer.status_code == 503
+        raw.http.close()
+
+
+def test_a_session_that_ends_before_its_model_is_made(raw: Raw) -> None:
+    first, backend = raw.model(), raw.server.backend
+    backend.gate.clear()
+    raw.passed(first, 1)
+    until(lambda: raw.calls("backward"))
+    other = Raw(raw.server)
+    made = other.post(
+        "create_model",
+        session_id=other.session,
+        model_seq_id=0,
+        base_model="demo/model",
+        lora_config={"rank": 8},
+    )
+    other.http.post(f"sessions/{other.session}/finish", json={})
+    backend.gate.set()
+    assert "its session has ended" in other.result(made)["error"]
+    assert raw.model(1) and not raw.calls("forget")
+    other.http.close()
+
+
+def test_sessions_end_while_samples_run_without_a_break(tmp_path: Path) -> None:
+    with running(tmp_path, idle=1.5) as server:
+        raw, silent = Raw(server), Raw(server)
+        silent.model()
+        sampler = raw.sampler()
+        server.backend.gate.clear()
+        raw.sample(sampler, 0)
+        until(lambda: (raw.post("session_heartbeat", session_id=raw.session), not server.service.models())[1])
+        assert server.backend.calls[-1][0] == "submit"  # still the same session of generation
+        for one in (raw, silent):
+            one.http.close()
+
+
+def test_expired_checkpoints_are_gone(raw: Raw) -> None:
+    model = raw.model()
+    path = raw.result(raw.post("save_weights", model_id=model, seq_id=1, path="a", ttl_seconds=1))["path"]
+    assert raw.post("weights_info", tinker_path=path)["lora_rank"] == 8
+    until(lambda: raw.http.post("weights_info", json={"tinker_path": path}).status_code == 404)
+    saved = raw.server.service.saved
+    assert saved.all() == [] and len(saved.all(expired=True)) == 1
+    saved.sweep()
+    assert saved.all(expired=True) == []
+
+
+def test_a_save_that_fails_leaves_nothing_and_an_old_one_stays(raw: Raw) -> None:
+    model, saved = raw.model(), raw.server.service.saved
+    raw.result(raw.post("save_weights", model_id=model, seq_id=1, path="a"))
+    before = saved.all()
+    raw.server.backend.faults["save_state"] = OSError("disk full")
+    failed = raw.result(raw.post("save_weights", model_id=model, seq_id=2, path="a", overwrite=True))
+    assert failed["category"] == "server" and saved.all() == before
+    assert [file.name for file in (saved.root / model / "weights").iterdir()] == ["a"]
