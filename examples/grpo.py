@@ -3,10 +3,10 @@
     python launch.py mode=train_server lora.rank=8 lora.alpha=32 data.max_length=256     # in one terminal
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-any python examples/grpo.py  # in another
 
-The demo model learns to answer in few words. For a task of your own change `prompts` and `reward`. Each step samples
-a group of answers for each prompt, compares each answer's reward with its group's mean (Shao et al. 2024,
-arXiv:2402.03300; without the division by the deviation, as Liu et al. 2025, arXiv:2503.20783), and takes one step on
-the importance-weighted loss. The next step samples from the new weights: no copy, no second model.
+The demo model learns to answer in few words. For a task of your own change `prompts` and `reward`. Each step
+samples a group of answers for each prompt, compares each answer's reward with its group's mean (Shao et al.
+2024, arXiv:2402.03300; without the division by the deviation, as Liu et al. 2025, arXiv:2503.20783), and
+takes one step on the importance-weighted loss. The next step samples from the new weights, without a copy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def tokens_of(tokenizer: Any, question: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def graded(sampler: Any, tokenizer: Any, questions: list[str], group: int, seed: int) -> list[tuple[Any, ...]]:
+def graded(
+    sampler: Any, tokenizer: Any, questions: list[str], group: int, seed: int
+) -> list[tuple[Any, ...]]:
     """(prompt, its samples, their rewards) of every question."""
     wanted = types.SamplingParams(max_tokens=32, temperature=1.0, seed=seed)
     asked = [tokens_of(tokenizer, question) for question in questions]
@@ -102,7 +104,7 @@ def main() -> None:
         ]
         if data:  # else all answers of each group are alike
             pass_ = training.forward_backward(data, "importance_sampling")
-            training.optim_step(types.AdamParams(learning_rate=args.lr / len(data) ** 0)).result()
+            training.optim_step(types.AdamParams(learning_rate=args.lr)).result()
             pass_.result()
         mean = np.mean([rewards.mean() for _, _, rewards in groups])
         print(f"step {step + 1}: reward {mean:.3f}, {len(data)} rows trained", flush=True)

@@ -8,15 +8,14 @@ from pathlib import Path
 
 from kt_ray.config.schema import Config
 from kt_ray.data.template import load_tokenizer
-from kt_ray.errors import UserError
 from kt_ray.runs.generation import generation_of
 from kt_ray.runs.prepare import prepare_model
 from kt_ray.runs.run_lock import locked
 from kt_ray.runs.start_cluster import started
 from kt_ray.runs.train_backend import ClusterBackend, planned
-from kt_ray.serve.access import VARIABLE, bare, check_address, digest, taken_key
+from kt_ray.serve.access import bare, check_address, digest, taken_key
 from kt_ray.serve.run import check_port
-from kt_ray.tracking.console import say
+from kt_ray.tracking.console import say, setup_logging
 from kt_ray.train_server.run import serve_backend
 
 PREFIX = "tml-"  # of every key, to the tinker SDK
@@ -27,13 +26,6 @@ def run(config: Config) -> int:
     serve = replace(config.serve, host=bare(config.serve.host))
     key = taken_key(serve.api_key)
     check_address(serve.host, key)
-    if key is not None and not key.startswith(PREFIX):
-        raise UserError(
-            "the SDK sends no key that begins otherwise",
-            where=f"{VARIABLE} or serve.api_key",
-            required=f"a key that begins with {PREFIX}",
-            remedy=f"put {PREFIX} before the key, here and in the clients' TINKER_API_KEY",
-        )
     check_port(serve.host, serve.port)
     config = planned(replace(config, serve=serve))
     model = prepare_model(config, training=True)
@@ -53,6 +45,7 @@ def run(config: Config) -> int:
         say("Ctrl-C ends the server")
 
     directory.mkdir(parents=True, exist_ok=True)
+    setup_logging(directory / "server.log")
     with (
         contextlib.suppress(KeyboardInterrupt),
         locked(directory),

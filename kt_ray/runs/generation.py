@@ -243,7 +243,9 @@ class Revivals:
             if len(self._begun) >= self._limit:
                 raise self._given_up(error) from error
             self._begun.append(time.monotonic())
-            logger.warning("generation has ended", exc_info=error)
+            # Of a death the line below says all; other errors are faults to report.
+            level = logging.INFO if isinstance(error, ActorLost) else logging.WARNING
+            logger.log(level, "generation has ended", exc_info=error)
             number = f"recovery {len(self._begun)} of {self._limit} in an hour"
             say(f"{_what(error)}: starting it again ({number})")
             try:

@@ -39,6 +39,7 @@ from kt_ray.train_server.work_queue import SAMPLES, Work, WorkQueue
 logger = logging.getLogger(__name__)
 
 MOST_SESSIONS = 10_000
+GONE = 60.0  # seconds of silence, six of the SDK's heartbeats, after which a client may lose its room
 _TURN = 64  # requests of one model before another has its turn, where no optimizer step ends it
 _SWEEP = 1.0  # seconds between looks at what has expired
 _SWEEP_DISK = 60.0  # the same, of checkpoints
@@ -467,15 +468,7 @@ class TrainService:
             if name in self._models:
                 raise bad(f"there is a model {name}", "model_seq_id")
             if len(self._models) >= self.backend.slots:
-                silent = max(time.monotonic() - model.session.heard for model in self._models.values())
-                raise ApiError(
-                    400,
-                    f"this server has room for {self.backend.slots} model(s), all in use (the most silent of "
-                    f"their clients was last heard {silent:.0f} s ago; after {self._idle:.0f} s its session "
-                    'ends). To fix: end one with ServiceClient.close("success"), or start the server with '
-                    "more room",
-                    code="no_slot",
-                )
+                self._make_slot()
             run = Run(name, self.backend.base_model, self.backend.rank, now(), request.user_metadata)
             model = self._models[name] = Model(run, session)
             session.models.append(name)
@@ -493,6 +486,26 @@ class TrainService:
                 raise
 
         return self._submit(model, 0, first)
+
+    def _make_slot(self) -> None:
+        """End the session with a model that has been silent for longest, if its client seems to be gone.
+
+        Raises:
+            ApiError: all clients live.
+        """
+        session = min((model.session for model in self._models.values()), key=lambda own: own.heard)
+        silent = time.monotonic() - session.heard
+        if silent < min(GONE, self._idle):
+            raise ApiError(
+                400,
+                f"this server has room for {self.backend.slots} model(s), and all their clients live (the "
+                f"most silent was heard {silent:.0f} s ago; after {GONE:.0f} s it makes room). To fix: end "
+                'one with ServiceClient.close("success"), or start the server with '
+                f"train_server.adapters={self.backend.slots + 1}",
+                code="no_slot",
+            )
+        logger.warning("session %s ends: silent for %.0f s, and another needs its room", session.name, silent)
+        self.finish(session.name)
 
     def _ordered(self, request: Any) -> tuple[Model, int]:
         """A request's model and its number there."""

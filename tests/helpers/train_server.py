@@ -78,9 +78,14 @@ def running(
             server.should_exit = True
             thread.join(10)
             made.clients.clear()
-            with warnings.catch_warnings():  # the SDK leaves the connections of its first question open
-                warnings.simplefilter("ignore", ResourceWarning)
-                gc.collect()
+            collect_clients()
+
+
+def collect_clients() -> None:
+    """Of those that nobody refers to any longer. The SDK leaves connections of its first question open."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def until(found: Callable[[], object], seconds: float = 10.0) -> None:

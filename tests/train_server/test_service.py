@@ -143,6 +143,21 @@ def test_a_silent_session_ends(tmp_path: Path) -> None:
         raw.http.close()
 
 
+def test_a_silent_client_makes_room_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, FakeBackend(slots=1)) as server:
+        first, second = Raw(server), Raw(server)
+        model = first.model()
+        asked = {"session_id": second.session, "model_seq_id": 0, "base_model": "demo/model"}
+        refused = second.http.post("create_model", json={**asked, "lora_config": {"rank": 8}})
+        assert refused.status_code == 400 and "train_server.adapters=2" in refused.text
+        monkeypatch.setattr("kt_ray.train_server.service.GONE", 0.0)
+        assert second.model() != model
+        assert [call[0] for call in server.backend.calls] == ["create", "forget", "create"]
+        assert first.http.post("session_heartbeat", json={"session_id": first.session}).status_code == 410
+        for raw in (first, second):
+            raw.http.close()
+
+
 def test_unloading_frees_a_model(raw: Raw) -> None:
     model = raw.model()
     promised = raw.post("unload_model", model_id=model)
