@@ -176,30 +176,63 @@ uint16_t expected(float v) {
     return (bits & 0x7f800000u) == 0 ? static_cast<uint16_t>(bits >> 16 & 0x8000u) : to_bf16(v).bits;
 }
 
+// Whether 32 elements of a row are as they should be.
+template <Format F>
+int64_t compare_strip(const Case& c, int64_t n, int64_t k, const uint16_t* got) {
+    float values[kStrip];
+    strip<F>(c.m, n, k, kStrip, values);
+    int64_t wrong = 0;
+    for (int64_t j = 0; j < kStrip; ++j) {
+        const bool nan = values[j] != values[j], got_nan = (got[j] & 0x7fffu) > 0x7f80u;
+        const uint16_t want = expected(values[j]);
+        // A stored bfloat16 is passed on as it is.
+        const bool same = F == Format::bf16 ? got[j] == float_bits(values[j]) >> 16
+                          : nan             ? got_nan
+                                            : got[j] == want;
+        if (!same && ++wrong <= 4)
+            fprintf(stderr, "%s, scales %s %ldx%ld: [%ld][%ld]: %04x, required %04x (%g)\n",
+                    kNames[static_cast<int>(F)], kScaleNames[static_cast<int>(c.m.scale_type)],
+                    static_cast<long>(c.m.block_rows), static_cast<long>(c.m.block_cols),
+                    static_cast<long>(n), static_cast<long>(k + j), got[j], want, values[j]);
+    }
+    return wrong;
+}
+
 template <Format F>
 int64_t compare(const Case& c) {
     const Strip<F> decoder(c.m);
     int64_t wrong = 0;
     for (int64_t n = 0; n < c.m.rows; ++n)
         for (int64_t k = 0; k + kStrip <= c.m.cols; k += kStrip) {
-            float values[kStrip];
             uint16_t got[kStrip];
-            strip<F>(c.m, n, k, kStrip, values);
             _mm512_storeu_si512(got, decoder.bf16(n, k));
-            for (int64_t j = 0; j < kStrip; ++j) {
-                const bool nan = values[j] != values[j], got_nan = (got[j] & 0x7fffu) > 0x7f80u;
-                const uint16_t want = expected(values[j]);
-                // A stored bfloat16 is passed on as it is.
-                const bool same = F == Format::bf16 ? got[j] == float_bits(values[j]) >> 16
-                                  : nan             ? got_nan
-                                                    : got[j] == want;
-                if (!same && ++wrong <= 4)
-                    fprintf(stderr, "%s, scales %s %ldx%ld: [%ld][%ld]: %04x, required %04x (%g)\n",
-                            kNames[static_cast<int>(F)], kScaleNames[static_cast<int>(c.m.scale_type)],
-                            static_cast<long>(c.m.block_rows), static_cast<long>(c.m.block_cols),
-                            static_cast<long>(n), static_cast<long>(k + j), got[j], want, values[j]);
-            }
+            wrong += compare_strip<F>(c, n, k, got);
         }
+    return wrong;
+}
+
+// Units that a decoder places in a panel itself, which has two depths of each column side by side.
+template <Format F, class S>
+int64_t compare_units(const Case& c, bool required) {
+    const S decoder(c.m);
+    int64_t wrong = 0;
+    for (int64_t k = 0; k + kStrip <= c.m.cols; k += kStrip)
+        for (int64_t n = 0; n + 8 <= c.m.rows; n += 8)
+            for (const bool along_columns : {false, true}) {
+                uint16_t panel[16 * kPanelStep / 2], got[kStrip];
+                char* to = reinterpret_cast<char*>(panel);
+                if (!(along_columns ? decoder.depths(n, k, to) : decoder.rows(n, k, to))) {
+                    wrong += required;
+                    continue;
+                }
+                for (int64_t i = 0; i < 8; ++i) {
+                    for (int64_t j = 0; j < kStrip; ++j) {
+                        const int64_t depth = along_columns ? i : j, column = along_columns ? j : i;
+                        got[j] = panel[depth / 2 * kPanelStep / 2 + column * 2 + depth % 2];
+                    }
+                    wrong += compare_strip<F>(c, n + i, k, got);
+                }
+            }
     return wrong;
 }
 
@@ -244,6 +277,10 @@ int64_t check() {
             for (const bool wild : {false, true}) {
                 const Case c(F, type, kRows, kCols, b.rows, b.cols, wild);
                 wrong += compare<F>(c) + compare_parts<F>(c);
+                if constexpr (F == Format::fp8) {
+                    wrong += compare_units<F, Strip<F>>(c, b.rows >= 8 && b.rows % 8 == 0);
+                    if (Fp8RowStrip::fits(c.m)) wrong += compare_units<F, Fp8RowStrip>(c, !wild);
+                }
             }
     return wrong;
 }

@@ -1,4 +1,4 @@
-// Decoding the next float panel inside the products of the current one: a piece of about 8 vectors after
+// Decoding the next float panel inside the products of the current one: a piece of 4 to 16 vectors after
 // every 16 depths. Needs the vectors of generic/units.inl.
 
 // Consecutive slices of a panel that are complete: along rows of one half of its columns, along columns of
@@ -18,9 +18,10 @@ struct PieceRun {
 // two apart share sets of the L2 cache: 8 KiB apart (Mixtral) it holds 128 of them, with what is being
 // decoded.
 constexpr int64_t kFarAlongRows = 4, kFarAlongColumns = 2;
-// Where there are registers for both, pieces are decoded inside the micro-kernel; else after so many lines.
-template <bool kAlongColumns>
-constexpr bool kInside = kLanes == 16 || kAlongColumns;
+// Pieces are decoded inside the micro-kernel, where few registers are enough for one or there are many; else
+// after so many lines.
+template <Format F, bool kAlongColumns>
+constexpr bool kInside = kLanes == 16 || kAlongColumns || Units<F>::kBytes >= 64;
 constexpr int64_t kLinesBetween = 8;
 
 struct PieceState {
@@ -51,11 +52,15 @@ struct FarLines {
 template <Format F, bool kAlongColumns>
 struct PieceJob {
     using U = Units<F>;
-    static constexpr int64_t kRows = kAlongColumns ? 4 : kLanes / 4;  // whose lines a step asks for
-    // Along rows a piece is 16 bytes of kLanes rows, or half of their dwords where that makes 16 vectors or
-    // more.
-    static constexpr int64_t kSplit = U::kBytes >= 64 ? 1 : 2;
-    static constexpr int64_t kOfSlice = kAlongColumns ? kSlice / 4 : U::kBytes / 16 * kSplit;
+    // Along rows a piece is 16 bytes of kLanes rows, or half of their dwords where all would be too much for
+    // the registers; along columns it is kLanes / 4 rows, of GGUF blocks 4.
+    static constexpr bool kWide = U::kBytes >= 64;
+    static constexpr int64_t kSplit = kWide && kLanes == 16 ? 1 : 2;
+    // Whose lines a step asks for.
+    static constexpr int64_t kRows = U::kBlocks                ? 4
+                                     : kWide && !kAlongColumns ? kLanes / (4 * kSplit)
+                                                               : kLanes / 4;
+    static constexpr int64_t kOfSlice = kAlongColumns ? kSlice / kRows : U::kBytes / 16 * kSplit;
 
     PieceRun run;
     int64_t piece, quota;
@@ -68,11 +73,11 @@ struct PieceJob {
     }
 
     [[gnu::always_inline]] FarLines far() const {
-        const int64_t row = (kAlongColumns ? piece % kOfSlice : piece % 4) * kRows;
+        const int64_t row = piece % (kAlongColumns ? kOfSlice : kLanes / kRows) * kRows;
         FarLines lines = far_lines(run, kAlongColumns, piece / kOfSlice, row);
         // Of a GGUF block the line of its last codes: the codes before came with the columns before.
         if constexpr (U::kBlocks) lines.from += U::place(run.column).low + 2 * kLanes - 1;
-        if constexpr (!kAlongColumns && U::kBytes > 64) lines.from += piece % kOfSlice * 16 / 64 * 64;
+        if constexpr (!kAlongColumns && U::kBytes > 64) lines.from += piece % kOfSlice / (4 * kSplit) * 64;
         return lines;
     }
     [[gnu::always_inline]] void step() {
@@ -90,20 +95,20 @@ struct PieceJob {
         const int64_t s = piece / kOfSlice, q = piece % kOfSlice;
         if constexpr (U::kBlocks) {
             const auto place = U::place(run.column);
-            const uint8_t* from = run.from + (s * kSlice + 4 * q) * run.row_bytes;
-            float* to = run.to + (s * kSlice + 4 * q) * 2 * kLanes;
+            const uint8_t* from = run.from + (s * kSlice + kRows * q) * run.row_bytes;
+            float* to = run.to + (s * kSlice + kRows * q) * 2 * kLanes;
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; ++r, from += run.row_bytes, to += 2 * kLanes)
+            for (int r = 0; r < kRows; ++r, from += run.row_bytes, to += 2 * kLanes)
                 U::two(from, place, [&](int v, Vec value) __attribute__((always_inline)) {
                     vstore(to + v * kLanes, value);
                 });
         } else if constexpr (kAlongColumns) {
             constexpr int64_t kBytes = kLanes * U::kBytes / kSlice;
-            const uint8_t* from = run.from + (s * kSlice + 4 * q) * run.row_bytes;
-            float* to = run.to + (s * kSlice + 4 * q) * 2 * kLanes;
-            const float* scales = run.scales + s * kSlice + 4 * q;
+            const uint8_t* from = run.from + (s * kSlice + kRows * q) * run.row_bytes;
+            float* to = run.to + (s * kSlice + kRows * q) * 2 * kLanes;
+            const float* scales = run.scales + s * kSlice + kRows * q;
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; ++r, from += run.row_bytes, to += 2 * kLanes) {
+            for (int r = 0; r < kRows; ++r, from += run.row_bytes, to += 2 * kLanes) {
                 const float scale = U::kScaled ? scales[r] : 1.0f;
                 vstore(to, U::row(from, scale));
                 vstore(to + kLanes, U::row(from + kBytes, scale));
@@ -251,7 +256,7 @@ struct ComputeF32Ahead {
     static void products(PieceState& state, int count, const float* left, int64_t slices, const float* panel,
                          float* tile, bool accumulate) {
         PieceJob<F, kAlongColumns> job(state);
-        if constexpr (kInside<kAlongColumns>) {
+        if constexpr (kInside<F, kAlongColumns>) {
             MicroF32::run_lines(count, left, slices * kSlice, panel, tile, accumulate, job);
         } else {
             using J = PieceJob<F, kAlongColumns>;
@@ -315,7 +320,7 @@ struct ComputeF32Ahead {
                     drain<F, kAlongColumns>,
                     PieceJob<F, kAlongColumns>::kOfSlice,
                     Units<F>::kBytes,
-                    kInside<kAlongColumns> ? 1 : kLinesBetween,
+                    kInside<F, kAlongColumns> ? 1 : kLinesBetween,
                     Units<F>::kScale,
                     first_bytes<F>};
         return {};

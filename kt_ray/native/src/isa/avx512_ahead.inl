@@ -102,18 +102,18 @@ struct Lines {
 
 // kSpreads of the micro-kernel K: it asks for the lines itself, one at a time (`far`, `near`); in bursts they
 // would hold all of the core's miss buffers and the products' own loads would wait.
-template <Format F, bool kAlongColumns, class K>
+template <Format F, class S, bool kAlongColumns, class K>
 struct Job {
     static constexpr int64_t kStripBytes = strip_bytes(F);  // of 8 strips
     static constexpr bool kScattered = kStripBytes % 128 != 0;
     static constexpr bool kSuperBlock = F == Format::q4_k || F == Format::q5_k || F == Format::q6_k;
-    static constexpr bool kOwnUnits = requires(const Strip<F>& s) { s.wide; };  // decodes them itself
+    static constexpr bool kOwnUnits = requires(const S& s) { s.rows(0, 0, nullptr); };  // if it can
     static constexpr bool kFetches = true;
     static constexpr bool kFetchesNear = !kAlongColumns || kScattered;
     static constexpr _mm_hint kNearHint = kAlongColumns ? _MM_HINT_T1 : _MM_HINT_T0;
     AheadState& state;
     const AheadState::Run& run;
-    Strip<F> first, second;
+    S first, second;
     int64_t unit, quota;
     Touch touch;
 
@@ -159,7 +159,7 @@ struct Job {
             const int64_t n = slice * kSlice + u % kBf16Units * 8, k = run.at[0];
             char* to = run.panel + u * 4 * kPanelStep;
             if constexpr (kOwnUnits)
-                if (first.wide) return first.depths(n, k, to);
+                if (first.depths(n, k, to)) return;
             eight_strips(first, n, k, a);
             for (int i = 0; i < 4; ++i) store_step(a[2 * i], a[2 * i + 1], to + i * kPanelStep);
         } else {
@@ -168,11 +168,11 @@ struct Job {
                 const Lines l = lines(u + 1);
                 for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T0);
             }
-            const Strip<F>& strip = half == 0 ? first : second;
+            const S& strip = half == 0 ? first : second;
             const int64_t n = run.at[half] + sub * 8, k = slice * kSlice;
             char* to = run.panel + u / kBf16Units * kPanelSlice + half * 64 + sub * 32;
             if constexpr (kOwnUnits)
-                if (strip.wide) return strip.rows(n, k, to);
+                if (strip.rows(n, k, to)) return;
             eight_strips(strip, n, k, a);
             store_unit_of_rows(a, to);
         }
@@ -230,10 +230,10 @@ struct ComputeBf16 {
     using Products = void (*)(AheadState&, int, const Bf16*, int64_t, const Bf16*, float*, bool, Touch);
     using Drain = void (*)(AheadState&);
 
-    template <Format F, bool kAlongColumns>
+    template <Format F, class S, bool kAlongColumns>
     static void products(AheadState& state, int count, const Bf16* left, int64_t slices, const Bf16* panel,
                          float* tile, bool accumulate, Touch touch) {
-        Job<F, kAlongColumns, K> job(state, touch);
+        Job<F, S, kAlongColumns, K> job(state, touch);
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
     static void products_alone(AheadState&, int count, const Bf16* left, int64_t slices, const Bf16* panel,
@@ -241,9 +241,9 @@ struct ComputeBf16 {
         NoJob512<K> job{touch};
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
-    template <Format F, bool kAlongColumns>
+    template <Format F, class S, bool kAlongColumns>
     static void drain(AheadState& state) {
-        Job<F, kAlongColumns, K> job(state, {});
+        Job<F, S, kAlongColumns, K> job(state, {});
         for (; job.unit < job.run.units; ++job.unit) job.decode(job.unit, true);
     }
 
@@ -251,14 +251,16 @@ struct ComputeBf16 {
         Products products;
         Drain drain;
     };
-    template <Format F>
-    static constexpr Functions kFunctions[2] = {{products<F, false>, drain<F, false>},
-                                                {products<F, true>, drain<F, true>}};
-    static Functions functions(Format format, bool along_columns) {
-        switch (format) {
+    template <Format F, class S>
+    static constexpr Functions kFunctions[2] = {{products<F, S, false>, drain<F, S, false>},
+                                                {products<F, S, true>, drain<F, S, true>}};
+    static Functions functions(const Matrix& m, bool along_columns) {
+        if (m.format == Format::fp8 && Fp8RowStrip::fits(m))
+            return kFunctions<Format::fp8, Fp8RowStrip>[along_columns];
+        switch (m.format) {
 #define KT_FORMAT(F) \
     case Format::F:  \
-        return kFunctions<Format::F>[along_columns];
+        return kFunctions<Format::F, Strip<Format::F>>[along_columns];
             KT_FORMATS(KT_FORMAT)
 #undef KT_FORMAT
         }
@@ -318,7 +320,7 @@ struct ComputeBf16 {
             }
             if (state.count == 0) return;
             state.quota = slices == 0 ? 0 : pieces(units, slices);
-            use = functions(source.part[0].m.format, along_columns);
+            use = functions(source.part[0].m, along_columns);
         }
 
         void finish() {

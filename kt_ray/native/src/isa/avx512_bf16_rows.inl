@@ -31,28 +31,6 @@ struct StripRow {
 template <Format F>
 struct FastRow;
 
-// Up to 16 scales as floats.
-inline __m512 scales_16(ScaleType type, const uint8_t* p, __mmask16 some) {
-    switch (type) {
-        case ScaleType::f32:
-            return _mm512_maskz_loadu_ps(some, p);
-        case ScaleType::bf16:
-            return _mm512_castsi512_ps(
-                _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
-        case ScaleType::f16:
-            return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, p));
-        default: {  // ue8m0_to_float
-            const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, p));
-            const __m512i next =
-                _mm512_and_si512(_mm512_add_epi32(e, _mm512_set1_epi32(1)), _mm512_set1_epi32(255));
-            const __m512i bits = _mm512_slli_epi32(e, 23);
-            return _mm512_castsi512_ps(
-                _mm512_mask_or_epi32(bits, _mm512_cmplt_epu32_mask(next, _mm512_set1_epi32(2)), bits,
-                                     _mm512_set1_epi32(0x00400000)));
-        }
-    }
-}
-
 // Steps of 128 elements, whose scales cover 32, 128 or all of a row.
 template <int64_t kEach>
 struct ScaledRow {
@@ -153,7 +131,7 @@ struct FastRow<Format::fp8> : ByteRow {
     static constexpr int kWords = 4, kPart = 4;
     ByteTables table;
 
-    explicit FastRow(const Matrix& m) : ByteRow(m), table(fp8_tables(_mm512_set1_ps(1.0f))) {}
+    explicit FastRow(const Matrix& m) : ByteRow(m), table(kFp8Words) {}
     struct Raw {
         __m512i low[2], high[2];
     };

@@ -118,6 +118,28 @@ struct StripScales {
     }
 };
 
+// Up to 16 scales as floats.
+inline __m512 scales_16(ScaleType type, const uint8_t* p, __mmask16 some) {
+    switch (type) {
+        case ScaleType::f32:
+            return _mm512_maskz_loadu_ps(some, p);
+        case ScaleType::bf16:
+            return _mm512_castsi512_ps(
+                _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
+        case ScaleType::f16:
+            return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, p));
+        default: {  // ue8m0_to_float
+            const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, p));
+            const __m512i next =
+                _mm512_and_si512(_mm512_add_epi32(e, _mm512_set1_epi32(1)), _mm512_set1_epi32(255));
+            const __m512i bits = _mm512_slli_epi32(e, 23);
+            return _mm512_castsi512_ps(
+                _mm512_mask_or_epi32(bits, _mm512_cmplt_epu32_mask(next, _mm512_set1_epi32(2)), bits,
+                                     _mm512_set1_epi32(0x00400000)));
+        }
+    }
+}
+
 // 8 strips of rows one after the other.
 template <class Strip>
 KT_INLINE void eight_strips(const Strip& strip, int64_t n, int64_t k, __m512i (&a)[8]) {
@@ -207,11 +229,29 @@ KT_INLINE void store_pairs(__m512i pairs, char* to) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * kPanelStep), _mm512_extracti64x4_epi64(pairs, 1));
 }
 
-// Words by their lower and upper bytes: one look-up each, of 128.
+// 128 words by their lower and upper bytes.
+struct WordBytes {
+    alignas(64) uint8_t lower[128], upper[128];
+
+    explicit constexpr WordBytes(uint32_t (*word)(uint32_t)) : lower(), upper() {
+        for (uint32_t i = 0; i < 128; ++i) {
+            lower[i] = static_cast<uint8_t>(word(i));
+            upper[i] = static_cast<uint8_t>(word(i) >> 8);
+        }
+    }
+};
+
+// One look-up of 128 each.
 struct ByteTables {
     __m512i lower[2], upper[2];
 
     ByteTables() = default;
+    explicit ByteTables(const WordBytes& bytes) {
+        for (int i = 0; i < 2; ++i) {
+            lower[i] = _mm512_load_si512(bytes.lower + 64 * i);
+            upper[i] = _mm512_load_si512(bytes.upper + 64 * i);
+        }
+    }
     explicit ByteTables(const __m512i (&words)[4]) {
         const __m512i even = _mm512_load_si512(kEvenBytes.of),
                       odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
@@ -229,7 +269,25 @@ struct ByteTables {
         return _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(upper[0], bytes, upper[1]), bytes,
                                          _mm512_set1_epi8(-128), 0x78);
     }
+    // Of the first 8 bytes of every lane, and of the other 8.
+    struct Words {
+        __m512i first, second;
+    };
+    // `marks` are set in the lower bytes.
+    KT_INLINE Words words(__m512i bytes, __m512i marks = _mm512_setzero_si512()) const {
+        const __m512i low = _mm512_or_si512(lower_of(bytes), marks), high = upper_of(bytes);
+        return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+    }
 };
+
+// E4M3's magnitudes as bfloat16.
+constexpr WordBytes kFp8Words([](uint32_t v) { return __builtin_bit_cast(uint32_t, kFp8.of[v]) >> 16; });
+// E4M3's magnitudes apart: the exponent, counted from the smallest one, where bfloat16 has it; in the lowest
+// bits those of the mantissa. Zero is 32, NaN is 33.
+constexpr WordBytes kFp8Parts([](uint32_t v) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, kFp8.of[v]);
+    return v == 0 ? 32 : v == 127 ? 33 : ((bits >> 23) - 118) << 7 | (bits >> 20 & 7);
+});
 
 // Of E4M3's magnitudes times a scale.
 inline ByteTables fp8_tables(__m512 scale) {
@@ -257,7 +315,7 @@ struct Strip<Format::fp8> {
           scales(m),
           blocks(m.block_rows >= 8),
           wide(blocks && (m.block_rows % 8 == 0 || m.block_rows >= m.rows)) {
-        if (!blocks) table = fp8_tables(_mm512_set1_ps(1.0f));
+        if (!blocks) table = ByteTables(kFp8Words);
     }
 
     KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
@@ -273,54 +331,167 @@ struct Strip<Format::fp8> {
         return interleaved(rounded(_mm512_mul_ps(even, s), _mm512_mul_ps(odd, s)));
     }
 
-    // Where `wide`, 8 rows by 32 depths ...
-    KT_INLINE void rows(int64_t n, int64_t k, char* to) const {
+    // 8 rows by 32 depths into a panel; false: it takes single strips ...
+    KT_INLINE bool rows(int64_t n, int64_t k, char* to) const {
+        if (!wide) return false;
         take(scales.of_block(n, k));
-        const uint8_t* from = data + n * row_bytes + k;
-        const __m512i r0 = load_two(from, row_bytes), r1 = load_two(from + row_bytes, row_bytes);
-        const __m512i r2 = load_two(from + 2 * row_bytes, row_bytes);
-        const __m512i r3 = load_two(from + 3 * row_bytes, row_bytes);
-        const auto two = [&](__m512i a, __m512i b, char* at) __attribute__((always_inline)) {
+        quads_of_rows(n, k, to, [&](__m512i a, __m512i b, char* at) __attribute__((always_inline)) {
             const auto half = [&](__m512i bytes, char* here) __attribute__((always_inline)) {
-                const Values v = values(bytes);
+                const ByteTables::Words v = table.words(bytes);
                 store_pairs(v.first, here);
                 store_pairs(v.second, here + kPanelStep);
             };
             half(_mm512_unpacklo_epi32(a, b), at);
             half(_mm512_unpackhi_epi32(a, b), at + 2 * kPanelStep);
-        };
-        two(_mm512_unpacklo_epi16(r0, r1), _mm512_unpacklo_epi16(r2, r3), to);
-        two(_mm512_unpackhi_epi16(r0, r1), _mm512_unpackhi_epi16(r2, r3), to + 4 * kPanelStep);
+        });
+        return true;
     }
-    // ... or 8 depths by 32 columns, into a panel.
-    KT_INLINE void depths(int64_t n, int64_t k, char* to) const {
+    // ... or 8 depths by 32 columns.
+    KT_INLINE bool depths(int64_t n, int64_t k, char* to) const {
+        if (!wide) return false;
         take(scales.of_block(n, k));
+        pairs_of_depths(
+            n, k, to, [&](int, __m512i bytes) __attribute__((always_inline)) { return table.words(bytes); });
+        return true;
+    }
+
+  protected:
+    // use(a, b, to) with pairs of depths of rows 0, 1 and 4, 5, and of rows 2, 3 and 6, 7: 4 of depths 0 to 7
+    // and of 16 to 23, then of the other depths.
+    template <class Use>
+    KT_INLINE void quads_of_rows(int64_t n, int64_t k, char* to, const Use& use) const {
+        const uint8_t* from = data + n * row_bytes + k;
+        const __m512i r0 = load_two(from, row_bytes), r1 = load_two(from + row_bytes, row_bytes);
+        const __m512i r2 = load_two(from + 2 * row_bytes, row_bytes);
+        const __m512i r3 = load_two(from + 3 * row_bytes, row_bytes);
+        use(_mm512_unpacklo_epi16(r0, r1), _mm512_unpacklo_epi16(r2, r3), to);
+        use(_mm512_unpackhi_epi16(r0, r1), _mm512_unpackhi_epi16(r2, r3), to + 4 * kPanelStep);
+    }
+    // Stores the words that words(i, bytes) makes of the i-th pair of depths.
+    template <class Words>
+    KT_INLINE void pairs_of_depths(int64_t n, int64_t k, char* to, const Words& words) const {
         const uint8_t* from = data + n * row_bytes + k;
         const __m512i order = _mm512_load_si512(kColumnPairs.of);
+#pragma GCC unroll 4
         for (int i = 0; i < 4; ++i, from += 2 * row_bytes, to += kPanelStep) {
-            const Values v =
-                values(_mm512_permutex2var_epi8(_mm512_castsi256_si512(load_32(from)), order,
-                                                _mm512_castsi256_si512(load_32(from + row_bytes))));
+            const ByteTables::Words v =
+                words(i, _mm512_permutex2var_epi8(_mm512_castsi256_si512(load_32(from)), order,
+                                                  _mm512_castsi256_si512(load_32(from + row_bytes))));
             _mm512_storeu_si512(to, v.first);
             _mm512_storeu_si512(to + 64, v.second);
         }
     }
 
   private:
-    // Of the first 8 bytes of every lane, and of the other 8.
-    struct Values {
-        __m512i first, second;
-    };
-    KT_INLINE Values values(__m512i bytes) const {
-        const __m512i low = table.lower_of(bytes), high = table.upper_of(bytes);
-        return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
-    }
-
     KT_INLINE void take(const uint8_t* scale) const {
         if (scale == table_of) [[likely]]
             return;
         table_of = scale;
         table = fp8_tables(scales(scale));
+    }
+};
+
+// The 8 mantissas of E4M3 times the scales of four rows, rounded. With exponents added as integers these are
+// all products, if none of them leaves bfloat16's normal numbers.
+struct ScaledMantissas {
+    __m512i of_rows;  // less their own indices
+
+    // Rows a, a + 1, b and b + 1 of 8 scales.
+    KT_INLINE void take(__m512 scales, int a, int b) {
+        const __m512 mantissas = _mm512_setr_ps(8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
+        const auto two = [&](int row) __attribute__((always_inline)) {
+            const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+            const __m512i rows = _mm512_add_epi32(first, _mm512_set1_epi32(row));
+            return _mm512_mul_ps(_mm512_mul_ps(mantissas, _mm512_set1_ps(0x1p-12f)),
+                                 _mm512_permutexvar_ps(rows, scales));
+        };
+        of_rows = _mm512_sub_epi16(rounded(two(a), two(b)), _mm512_load_si512(kIndices.of));
+    }
+    // Of words of kFp8Parts, which have in bits 3 and 4 which of the rows they are of.
+    KT_INLINE __m512i times(__m512i words) const {
+        return _mm512_add_epi16(_mm512_permutex2var_epi16(of_rows, words, _mm512_load_si512(kZeroOrNan.of)),
+                                words);
+    }
+    // Whether 8 scales are such, positive and between 2^-117 and 2^119.
+    KT_INLINE static bool fit(__m512 scales) {
+        const __m512i over = _mm512_sub_epi32((__m512i)scales, _mm512_set1_epi32(10 << 23));
+        return static_cast<uint8_t>(_mm512_cmplt_epu32_mask(over, _mm512_set1_epi32(236 << 23))) == 0xff;
+    }
+
+  private:
+    struct Words {
+        alignas(64) uint16_t of[32];
+    };
+    static constexpr Words kIndices = [] {
+        Words words{};
+        for (int i = 0; i < 32; ++i) words.of[i] = static_cast<uint16_t>(i);
+        return words;
+    }();
+    static constexpr Words kZeroOrNan = [] {
+        Words words{};
+        for (int i = 0; i < 32; ++i) words.of[i] = static_cast<uint16_t>((i % 8 == 0 ? 0 : 0x7fc0) - 32 - i);
+        return words;
+    }();
+};
+
+// E4M3 with a scale for each row: along rows, those of 16 rows are multiplied once. A decoder of its own,
+// since beside that of blocks in one function both became slower.
+struct Fp8RowStrip : Strip<Format::fp8> {
+    ByteTables parts{kFp8Parts};
+    mutable struct {
+        const uint8_t* of = nullptr;
+        ScaledMantissas four[2];
+    } eight[2];  // of the last 8 rows, and of those before
+
+    using Strip::Strip;
+    static bool fits(const Matrix& m) { return m.block_rows == 1; }
+
+    // n is a multiple of 8.
+    KT_INLINE bool rows(int64_t n, int64_t k, char* to) const {
+        auto& own = eight[n / 8 % 2];
+        if (const uint8_t* at = scales.of_row(n, k); at != own.of) [[unlikely]] {
+            const __m512 s = scales_8(at);
+            if (!ScaledMantissas::fit(s)) return false;
+            own.of = at;
+            own.four[0].take(s, 0, 4);
+            own.four[1].take(s, 2, 6);
+        }
+        const __m512i marks = _mm512_or_si512(_mm512_set1_epi64(0x0808000008080000),
+                                              _mm512_maskz_set1_epi32(0xf0f0, 0x10101010));
+        quads_of_rows(n, k, to, [&](__m512i a, __m512i b, char* at) __attribute__((always_inline)) {
+            const ByteTables::Words v = parts.words(a, marks), w = parts.words(b, marks);
+            const auto half = [&](__m512i of_a, __m512i of_b, char* here) __attribute__((always_inline)) {
+                const __m512i x = own.four[0].times(of_a), y = own.four[1].times(of_b);
+                store_pairs(_mm512_unpacklo_epi64(x, y), here);
+                store_pairs(_mm512_unpackhi_epi64(x, y), here + kPanelStep);
+            };
+            half(v.first, w.first, at);
+            half(v.second, w.second, at + 2 * kPanelStep);
+        });
+        return true;
+    }
+    KT_INLINE bool depths(int64_t n, int64_t k, char* to) const {
+        const __m512 s = scales_8(scales.of_row(n, k));
+        if (!ScaledMantissas::fit(s)) return false;
+        ScaledMantissas four[2];
+        four[0].take(s, 0, 2);
+        four[1].take(s, 4, 6);
+        pairs_of_depths(n, k, to, [&](int pair, __m512i bytes) __attribute__((always_inline)) {
+            const __m512i marks = _mm512_set1_epi16(pair % 2 == 0 ? 0x0800 : 0x1810);
+            const ByteTables::Words v = parts.words(bytes, marks);
+            return ByteTables::Words{four[pair / 2].times(v.first), four[pair / 2].times(v.second)};
+        });
+        return true;
+    }
+
+  private:
+    // Of 8 rows, from the first one's on.
+    KT_INLINE __m512 scales_8(const uint8_t* p) const {
+        if (scales.row_bytes == scales.size) [[likely]]
+            return scales_16(scales.type, p, 0xff);
+        float of[8];
+        for (int i = 0; i < 8; ++i, p += scales.row_bytes) of[i] = scale_value(scales.type, p);
+        return _mm512_castps256_ps512(_mm256_loadu_ps(of));
     }
 };
 
