@@ -52,14 +52,14 @@ quick: $(TOOLS)  ## the tests that take seconds, in two processes: what to run b
 	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow and not ray and not bench" $(TESTS)
 
 check: $(TOOLS)  ## formatting, lint, types
-	$(PY) -m ruff format --check kt_ray tests benchmarks docs launch.py
-	$(PY) -m ruff check kt_ray tests benchmarks docs launch.py
-	$(PY) -m mypy kt_ray launch.py
+	$(PY) -m ruff format --check kt_ray tests benchmarks docs examples launch.py
+	$(PY) -m ruff check kt_ray tests benchmarks docs examples launch.py
+	$(PY) -m mypy kt_ray examples launch.py
 	@if [ -n "$(CPP)" ]; then $(VENV)/bin/clang-format --dry-run --Werror $(CPP); fi
 
 format: $(TOOLS)  ## write the formatting that `make check` wants
-	$(PY) -m ruff format kt_ray tests benchmarks docs launch.py
-	$(PY) -m ruff check --fix kt_ray tests benchmarks docs launch.py
+	$(PY) -m ruff format kt_ray tests benchmarks docs examples launch.py
+	$(PY) -m ruff check --fix kt_ray tests benchmarks docs examples launch.py
 	@if [ -n "$(CPP)" ]; then $(VENV)/bin/clang-format -i $(CPP); fi
 
 bench: $(TOOLS)  ## the short benchmarks, JSON into benchmarks/results/

@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
 
     service = tinker.ServiceClient()
-    served = service.get_server_capabilities().supported_models[0].model_name
+    served = str(service.get_server_capabilities().supported_models[0].model_name)
     training = service.create_lora_training_client(base_model=served, rank=8, seed=args.seed).result()
     tokenizer = training.get_tokenizer()
     questions = sorted(prompts())

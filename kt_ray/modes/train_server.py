@@ -16,7 +16,7 @@ from kt_ray.runs.train_backend import ClusterBackend, planned
 from kt_ray.serve.access import bare, check_address, digest, taken_key
 from kt_ray.serve.run import check_port
 from kt_ray.tracking.console import say, setup_logging
-from kt_ray.train_server.run import serve_backend
+from kt_ray.train_server.http_server import serve_backend
 
 PREFIX = "tml-"  # of every key, to the tinker SDK
 
