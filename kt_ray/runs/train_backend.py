@@ -109,7 +109,8 @@ class ClusterBackend:
 
     @property
     def max_length(self) -> int:
-        return self._generation.config.data.max_length
+        longest = self._generation.config.data.max_length
+        return min(longest, self._generation.context or longest)
 
     @property
     def vocab_size(self) -> int:
@@ -126,12 +127,29 @@ class ClusterBackend:
     # -- after a death ------------------------------------------------------------------------
 
     def _surely(self, work: Callable[[], T]) -> T:
-        """`work()`, again from the state before it whenever an actor is lost in it."""
+        """`work()`, again from the state before it whenever an actor is lost in it. Another error changes
+        nothing, either."""
         while True:
             try:
                 return work()
             except ActorLost as lost:
                 self._revivals.bring_back(lost)
+            except Exception:
+                self._undo()
+                raise
+
+    def _undo(self) -> None:
+        """After an error in a call: its messages are forgotten, gradients that wait for a step made again."""
+        try:
+            self._cluster.discard()
+            if self._present is None:  # the error came between two trainings
+                self._cluster.restart()
+                self._rebuild()
+            elif (training := self._trainings.get(self._present)) is not None:
+                for repeat in training.journal[training.waiting :]:
+                    repeat()
+        except ActorLost as lost:
+            self._revivals.bring_back(lost)
 
     def _rebuild(self) -> None:
         """All trainings and samplers, on actors of which any may be new."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kt_ray.batch import TokenLoss
 from kt_ray.data.batches import step_waves
 from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.errors import UserError
@@ -153,3 +154,19 @@ def test_gradients_that_are_not_finite_change_nothing(model: Path, tmp_path: Pat
         assert all(torch.equal(after[name], value) for name, value in before.items())
         backend.run("mine", given, ENTROPY, backward=True)
         assert np.isfinite(backend.step("mine", ADAM)["grad_norm"])
+
+
+def test_a_pass_that_fails_leaves_gradients_that_wait(model: Path, tmp_path: Path) -> None:
+    given = data_of(rows(5))
+    lacking = [Datum(datum.tokens, datum.targets) for datum in given]  # no advantages
+    with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
+        norms = []
+        for name in ("undisturbed", "disturbed"):
+            backend.create(name, 1)
+            backend.run(name, given, ENTROPY, backward=True)
+            if name == "disturbed":
+                with pytest.raises(ValueError, match="needs loss_inputs"):
+                    backend.run(name, lacking, TokenLoss("ppo"), backward=True)
+            backend.run(name, given[:2], ENTROPY, backward=True)
+            norms.append(backend.step(name, ADAM)["grad_norm"])
+        assert norms[0] == norms[1]
