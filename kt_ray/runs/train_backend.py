@@ -227,6 +227,16 @@ class ClusterBackend:
             self._trainings[model].journal.append(work)
         return result
 
+    def discard(self, model: str) -> None:
+        def work() -> None:
+            self._take_up(model)
+            self._cluster.discard()
+
+        training = self._trainings[model]
+        self._surely(work)
+        training.journal.append(work)
+        training.waiting = len(training.journal)
+
     def step(self, model: str, params: AdamParams) -> dict[str, float]:
         training = self._trainings[model]
         number = training.steps

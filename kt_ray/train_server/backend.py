@@ -105,6 +105,9 @@ class Backend(Protocol):
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
         """One pass over all rows; `backward` adds to the model's gradients."""
 
+    def discard(self, model: str) -> None:
+        """Throw away the gradients that wait for a step."""
+
     def step(self, model: str, params: AdamParams) -> dict[str, float]:
         """Apply the model's gradients and zero them; returns metrics (`grad_norm` ...)."""
 

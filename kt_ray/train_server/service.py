@@ -66,6 +66,7 @@ class Model:
     session: Session
     heard: datetime = field(default_factory=lambda: datetime.now(UTC))
     made: bool = False  # whether the backend has it
+    failed: int | None = None  # number of a backward pass that failed since the last optimizer step
 
     @property
     def name(self) -> str:
@@ -191,6 +192,7 @@ class TrainService:
 
         def load(model: Model, saved: Saved) -> Reply:
             self.backend.load_state(model.name, self.saved.data(saved), optimizer=request.optimizer)
+            model.failed = None  # no gradient waits any longer
             return plain({"type": "load_weights", "path": saved.path})
 
         if request.session_id is None:
@@ -243,12 +245,23 @@ class TrainService:
 
     def forward_backward(self, message: Any) -> Promise:
         model, number = self._ordered(message)
-        with self._numbered(model, number):
-            data, loss = data_of(message, self.backend), loss_of(message)
         backward = not message.forward_only
 
+        def spoil() -> Reply:
+            """The step that follows would be of a part of what its client asked for."""
+            if backward:
+                model.failed = number
+            return plain({})
+
+        with self._numbered(model, number, spoil):
+            data, loss = data_of(message, self.backend), loss_of(message)
+
         def run(data: list[Datum] = data) -> Reply:
-            return pass_reply(self.backend.run(model.name, data, loss, backward=backward))
+            try:
+                return pass_reply(self.backend.run(model.name, data, loss, backward=backward))
+            except Exception:
+                spoil()
+                raise
 
         return self._submit(model, number, run)
 
@@ -258,6 +271,13 @@ class TrainService:
             params = adam_of(request.optim_params)
 
         def step(params: AdamParams = params) -> Reply:
+            if model.failed is not None:
+                failed, model.failed = model.failed, None
+                self.backend.discard(model.name)
+                raise bad(
+                    f"no step was taken: forward_backward request {failed} had failed, so all gradients "
+                    "since the step before were thrown away. To fix: send that pass again, whole, then the step"
+                )
             return plain({"metrics": self.backend.step(model.name, params)})
 
         return self._submit(model, number, step, ends_turn=True)
@@ -516,14 +536,20 @@ class TrainService:
         return model, number
 
     @contextlib.contextmanager
-    def _numbered(self, model: Model, number: int) -> Iterator[None]:
-        """A request that is refused inside holds its place: those after it must not wait for it."""
+    def _numbered(
+        self, model: Model, number: int, refused: Callable[[], Reply] | None = None
+    ) -> Iterator[None]:
+        """A request that is refused inside holds its place: those after it must not wait for it.
+
+        Args:
+            refused: what happens then, in the order of the model's requests.
+        """
         try:
             yield
         except ApiError:
             with self._lock:
                 if model.name in self._models and not self._queue.passed(model.name, number):
-                    self._queue.submit(model.name, number, Work(None))
+                    self._queue.submit(model.name, number, Work(None, refused))
             raise
 
     def _submit(

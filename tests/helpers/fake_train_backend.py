@@ -131,6 +131,10 @@ class FakeBackend:
             weight.gradient += sum(float(slope.sum()) for slope in slopes)
         return PassResult(logprobs, total, {"tokens:sum": float(sum(len(datum.tokens) for datum in data))})
 
+    def discard(self, model: str) -> None:
+        self._call("discard", model)
+        self.models[model].gradient = 0.0
+
     def step(self, model: str, params: AdamParams) -> dict[str, float]:
         self._call("step", model)
         weight = self.models[model]

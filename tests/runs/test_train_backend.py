@@ -167,6 +167,10 @@ def test_a_pass_that_fails_leaves_gradients_that_wait(model: Path, tmp_path: Pat
             if name == "disturbed":
                 with pytest.raises(ValueError, match="needs loss_inputs"):
                     backend.run(name, lacking, TokenLoss("ppo"), backward=True)
+                backend.create("thrown away", 2)
+                backend.run("thrown away", given, ENTROPY, backward=True)
+                backend.discard("thrown away")
+                assert backend.step("thrown away", ADAM)["grad_norm"] == 0.0
             backend.run(name, given[:2], ENTROPY, backward=True)
             norms.append(backend.step(name, ADAM)["grad_norm"])
         assert norms[0] == norms[1]

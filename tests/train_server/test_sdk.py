@@ -288,7 +288,9 @@ def test_what_is_not_served_is_refused_at_once(server: Running) -> None:
     training = trained(client)
     with pytest.raises(tinker.BadRequestError, match="stable_reinforce' is not supported"):
         training.forward_backward([datum([2, 3])], "stable_reinforce").result()
-    # the refused request does not hold up those after it
+    # the refused request does not hold up those after it, but its step would be a part of what was asked for
+    with pytest.raises(tinker.RequestFailedError, match="no step was taken: forward_backward request 1"):
+        training.optim_step(types.AdamParams()).result()
     assert training.optim_step(types.AdamParams()).result().metrics == {"grad_norm": 0.0}
 
 
@@ -318,6 +320,32 @@ def test_a_fault_fails_its_request_only(server: Running) -> None:
     assert math.isfinite(
         training.forward_backward([datum([2])], "cross_entropy").result().metrics["loss:sum"]
     )
+
+
+def test_no_step_on_a_part_of_a_pass(server: Running) -> None:
+    training = trained(server.client())
+    for again in (False, True):
+        training.forward_backward([datum([2, 3])], "cross_entropy").result()
+        server.backend.faults["backward"] = wrong("the batch is too long")
+        failing = training.forward_backward([datum([2])], "cross_entropy")
+        if again:  # the client knows, and sends what failed once more, on top of the rest
+            with pytest.raises(tinker.RequestFailedError, match="too long"):
+                failing.result()
+            failing = training.forward_backward([datum([2])], "cross_entropy")
+        step = training.optim_step(types.AdamParams(learning_rate=1.0))
+        with pytest.raises(
+            tinker.RequestFailedError, match=r"no step was taken.*send that pass again, whole"
+        ):
+            step.result()
+        if not again:
+            with pytest.raises(tinker.RequestFailedError, match="too long"):
+                failing.result()
+    (weight,) = server.backend.models.values()
+    assert weight.steps == 0 and weight.gradient == 0.0
+    alone = training.forward_backward([datum([2, 3])], "cross_entropy").result().metrics["loss:sum"]
+    assert math.isfinite(alone)
+    assert training.optim_step(types.AdamParams()).result().metrics["grad_norm"] > 0
+    assert training.forward([datum([2])], "cross_entropy").result()
 
 
 def test_a_session_of_generation_that_fails(server: Running) -> None:
