@@ -276,7 +276,7 @@ class TrainService:
                 self.backend.discard(model.name)
                 raise bad(
                     f"no step was taken: forward_backward request {failed} had failed, so all gradients "
-                    "since the step before were thrown away. To fix: send that pass again, whole, then the step"
+                    "since the step before were thrown away. To fix: send that pass again, whole, and step"
                 )
             return plain({"metrics": self.backend.step(model.name, params)})
 
