@@ -10,7 +10,7 @@ are finite. Up to four experts are random, the others repeat them (in memory of 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ SHAPES = {  # hidden, intermediate, experts, experts per token
     "tiny": (256, 128, 8, 2),
 }
 FORMATS = (
-    *("bf16", "f32", "fp8", "mxfp4", "int8", "int4"),
+    *("bf16", "f32", "fp8", "fp8_channel", "mxfp4", "int8", "int4"),
     *("q8_0", "q6_k", "q5_k", "q4_k", "q5_0", "q5_1", "q4_0"),
 )
 GGUF = {  # elements and bytes of a block, offsets of its fp16 scales, deviation of random bytes at scale 1
@@ -151,9 +151,11 @@ def store(name: str, experts: int, n: int, k: int, seed: int) -> Stored:
     if name in ("f32", "bf16"):
         dtype = torch.float32 if name == "f32" else torch.bfloat16
         return whole(torch.empty((few, n, k), dtype=dtype).uniform_(-size, size, generator=rng))
-    if name == "fp8":  # without the highest exponent bit: below 2, no NaN
+    if name in ("fp8", "fp8_channel"):  # without the highest exponent bit: below 2, no NaN
         data = (octets(n, k) & 0xBF).view(torch.float8_e4m3fn)
-        return whole(data, constant(2 * size, torch.float32, -(-n // 128), -(-k // 128)), (128, 128))
+        if name == "fp8":
+            return whole(data, constant(2 * size, torch.float32, -(-n // 128), -(-k // 128)), (128, 128))
+        return replace(whole(data, constant(2 * size, torch.bfloat16, n, 1), (1, k)), format="fp8")
     if name == "mxfp4":  # 2^(scale - 127)
         return whole(octets(n, k // 2), constant(127 + round(math.log2(size / 3)), torch.uint8, n, k // 32))
     if name == "int8":  # one scale per row
@@ -215,6 +217,7 @@ def matrix_bytes(name: str, n: int, k: int) -> int:
         "f32": 4 * n * k,
         "bf16": 2 * n * k,
         "fp8": n * k + 4 * -(-n // 128) * -(-k // 128),
+        "fp8_channel": n * k + 2 * n,
         "int8": n * k + 4 * n,
         "mxfp4": n * k // 2 + n * k // 32,
         "int4": n * k // 2 + 2 * n * k // 32,

@@ -99,7 +99,9 @@ def test_weights_are_finite_and_as_large_as_counted() -> None:
         inputs.store("mxfp4", 2, 4, 100, seed=1)
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp4", "int8", "int4", "q8_0", "q6_k", "q4_k", "q5_1"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8_channel", "mxfp4", "int8", "int4", "q8_0", "q6_k", "q4_k", "q5_1"]
+)
 def test_weights_are_what_the_engine_calls_them(name: str) -> None:
     """The engine's own checks accept the stored matrices, edges included; values have the right size."""
     pytest.importorskip("kt_ray.native.matrix")
