@@ -73,7 +73,7 @@ class ClusterBackend:
 
     Args:
         generation: prepared for training and generation.
-        name: the base model's name to clients. directory: for snapshots, its own.
+        name: the base model's name to clients. directory: for snapshots, its own: emptied.
         unpadded: micro-batches hold rows of one length only.
     """
 
@@ -91,6 +91,7 @@ class ClusterBackend:
         self._generation = generation
         self._cluster = cluster
         self._directory = directory
+        shutil.rmtree(directory, ignore_errors=True)  # of a server that was killed
         self._unpadded = unpadded
         self._numbers = itertools.count(1)  # of passes and of snapshots
         self._trainings: dict[str, _Training] = {}
