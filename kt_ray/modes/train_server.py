@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from kt_ray.serve.access import bare, check_address, digest, taken_key
 from kt_ray.serve.run import check_port
 from kt_ray.tracking.console import say, setup_logging
 from kt_ray.train_server.http_server import serve_backend
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "tml-"  # of every key, to the tinker SDK
 
@@ -51,7 +54,10 @@ def run(config: Config) -> int:
         locked(directory),
         started(generation, f"{config.model.name}-train-server") as cluster,
     ):
-        moves = next(filter(None, (actor.get("padding_moves") for actor in cluster.info())), "")
+        facts = cluster.info()
+        for actor in facts:
+            logger.info("%s is process %d on %s", actor["actor"], actor["pid"], actor["host"])
+        moves = next(filter(None, (actor.get("padding_moves") for actor in facts)), "")
         if moves:
             say(f"padding moves this model ({moves}): micro-batches hold rows of one length only")
         backend = ClusterBackend(generation, cluster, name, directory / "snapshots", unpadded=bool(moves))
