@@ -252,6 +252,8 @@ class AttentionWorker(PlainActor):
             experts.close()
             if lane is not None:
                 lane.close()
+            if spec.adapters is not True:
+                stage.adapters.switch_all(True)  # a step or a save may follow
         self.doing = "idle"
         seconds = loop.seconds()
         of_rows = stage.last and (spec.return_logps or isinstance(spec.objective, Objective))

@@ -414,6 +414,7 @@ class ActorCluster(ABC):
     def discard(self) -> None:
         self._settle_aborts()
         self._all("discard")
+        self._broken = False
 
     def skip(self, step: int) -> None:
         self._settle_aborts()
@@ -565,6 +566,7 @@ class ActorCluster(ABC):
 
     def recover(self) -> int | None:
         lost = self._find_lost()
+        self._broken = False  # mailboxes are emptied here, once; later it would cost gradients
         logger.info("lost: %s", ", ".join(f"{kind}-{rank}" for kind, rank in sorted(lost)))
         # Queued behind an actor's present call, so afterwards no actor is in the old pass.
         self._call([h for h in self.handles if h.address not in lost], "discard")

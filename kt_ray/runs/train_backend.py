@@ -154,7 +154,7 @@ class ClusterBackend:
 
     def _rebuild(self) -> None:
         """All trainings and samplers, on actors of which any may be new."""
-        self._present = None
+        self._present = self._lost = None
         before, self._samplers = self._samplers, set()
         for sampler in before:
             self._cluster.drop_adapter(sampler)
@@ -421,12 +421,15 @@ class ClusterBackend:
         if self._lost is not None:
             lost, self._lost = self._lost, None
             self._revivals.bring_back(lost)
-        with generator_on(self._generation, self._cluster) as generator:
-            try:
+        generator = generator_on(self._generation, self._cluster)
+        try:
+            with generator:
                 yield _Session(self, generator)
-            finally:
-                if isinstance(generator.error, ActorLost):
-                    self._lost = generator.error
+        finally:
+            if isinstance(generator.error, ActorLost):
+                self._lost = generator.error
+            elif generator.error is not None:
+                self._undo()
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ LOSSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "importance_sampling": (_POLICY, {}),
     "ppo": (_POLICY, _CLIPS),
     "cispo": (_POLICY, _CLIPS),
-    "gspo": (_POLICY, _CLIPS),
+    "gspo": ((*_POLICY, "sequence_ratio_mask"), _CLIPS),
     "dro": (_POLICY, {"beta": "beta"}),
 }
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kt_ray.actors.cluster import ActorCluster
 from kt_ray.batch import TokenLoss
 from kt_ray.data.batches import step_waves
 from kt_ray.demo.builder import ensure_demo_model
@@ -174,3 +178,44 @@ def test_a_pass_that_fails_leaves_gradients_that_wait(model: Path, tmp_path: Pat
             backend.run(name, given[:2], ENTROPY, backward=True)
             norms.append(backend.step(name, ADAM)["grad_norm"])
         assert norms[0] == norms[1]
+
+
+@contextlib.contextmanager
+def broken_generation(cluster: ActorCluster) -> Iterator[None]:
+    """Sessions begin, and end with an error."""
+
+    def fail(spec: Any, opened: Any) -> Any:
+        cluster._broken = True
+        opened()
+        raise RuntimeError("a cache was too small")
+
+    cluster.generate = fail  # type: ignore[method-assign]
+    yield
+    del cluster.generate
+
+
+def test_samples_and_scores_leave_gradients_that_wait(model: Path, tmp_path: Path) -> None:
+    """Also a session that an error ended, and a score whose step follows at once."""
+    given = data_of(rows(6))
+    request = Request(tuple(range(10, 16)), Sampling(max_new_tokens=4), "sampler")
+    with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
+        seen = []
+        for name in ("undisturbed", "disturbed"):
+            backend.create(name, 1)
+            backend.run(name, given, ENTROPY, backward=True)
+            backend.step(name, ADAM)
+            backend.keep(name, "sampler")
+            backend.run(name, given, ENTROPY, backward=True)
+            if name == "disturbed":
+                error = pytest.raises((RuntimeError, UserError), match="a cache was too small")
+                with broken_generation(backend._cluster), error, backend.sampling() as session:
+                    session.submit(request).result(60)
+                with backend.sampling() as session:
+                    session.submit(request).result(60)
+                backend.score("sampler", [given[0].tokens], 0)
+            norm = backend.step(name, ADAM)["grad_norm"]
+            (kept,) = backend.score("sampler", [given[0].tokens], 0)
+            loss = backend.run(name, given, ENTROPY, backward=False).loss
+            seen.append((norm, loss, kept.logprobs.tolist()))
+            backend.drop("sampler")
+        assert seen[0] == seen[1] and seen[0][0] > 0

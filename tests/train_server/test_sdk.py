@@ -63,7 +63,8 @@ def test_forward_alone_adds_no_gradient(server: Running) -> None:
 )
 def test_policy_losses(server: Running, loss: Any, config: Any) -> None:
     training = trained(server.client())
-    row = datum([2, 3], logprobs=[-3.3, -3.1], advantages=[0.0, 2.0])
+    mask = {"sequence_ratio_mask": [0.0, 1.0]} if loss == "gspo" else {}
+    row = datum([2, 3], logprobs=[-3.3, -3.1], advantages=[0.0, 2.0], **mask)
     result = training.forward_backward([row], loss, config).result()
     assert result.metrics["loss:sum"] == pytest.approx(2.0 * 3.1)
 

@@ -62,3 +62,13 @@ def test_metrics_say_how_parts_are_joined_and_rows_keep_their_lengths() -> None:
     output = deserialize_forward_backward_output(reply.body)
     assert output.metrics == {"loss:sum": 6.0, "norm:mean": 2.0, "tokens:sum": 3.0}
     assert [one["logprobs"].tolist() for one in output.loss_fn_outputs] == [[-1.0, -2.0], [], [-3.0]]
+
+
+def test_every_loss_gets_the_inputs_that_it_needs() -> None:
+    """What the API lets through is what the model reads."""
+    from kt_ray.model import policy_losses
+    from kt_ray.train_server.wire import LOSSES
+
+    assert set(LOSSES) == set(policy_losses._NEEDED)
+    for name, needed in policy_losses._NEEDED.items():
+        assert set(needed) <= set(LOSSES[name][0]), name
