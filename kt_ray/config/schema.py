@@ -386,6 +386,11 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     @property
+    def trainings(self) -> int:
+        """LoRA trainings over one base that there is to be memory for; 0 = one run's own."""
+        return self.train_server.adapters if self.mode == "train_server" else 0
+
+    @property
     def has_reference(self) -> bool:
         """Whether the stage's loss compares with a reference."""
         stage = self.trainer.stage

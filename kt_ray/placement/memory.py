@@ -117,15 +117,9 @@ ON_HOST = {
 def lora_bytes(config: Config) -> int:
     """Of an actor per LoRA parameter that it computes with: value, gradient, and the reference's value; in
     mode=train_server the value of every sampler."""
-    if config.mode == "train_server":
+    if config.trainings:
         return 8 + 4 * config.train_server.samplers
     return 12 if config.keeps_reference and not generates(config) else 8
-
-
-def aside_bytes(config: Config, *, moments: bool) -> int:
-    """Of an actor per LoRA parameter, on the host: trainings put aside (`PlainActor.switch_training`)."""
-    trainings = config.train_server.adapters if config.mode == "train_server" else 0
-    return (16 if moments else 8) * trainings
 
 
 def checkpoint_bytes(dims: ModelDims, config: Config) -> int:
@@ -497,8 +491,8 @@ def worker_items(
         ),
         # Those of workers on other hosts wait in worker 0 until it adds them up.
         "gradients": 4 * reduced * far if root else 0,
-        "trainings": aside_bytes(config, moments=False) * adapters
-        + (12 * config.train_server.adapters * reduced if root and config.mode == "train_server" else 0),
+        # Put aside (`PlainActor.switch_training`): values and gradients; with the masters, moments.
+        "trainings": config.trainings * (8 * adapters + (12 * reduced if root else 0)),
     }
 
     def generating(config: Config) -> dict[str, float]:
@@ -612,7 +606,7 @@ def _expert_actor(
     return {
         "experts": weights,
         "LoRA": lora_bytes(config) * adapters,
-        "optimizer": 8 * adapters / actor.copies + aside_bytes(config, moments=True) * adapters,
+        "optimizer": 8 * adapters / actor.copies + 16 * adapters * config.trainings,
         "kept activations": sum(kept),
         "workspace": call + large * HUGE_PAGE,
         # And what the other copies send at the end of a step: gradients of own layers, updated other ones.

@@ -175,7 +175,7 @@ class ClusterBackend:
         """What a death makes to be repeated begins anew here, but for gradients that wait for a step."""
         training = self._trainings[model]
         directory = self._directory / f"{next(self._numbers):08d}"
-        self._write_state(model, directory)
+        self.save_state(model, directory)
         self._forget_snapshot(training)
         training.snapshot = (directory, training.steps)
         training.journal = training.journal[training.waiting :]
@@ -320,9 +320,6 @@ class ClusterBackend:
     # -- on disk ------------------------------------------------------------------------------
 
     def save_state(self, model: str, directory: Path) -> None:
-        self._write_state(model, directory)
-
-    def _write_state(self, model: str, directory: Path) -> None:
         def work() -> None:
             training = self._take_up(model)
             shutil.rmtree(directory, ignore_errors=True)  # of an attempt that a death ended

@@ -72,9 +72,8 @@ def digest(key: str | bytes) -> bytes:
 
 def bearer_keys(headers: Headers) -> tuple[str, ...]:
     """The key of `Authorization: Bearer <key>`."""
-    scheme, _, key = (
-        headers.get("authorization", "").strip(" \t").partition(" ")
-    )  # not what Latin-1 has for UTF-8
+    given = headers.get("authorization", "").strip(" \t")  # not what Latin-1 has for bytes of UTF-8
+    scheme, _, key = given.partition(" ")
     return (key,) if scheme.lower() == "bearer" else ()
 
 

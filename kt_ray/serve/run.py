@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 
@@ -46,7 +47,34 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
-class Server(uvicorn.Server):
+def http_config(app: Any, host: str, port: int, farewell: int) -> uvicorn.Config:
+    """How uvicorn serves an application; farewell: seconds that connections get when it ends."""
+    return uvicorn.Config(
+        app,
+        host=bare(host),
+        port=port,
+        http=TimedProtocol,
+        ws="none",
+        log_level=logging.ERROR,  # what clients do wrong is no news
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=farewell,
+    )
+
+
+class AnnouncedServer(uvicorn.Server):
+    """Calls `ready` once requests are answered."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+
+class Server(AnnouncedServer):
     """Ends with the service, and ends it beside its connections: streams end with an event, not midway.
 
     Attributes:
@@ -56,26 +84,11 @@ class Server(uvicorn.Server):
     def __init__(
         self, service: CompletionService, host: str, port: int, ready: Callable[[], None], revive: Revive
     ) -> None:
-        config = uvicorn.Config(
-            make_app(service),
-            host=bare(host),
-            port=port,
-            http=TimedProtocol,
-            ws="none",
-            log_level=logging.ERROR,  # what clients do wrong is no news
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=int(FAREWELL) + 1,  # clients that do not read what they are sent
-        )
-        super().__init__(config)
+        # a second more, for clients that do not read what they are sent
+        super().__init__(http_config(make_app(service), host, port, int(FAREWELL) + 1), ready)
         self.error: BaseException | None = None
         self._service = service
-        self._ready = ready
         self._revive = revive
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
 
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):

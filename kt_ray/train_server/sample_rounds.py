@@ -32,6 +32,8 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(f"the server lost a part of itself: {error.what}", "server")
     if isinstance(error, UserError):
         return Failure(error.line())
+    if isinstance(error, ApiError):
+        return Failure(error.message)
     logger.error("a request failed", exc_info=error)
     return Failure("the server failed at this request; its log says why", "server")
 

@@ -168,9 +168,7 @@ class TrainService:
             )
         for name in ("train_mlp", "train_attn"):
             if not getattr(config, name):
-                raise bad(
-                    f"{name}=False is not supported: the server's lora.targets says what is trained", name
-                )
+                raise bad(f"{name}=False is not supported: lora.* of the server says what is trained", name)
         if config.seed is not None and not 0 <= config.seed < 2**63:
             raise bad(f"seed is {config.seed}, required 0 to 2**63 - 1", "lora_config.seed")
         seed = secrets.randbits(31) if config.seed is None else config.seed
@@ -414,7 +412,7 @@ class TrainService:
         try:
             outcome: Reply | Failure = work.run()
         except Exception as error:
-            outcome = failure_of(error) if not isinstance(error, ApiError) else Failure(error.message)
+            outcome = failure_of(error)
         if work.promise is not None:
             self.promises.settle(work.promise, outcome)
 

@@ -98,6 +98,22 @@ class Place:
                 start_new_session=True,
             )
 
+    @contextlib.contextmanager
+    def serving(self, ready: str, log: Path, *arguments: str) -> Iterator[str]:
+        """The URL of a server that says `ready`; it ends with Ctrl-C, and with exit code 0."""
+        (port,) = free_ports(1)
+        process = self.launch(*arguments, f"serve.port={port}", log=log)
+        try:
+            until(lambda: ready in log.read_text() or process.poll() is not None, 240)
+            assert process.poll() is None, log.read_text()
+            yield f"http://127.0.0.1:{port}"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0, log.read_text()
+            assert "the server has ended" in log.read_text() and "Traceback" not in log.read_text()
+        finally:
+            if process.poll() is None:
+                process.kill()
+
 
 @contextlib.contextmanager
 def ray_place(*, own_token: bool = True) -> Iterator[Place]:

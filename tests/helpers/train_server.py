@@ -116,15 +116,18 @@ class Raw:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def model(self, number: int = 0) -> str:
-        made = self.post(
+    def asked_for_model(self, number: int = 0) -> Any:
+        """The promise of one."""
+        return self.post(
             "create_model",
             session_id=self.session,
             model_seq_id=number,
             base_model="demo/model",
             lora_config={"rank": 8, "seed": 3},
         )
-        return self.result(made)["model_id"]
+
+    def model(self, number: int = 0) -> str:
+        return self.result(self.asked_for_model(number))["model_id"]
 
     def result(self, promised: Any) -> Any:
         answer = self.http.post("retrieve_future", json={"request_id": promised["request_id"]})

@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from kt_ray import cli
 from kt_ray.demo import ensure_demo_model
 from tests.helpers.float32_copy import in_float32
 from tests.helpers.random_adapter import random_adapter
-from tests.helpers.ray_place import REPO, Place, fetch, free_ports, ray_place, until
+from tests.helpers.ray_place import REPO, fetch, free_ports, ray_place, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -40,24 +39,6 @@ class Server:
     url: str
     model: Path
     adapters: dict[str, Path]
-
-
-@contextlib.contextmanager
-def launched(place: Place, log: Path, *arguments: str) -> Iterator[str]:
-    """A server's URL; it ends with Ctrl-C, and with exit code 0."""
-    (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    process = place.launch("mode=serve", f"serve.port={port}", *arguments, log=log)
-    try:
-        until(lambda: "serving demo" in log.read_text() or process.poll() is not None, 240)
-        assert process.poll() is None, log.read_text()
-        yield url
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, log.read_text()
-        assert "the server has ended" in log.read_text() and "Traceback" not in log.read_text()
-    finally:
-        if process.poll() is None:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             f"serve.adapters={{{names}}}",
             "serve.max_queue=200",
         )
-        with launched(place, root / "log.txt", *arguments) as url:
+        with place.serving("serving demo", root / "log.txt", "mode=serve", *arguments) as url:
             yield Server(url, model, adapters)
         assert place.left() == []
 
@@ -333,7 +314,10 @@ def test_without_ray(server: Server, client: OpenAI, tmp_path: Path, monkeypatch
         f"serve.adapters={{wild: {server.adapters['wild']}}}",
     )
     with contextlib.ExitStack() as stack:
-        with ray_place() as place, launched(place, tmp_path / "log.txt", *arguments) as url:
+        with (
+            ray_place() as place,
+            place.serving("serving demo", tmp_path / "log.txt", "mode=serve", *arguments) as url,
+        ):
             local = stack.enter_context(OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
             for name in ("demo", "wild"):
                 said = [chat(asked, model=name).choices[0].message.content for asked in (local, client)]

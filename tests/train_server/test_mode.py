@@ -16,7 +16,7 @@ import tinker
 from tinker import types
 
 from kt_ray.demo.builder import ensure_demo_model
-from tests.helpers.ray_place import Place, free_ports, ray_place, until
+from tests.helpers.ray_place import Place, ray_place
 from tests.helpers.train_server import collect_clients
 
 # The SDK leaves connections open, which are noticed whenever memory is collected.
@@ -32,22 +32,12 @@ SAMPLED = types.SamplingParams(max_tokens=8, temperature=1.0, seed=4)
 
 
 @contextlib.contextmanager
-def launched(place: Place, log: Path, *arguments: str) -> Iterator[Any]:
-    """A client of a server; the server ends with Ctrl-C, and with exit code 0."""
-    (port,) = free_ports(1)
-    process = place.launch("mode=train_server", f"serve.port={port}", *arguments, log=log)
-    try:
-        until(lambda: "Ctrl-C ends" in log.read_text() or process.poll() is not None, 240)
-        assert process.poll() is None, log.read_text()
-        client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-any")
+def served(place: Place, log: Path, *arguments: str) -> Iterator[Any]:
+    """A client of a server."""
+    with place.serving("Ctrl-C ends", log, "mode=train_server", *arguments) as url:
+        client = tinker.ServiceClient(base_url=url, api_key="tml-any")
         yield client
         client.close("success").result()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, log.read_text()
-        assert "the server has ended" in log.read_text() and "Traceback" not in log.read_text()
-    finally:
-        if process.poll() is None:
-            process.kill()
 
 
 def row(seed: int, length: int = 20) -> types.Datum:
@@ -109,11 +99,11 @@ def test_a_server_from_beginning_to_end(tmp_path: Path, clients_end: None) -> No
             *("rule=cpu_2workers_2sockets", f"train_server.directory={tmp_path / 'saved'}"),
         )
         log = tmp_path / "log.txt"
-        with launched(place, log, *arguments) as client:
+        with served(place, log, *arguments) as client:
             named = re.search(r"experts-1 is process (\d+)", (tmp_path / "saved" / "server.log").read_text())
             assert named is not None
             state, weights, answers = trained_through_a_death(client, int(named[1]))
             assert "starting it again" in log.read_text()
-        with launched(place, tmp_path / "log2.txt", *arguments) as client:
+        with served(place, tmp_path / "log2.txt", *arguments) as client:
             assert found_again(client, state, weights) == answers
         assert place.left() == []

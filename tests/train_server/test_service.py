@@ -167,13 +167,7 @@ def test_unloading_frees_a_model(raw: Raw) -> None:
 
 def test_a_model_that_cannot_be_made_leaves_its_place(raw: Raw) -> None:
     raw.server.backend.faults["create"] = MemoryError()
-    made = raw.post(
-        "create_model",
-        session_id=raw.session,
-        model_seq_id=0,
-        base_model="demo/model",
-        lora_config={"rank": 8},
-    )
+    made = raw.asked_for_model()
     assert raw.result(made)["category"] == "server"
     assert raw.model(1) and len(raw.server.service.models()) == 1
 
@@ -234,13 +228,7 @@ def test_a_session_that_ends_before_its_model_is_made(raw: Raw) -> None:
     raw.passed(first, 1)
     until(lambda: raw.calls("backward"))
     other = Raw(raw.server)
-    made = other.post(
-        "create_model",
-        session_id=other.session,
-        model_seq_id=0,
-        base_model="demo/model",
-        lora_config={"rank": 8},
-    )
+    made = other.asked_for_model()
     other.http.post(f"sessions/{other.session}/finish", json={})
     backend.gate.set()
     assert "its session has ended" in other.result(made)["error"]
