@@ -263,17 +263,19 @@ class PlainActor(ABC):
     def _training_state(self) -> list[Tensor]:
         """All tensors that are the present training's own, in one order: values, gradients, moments."""
 
-    def switch_training(self, name: str, before: str | None, seed: int) -> None:
+    def switch_training(self, name: str, before: str | None, seed: int | None) -> None:
         """Put the present training aside and go on with another one.
 
         Args:
-            name: one that was put aside; else a new one, whose masters follow as after `restart`.
             before: the present one's name; None = it ends.
-            seed: of a new one's initial LoRA.
+            seed: of a new one's initial LoRA, whose masters follow as after `restart`; None = one that was
+                put aside.
         """
         self.claim_thread()
+        if seed is None and name not in self._aside:
+            raise RuntimeError(f"{self.title} has no training {name!r} put aside")
         state = self._training_state()
-        other = self._aside.pop(name, None)
+        other = None if seed is not None else self._aside.pop(name)
         if before is not None:
             mine = [tensor.to("cpu", copy=True) for tensor in state]
             self._aside[before] = mine, self._committed + 1

@@ -657,14 +657,14 @@ class ActorCluster(ABC):
 
     # -- several trainings over one base ------------------------------------------------------
 
-    def switch_training(self, name: str, before: str | None, seed: int, *, new: bool) -> None:
+    def switch_training(self, name: str, before: str | None, seed: int | None = None) -> None:
         """Put the present training aside under the name `before` (None = it ends), go on with another one.
 
         Args:
-            new: from initial LoRA of this seed; else one that was put aside.
+            seed: of a new one's initial LoRA; None = one that was put aside.
         """
         self._all("switch_training", name, before, seed)
-        if new:
+        if seed is not None:
             self._begin()
 
     def end_training(self, name: str) -> None:

@@ -14,7 +14,7 @@ from kt_ray.runs.prepare import prepare_model
 from kt_ray.runs.run_lock import locked
 from kt_ray.runs.start_cluster import started
 from kt_ray.runs.train_backend import ClusterBackend, planned
-from kt_ray.serve.access import bare, check_address, digest, taken_key
+from kt_ray.serve.access import bare, check_address, digest, is_loopback, taken_key
 from kt_ray.serve.run import check_port
 from kt_ray.tracking.console import say, setup_logging
 from kt_ray.train_server.http_server import serve_backend
@@ -51,6 +51,7 @@ def run(config: Config) -> int:
     setup_logging(directory / "server.log")
     with (
         contextlib.suppress(KeyboardInterrupt),
+        contextlib.ExitStack() as stack,
         locked(directory),
         started(generation, f"{config.model.name}-train-server") as cluster,
     ):
@@ -60,7 +61,12 @@ def run(config: Config) -> int:
         moves = next(filter(None, (actor.get("padding_moves") for actor in facts)), "")
         if moves:
             say(f"padding moves this model ({moves}): micro-batches hold rows of one length only")
-        backend = ClusterBackend(generation, cluster, name, directory / "snapshots", unpadded=bool(moves))
+        # On another machine only the hub has it.
+        near = is_loopback(serve.host) or "/" not in name
+        tokenizer = (config.model.tokenizer or model.model_dir) if near else name
+        snapshots = directory / "snapshots"
+        backend = ClusterBackend(generation, cluster, name, tokenizer, snapshots, unpadded=bool(moves))
+        stack.callback(backend.close)
         serve_backend(
             backend,
             directory,

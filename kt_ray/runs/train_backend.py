@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,10 +31,12 @@ from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
 from kt_ray.optim.optimizers import AdamStep
 from kt_ray.runs.generation import PreparedGeneration, Revivals, generator_on
-from kt_ray.runs.saving import write_adapter
+from kt_ray.runs.saving import lora_fields, write_adapter
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.reports import PassReport
 from kt_ray.train_server.backend import AdamParams, Datum, PassResult, SamplingSession, Scores
+
+logger = logging.getLogger(__name__)
 
 SCRATCH = ""  # the training in which a sampler's file is read; clients name none so
 _STEPS = "steps.json"
@@ -55,7 +59,7 @@ class _Training:
         steps: optimizer steps taken. snapshot: directory and steps; None = initial LoRA of `seed`.
         journal: backward passes, steps and kept copies since then, as calls that repeat them.
         waiting: where in the journal the entries after the last optimizer step begin.
-        steps_since: optimizer steps in the journal.
+        steps_since: optimizer steps since a snapshot was tried.
     """
 
     seed: int
@@ -73,7 +77,8 @@ class ClusterBackend:
 
     Args:
         generation: prepared for training and generation.
-        name: the base model's name to clients. directory: for snapshots, its own: emptied.
+        name: the base model's name to clients. tokenizer: where they find it.
+        directory: for snapshots, its own: emptied.
         unpadded: micro-batches hold rows of one length only.
     """
 
@@ -82,12 +87,13 @@ class ClusterBackend:
         generation: PreparedGeneration,
         cluster: ActorCluster,
         name: str,
+        tokenizer: str,
         directory: Path,
         *,
         unpadded: bool = False,
     ) -> None:
         self.base_model = name
-        self.tokenizer = generation.config.model.tokenizer or generation.model_dir
+        self.tokenizer = tokenizer
         self._generation = generation
         self._cluster = cluster
         self._directory = directory
@@ -102,11 +108,20 @@ class ClusterBackend:
         self._lost: ActorLost | None = None  # what ended the last session
         self._revivals = Revivals(generation, cluster, self._rebuild)
 
+    def close(self) -> None:
+        """No training will be brought back any more."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
     # -- what the model is --------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
         return self._generation.config.lora.rank
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        stated = {"model": self._generation.fingerprint, **lora_fields(self._generation.config.lora)}
+        return json.loads(json.dumps(stated))
 
     @property
     def max_length(self) -> int:
@@ -127,23 +142,27 @@ class ClusterBackend:
 
     # -- after a death ------------------------------------------------------------------------
 
-    def _surely(self, work: Callable[[], T]) -> T:
+    def _surely(self, work: Callable[[], T], *, changes: bool = False) -> T:
         """`work()`, again from the state before it whenever an actor is lost in it. Another error changes
-        nothing, either."""
+        nothing, either.
+
+        Args:
+            changes: whether it changes parameters or moments, in several actors one by one.
+        """
         while True:
             try:
                 return work()
             except ActorLost as lost:
                 self._revivals.bring_back(lost)
             except Exception:
-                self._undo()
+                self._undo(changes)
                 raise
 
-    def _undo(self) -> None:
+    def _undo(self, changes: bool = False) -> None:
         """After an error in a call: its messages are forgotten, gradients that wait for a step made again."""
         try:
             self._cluster.discard()
-            if self._present is None:  # the error came between two trainings
+            if changes or self._present is None:  # the latter: between two trainings
                 self._cluster.restart()
                 self._rebuild()
             elif (training := self._trainings.get(self._present)) is not None:
@@ -161,25 +180,30 @@ class ClusterBackend:
         for model in self._trainings:
             self._cluster.end_training(model)
         for model, training in self._trainings.items():
-            self._switch(model, training.seed, new=True)
+            self._switch(model, training.seed)
             if training.snapshot is not None:
                 directory, steps = training.snapshot
                 self._cluster.restore(str(directory), steps)
             for repeat in training.journal:
                 repeat()
-        for sampler, directory in self._files.items():
-            self._load_sampler(sampler, directory)
-        # What was kept before its training's last snapshot is gone, see `check`.
+        # Those of files follow when they are needed. What was kept before its training's snapshot is gone.
 
     def _snapshot(self, model: str) -> None:
         """What a death makes to be repeated begins anew here, but for gradients that wait for a step."""
         training = self._trainings[model]
+        training.steps_since = 0
         directory = self._directory / f"{next(self._numbers):08d}"
-        self.save_state(model, directory)
+        try:
+            self.save_state(model, directory)
+        except Exception as error:  # what it is taken after has been done
+            shutil.rmtree(directory, ignore_errors=True)
+            reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            logger.warning("no snapshot of a training, a death would repeat more: %s", reason)
+            return
         self._forget_snapshot(training)
         training.snapshot = (directory, training.steps)
         training.journal = training.journal[training.waiting :]
-        training.waiting = training.steps_since = 0
+        training.waiting = 0
 
     def _forget_snapshot(self, training: _Training) -> None:
         if training.snapshot is not None:
@@ -188,7 +212,7 @@ class ClusterBackend:
     # -- trainings ----------------------------------------------------------------------------
 
     def create(self, model: str, seed: int) -> None:
-        self._surely(lambda: self._switch(model, seed, new=True))
+        self._surely(lambda: self._switch(model, seed))
         self._trainings[model] = _Training(seed)
 
     def forget(self, model: str) -> None:
@@ -201,13 +225,14 @@ class ClusterBackend:
     def _take_up(self, model: str) -> _Training:
         """Make a training the present one."""
         if self._present != model:
-            self._switch(model, 0, new=False)
+            self._switch(model)
         return self._trainings[model]
 
-    def _switch(self, model: str, seed: int, *, new: bool) -> None:
+    def _switch(self, model: str, seed: int | None = None) -> None:
+        """seed: of a new training."""
         before = self._present if self._present in self._trainings else None
         self._present = None  # an error leaves it open
-        self._cluster.switch_training(model, before, seed, new=new)
+        self._cluster.switch_training(model, before, seed)
         self._present = model
 
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
@@ -255,7 +280,7 @@ class ClusterBackend:
             self._cluster.commit(number, params.learning_rate, clip, adam)
             return norm
 
-        norm = self._surely(work)
+        norm = self._surely(work, changes=True)
         training.journal.append(work)
         training.waiting = len(training.journal)
         if not math.isfinite(norm):
@@ -337,7 +362,7 @@ class ClusterBackend:
             self._take_up(model)
             self._cluster.restore(str(directory), steps, optimizer)
 
-        self._surely(work)
+        self._surely(work, changes=True)
         training.journal.append(work)
         training.steps, training.waiting = steps, len(training.journal)  # gradients are gone
         self._snapshot(model)  # of its own: the directory is the client's, who may delete it
@@ -375,7 +400,7 @@ class ClusterBackend:
         self._files[sampler] = directory
 
     def _load_sampler(self, sampler: str, directory: Path) -> None:
-        self._switch(SCRATCH, 0, new=True)
+        self._switch(SCRATCH, 0)
         self._cluster.load_adapter(str(directory))
         self._cluster.keep_adapter(sampler)
         self._samplers.add(sampler)
@@ -387,21 +412,33 @@ class ClusterBackend:
         self._surely(lambda: self._cluster.drop_adapter(sampler))
 
     def score(self, sampler: str | bool, prompts: Sequence[np.ndarray], top: int) -> list[Scores]:
-        data = [Datum(prompt[:-1], prompt[1:]) for prompt in prompts]
+        rows = [index for index, prompt in enumerate(prompts) if len(prompt) > 1]
+        data = [Datum(prompts[index][:-1], prompts[index][1:]) for index in rows]
 
         def work() -> list[Scores]:
-            scores: dict[int, Scores] = {}
+            nothing = Scores(np.zeros(0, dtype=np.float32), *_no_tops(0, top))
+            scores = [nothing] * len(prompts)
             for wave in self._waves(data):
                 spec = self._pass(wave, "eval", TokenLoss("cross_entropy"), adapters=sampler, return_top=top)
                 report = self._cluster.run_pass(spec)
                 for micro, (logprobs, *tops) in self._micro(wave, report):
                     for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
-                        ids, values = (part[row, : n - 1] for part in tops) if tops else _no_tops(int(n) - 1)
-                        scores[int(index)] = Scores(logprobs[row, : n - 1], ids, values)
-            return [scores[index] for index in range(len(data))]
+                        ids, values = (part[row, : n - 1] for part in tops) if tops else _no_tops(n - 1, 0)
+                        scores[rows[index]] = Scores(logprobs[row, : n - 1], ids, values)
+            return scores
 
+        self._load_again()
         self.check(sampler)
         return self._surely(work)
+
+    def _load_again(self) -> None:
+        """Samplers from files that a death took. One whose file is gone stays away, see `check`."""
+        for sampler, directory in self._files.items():
+            if sampler not in self._samplers:
+                try:
+                    self._surely(partial(self._load_sampler, sampler, directory))
+                except Exception:
+                    logger.warning("a sampler cannot be loaded again from %s", directory, exc_info=True)
 
     def check(self, sampler: bool | str) -> None:
         """Raises UserError: the sampler's weights are not there."""
@@ -409,7 +446,9 @@ class ClusterBackend:
             raise UserError(
                 "the sampler's weights are gone",
                 where=sampler,
-                observed="an actor died, and they were older than the training's last snapshot",
+                observed="an actor died; their file is no longer there"
+                if sampler in self._files
+                else "an actor died, and they were older than the training's last snapshot",
                 remedy="make another sampler of the training, or save weights under a name and load them",
             )
 
@@ -418,6 +457,7 @@ class ClusterBackend:
         if self._lost is not None:
             lost, self._lost = self._lost, None
             self._revivals.bring_back(lost)
+        self._load_again()
         generator = generator_on(self._generation, self._cluster)
         try:
             with generator:
@@ -448,5 +488,5 @@ def _row(datum: Datum, index: int) -> Row:
     return Row(ids, labels, index)
 
 
-def _no_tops(n: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros((n, 0), dtype=np.int64), np.zeros((n, 0), dtype=np.float32)
+def _no_tops(n: int, top: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((n, top), dtype=np.int64), np.zeros((n, top), dtype=np.float32)

@@ -83,6 +83,10 @@ class Backend(Protocol):
         """Of every LoRA that is trained here."""
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What a training's state depends on, by configuration key: JSON values."""
+
+    @property
     def max_length(self) -> int:
         """Tokens of a datum at most; of prompt and answer together, too."""
 

@@ -23,6 +23,7 @@ from kt_ray.train_server.work_queue import MOST_WAITING, WorkQueue
 logger = logging.getLogger(__name__)
 
 _POLL = 0.5  # seconds; nothing depends on it
+MOST_TRIES = 4  # of a job in whose rounds actors die
 CANCELLED = Failure("the request was cancelled")
 
 
@@ -70,6 +71,8 @@ class SampleJob:
     answers: list[Any] = field(default_factory=list)
     running: int = 0
     failure: Failure | None = None
+    again: bool = False  # an actor died meanwhile: its samples, whose seeds are fixed, are drawn again
+    tries: int = 1
 
 
 class SampleRounds:
@@ -96,6 +99,7 @@ class SampleRounds:
         self._most = most_samplers
         self._waiting: deque[SampleJob] = deque()
         self._running: list[SampleJob] = []
+        self._died = False  # an actor, in the present round
         self._loaded: dict[str, Sampler] = {}  # by use, the last one used last
         self.closing = False
         queue.samples_wait = lambda: bool(self._waiting)
@@ -131,10 +135,16 @@ class SampleRounds:
         self._loaded[sampler.key] = sampler
 
     def make_room(self) -> None:
-        """For one more; the worker's."""
+        """For one more; the worker's. What can be loaded again goes first, what is waited for last."""
         with self._queue.changed:
-            idle = [sampler for sampler in self._loaded.values() if not sampler.jobs]
-            spare = idle[: max(0, len(self._loaded) + 1 - self._most)]
+            needed = {job.sampler.key for job in self._running}
+            spare = [
+                sampler
+                for sampler in self._loaded.values()
+                if sampler.key not in needed and (sampler.directory is not None or not sampler.jobs)
+            ]
+            spare.sort(key=lambda sampler: (sampler.jobs > 0, sampler.directory is None))
+            spare = spare[: max(0, len(self._loaded) + 1 - self._most)]
         for sampler in spare:
             self.drop(sampler)
 
@@ -149,6 +159,7 @@ class SampleRounds:
 
     def run(self) -> None:
         """Generate what waits; more joins until something else waits for the worker."""
+        self._died = False
         jobs = self._admit(lambda job: True)
         for sampler in {id(job.sampler): job.sampler for job in jobs}.values():
             self._load(sampler, jobs)
@@ -163,10 +174,10 @@ class SampleRounds:
                     self._start(session, job)
                 self._attend(session)
         except Exception as error:
-            failure = failure_of(error)
             with self._queue.changed:
                 for job in self._running:
-                    job.failure, job.running = job.failure or failure, 0
+                    self._note(job, error)
+                    job.running = 0
         finally:
             self._settle()
 
@@ -180,7 +191,7 @@ class SampleRounds:
                     return
                 broken = [job for job in self._running if job.failure is not None or self.closing]
                 fresh: list[SampleJob] = []
-                if not self._queue.waits and not self.closing:
+                if not (self._queue.waits or self.closing or self._died):
                     fresh = self._admit(
                         lambda job: job.sampler.loaded or job.sampler.key is False, scored=False
                     )
@@ -197,14 +208,20 @@ class SampleRounds:
                     self._queue.changed.wait(_POLL)
 
     def _admit(self, fits: Callable[[SampleJob], bool], scored: bool = True) -> list[SampleJob]:
-        """Jobs that run from now on: from the first one that waits to the first that does not fit."""
+        """Jobs that run from now on: from the first one that waits to the first that does not fit, of no more
+        samplers than the backend keeps."""
         with self._queue.changed:
             jobs: list[SampleJob] = []
+            keys = {job.sampler.key for job in self._running if job.sampler.key is not False}
             while (
                 self._waiting
                 and fits(self._waiting[0])
                 and (scored or not self._waiting[0].request.wants_scores)
             ):
+                key = self._waiting[0].sampler.key
+                if key is not False and len(keys | {key}) > self._most:
+                    break
+                keys |= set() if key is False else {key}
                 jobs.append(self._waiting.popleft())
             self._running += jobs
             return jobs
@@ -253,16 +270,24 @@ class SampleRounds:
                 job.answers.append(session.submit(request, self._listener(job, place)))
             except Exception as error:
                 with self._queue.changed:
-                    job.failure = job.failure or failure_of(error)
+                    self._note(job, error)
                     job.running -= len(job.request.samples) - place
                 return
+
+    def _note(self, job: SampleJob, error: BaseException) -> None:
+        """What ended a job before its time."""
+        if isinstance(error, TryAgain) or isinstance(error.__cause__, TryAgain):
+            self._died = True
+            job.again = job.tries < MOST_TRIES
+        if not job.again:
+            job.failure = job.failure or failure_of(error)
 
     def _listener(self, job: SampleJob, place: int) -> Callable[[Any], None]:
         def listen(piece: Any) -> None:
             ended = isinstance(piece, BaseException) or bool(piece.token.finish)
             with self._queue.changed:
                 if isinstance(piece, BaseException):
-                    job.failure = job.failure or failure_of(piece)
+                    self._note(job, piece)
                 else:
                     job.sequences[place].append(piece.token)
                     if piece.token.finish == "error":
@@ -280,9 +305,15 @@ class SampleRounds:
     def _settle(self) -> None:
         """Tell of what has ended."""
         with self._queue.changed:
-            for job in [job for job in self._running if not job.running and (job.failure or job.answers)]:
+            ended = [j for j in self._running if not j.running and (j.failure or j.again or j.answers)]
+            for job in reversed(ended):
                 self._running.remove(job)
-                self._end(job)
+                if job.again and job.failure is None:
+                    job.again, job.tries = False, job.tries + 1
+                    job.sequences, job.answers = [], []
+                    self._waiting.appendleft(job)
+                else:
+                    self._end(job)
 
     def _end(self, job: SampleJob) -> None:
         job.sampler.jobs -= 1

@@ -49,6 +49,7 @@ class Saved:
     name: str
     base_model: str
     rank: int
+    settings: dict[str, Any]  # what a training's state depends on (`Backend.settings`)
     created: str
     bytes: int = 0
     expires: str | None = None

@@ -90,6 +90,7 @@ class TrainService:
         self._queue = WorkQueue(self.promises)
         self._rounds = SampleRounds(backend, self._queue, self.promises, most_samplers, self._sweep)
         self._idle = idle
+        self._queue.on_gap = self._spoil
         self._lock = self._queue.changed
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
@@ -246,9 +247,8 @@ class TrainService:
         backward = not message.forward_only
 
         def spoil() -> Reply:
-            """The step that follows would be of a part of what its client asked for."""
             if backward:
-                model.failed = number
+                self._spoil(model.name, number)
             return plain({})
 
         with self._numbered(model, number, spoil):
@@ -273,7 +273,7 @@ class TrainService:
                 failed, model.failed = model.failed, None
                 self.backend.discard(model.name)
                 raise bad(
-                    f"no step was taken: forward_backward request {failed} had failed, so all gradients "
+                    f"no step was taken: request {failed} of a pass had failed, so all gradients "
                     "since the step before were thrown away. To fix: send that pass again, whole, and step"
                 )
             return plain({"metrics": self.backend.step(model.name, params)})
@@ -436,6 +436,12 @@ class TrainService:
             except OSError:
                 logger.exception("checkpoints that have expired could not be looked at")
 
+    def _spoil(self, name: str, number: int) -> None:
+        """The step that follows would be of a part of what its client asked for."""
+        model = self._models.get(name)
+        if model is not None:
+            model.failed = number
+
     def _drop(self, sampler: Sampler) -> Reply:
         self._rounds.drop(sampler)
         return plain({})
@@ -581,9 +587,8 @@ class TrainService:
                 )
             write = self.backend.save_state if kind == TRAINING else self.backend.save_adapter
             run = model.run
-            saved = Saved(
-                run.run, kind, name, run.base_model, run.rank, now(), 0, expires, request.user_metadata
-            )
+            about = (run.base_model, run.rank, self.backend.settings, now())
+            saved = Saved(run.run, kind, name, *about, 0, expires, request.user_metadata)
             saved = self.saved.save(run, saved, lambda directory: write(model.name, directory))
             return plain({"path": saved.path})
 
@@ -605,6 +610,11 @@ class TrainService:
         saved = self._fitting(path)
         if saved.kind != TRAINING:
             raise bad(f"{saved.path} is for sampling; train on what save_state wrote", "path")
+        ours, theirs = self.backend.settings, saved.settings
+        differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+        if differing:
+            was = ", ".join(f"{key}={theirs.get(key)} (this server: {ours.get(key)})" for key in differing)
+            raise bad(f"{saved.path} was trained with {was}. To fix: start the server with the same", "path")
         return saved
 
     def _add_sampler(self, session: Session, sampler: Sampler) -> None:

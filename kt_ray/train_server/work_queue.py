@@ -49,11 +49,16 @@ class _Order:
 
 
 class WorkQueue:
-    """All that waits for the worker. Hold `changed` for several calls together; each takes it by itself."""
+    """All that waits for the worker. Hold `changed` for several calls together; each takes it by itself.
+
+    Attributes:
+        on_gap: told of a model and the number of its request that never came.
+    """
 
     def __init__(self, promises: Promises) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.samples_wait: Callable[[], bool] = lambda: False
+        self.on_gap: Callable[[str, int], None] = lambda model, number: None
         self._promises = promises
         self._orders: dict[str, _Order] = {}
         self._control: deque[Work] = deque()
@@ -131,8 +136,9 @@ class WorkQueue:
     def sweep(self) -> None:
         """Requests that waited too long for one before them fail."""
         with self.changed:
-            for order in self._orders.values():
+            for model, order in self._orders.items():
                 if order.waiting and not order.ready and time.monotonic() - order.moved > GAP:
+                    self.on_gap(model, order.next)
                     self._fail(
                         order, f"request {order.next} of this model never came; those after it cannot run"
                     )

@@ -41,8 +41,8 @@ class Turns:
 
     def take(self, name: str) -> None:
         if self.present != name:
-            new = name not in self.steps
-            self.cluster.switch_training(name, self.present, seed=ord(name), new=new)
+            seed = None if name in self.steps else ord(name)
+            self.cluster.switch_training(name, self.present, seed)
             self.steps.setdefault(name, 0)
             self.present = name
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kt_ray.batch import TokenLoss
-from kt_ray.errors import UserError
+from kt_ray.errors import TryAgain, UserError
 from kt_ray.generate.generator import Answer
 from kt_ray.generate.requests import Request, Token
 from kt_ray.train_server.backend import AdamParams, Datum, PassResult, Scores
@@ -50,6 +50,8 @@ class FakeSession:
 
     def __init__(self, backend: FakeBackend) -> None:
         self._backend = backend
+        self.dying = backend.deaths > 0
+        backend.deaths -= self.dying
         self.threads: list[threading.Thread] = []
 
     def submit(self, request: Request, listener: Callable[[Any], None] | None = None) -> Answer:
@@ -77,6 +79,9 @@ class FakeSession:
             answer.take(Token(answer.number, token, -0.5 - place, top, finish))
             if answer.finish:
                 return
+            if self.dying:
+                answer.fail(TryAgain("an actor died"))
+                return
         answer.take(Token(answer.number, -1, finish="cancelled"))
 
 
@@ -84,6 +89,7 @@ class FakeBackend:
     """
     Attributes:
         calls: in their order. gate: closed, answers and passes wait. faults: call -> error it raises once.
+        deaths: sessions to come in which an actor dies after a sample's first token.
     """
 
     base_model = "demo/model"
@@ -93,11 +99,13 @@ class FakeBackend:
     vocab_size = VOCAB
     eos = (EOS,)
 
-    def __init__(self, slots: int = 4) -> None:
+    def __init__(self, slots: int = 4, alpha: float = 16.0) -> None:
         self.slots = slots
+        self.settings: dict[str, Any] = {"lora.alpha": alpha}
         self.calls: list[tuple[Any, ...]] = []
         self.requests: list[Request] = []
         self.faults: dict[str, Exception] = {}
+        self.deaths = 0
         self.gate = threading.Event()
         self.gate.set()
         self.models: dict[str, Weight] = {}

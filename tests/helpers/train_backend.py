@@ -31,7 +31,7 @@ def backend_on(model: Path, root: Path, *overrides: str) -> Iterator[ClusterBack
     prepared = prepare_model(config, training=True)
     generation = generation_of(prepared, load_tokenizer(prepared.model_dir, "model.path"))
     with started(generation, "test") as cluster:
-        yield ClusterBackend(generation, cluster, "base", root / "snapshots")
+        yield ClusterBackend(generation, cluster, "base", str(model), root / "snapshots")
 
 
 def rows(seed: int, count: int = 6) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kt_ray.data.batches import step_waves
 from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, Sampling
+from kt_ray.runs import train_backend
 from kt_ray.train.trainer import StepBatches, Trainer
 from kt_ray.train_server.backend import Datum
 from tests.helpers.float32_copy import in_float32
@@ -219,3 +221,74 @@ def test_samples_and_scores_leave_gradients_that_wait(model: Path, tmp_path: Pat
             seen.append((norm, loss, kept.logprobs.tolist()))
             backend.drop("sampler")
         assert seen[0] == seen[1] and seen[0][0] > 0
+
+
+def test_what_a_rebuild_cannot_find_leaves_the_rest_whole(model: Path, tmp_path: Path) -> None:
+    """A death, after which a client's checkpoint is gone: trainings and other samplers are as before."""
+    given = data_of(rows(7))
+    with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
+        for seed, name in enumerate(("one", "two")):
+            backend.create(name, seed)
+            backend.run(name, given, ENTROPY, backward=True)
+            backend.step(name, ADAM)
+        backend.keep("one", "kept")
+        for name in ("stays", "goes"):
+            backend.save_adapter("two", tmp_path / name)
+            backend.load_sampler(name, tmp_path / name)
+        prompts = [given[0].tokens]
+        seen = {name: backend.score(name, prompts, 0)[0].logprobs for name in ("kept", "stays")}
+        losses = {name: backend.run(name, given, ENTROPY, backward=False).loss for name in ("one", "two")}
+        shutil.rmtree(tmp_path / "goes")
+        backend._undo(changes=True)  # what follows a death, too
+        with pytest.raises(UserError, match="their file is no longer there"):
+            backend.score("goes", prompts, 0)
+        for name, logprobs in seen.items():
+            np.testing.assert_array_equal(backend.score(name, prompts, 0)[0].logprobs, logprobs)
+        for name, loss in losses.items():
+            assert backend.run(name, given, ENTROPY, backward=False).loss == loss
+        with pytest.raises(RuntimeError, match="has no training 'nobody' put aside"):
+            backend._cluster.switch_training("nobody", None)
+
+
+def test_a_load_that_fails_halfway_changes_nothing(model: Path, tmp_path: Path) -> None:
+    given = data_of(rows(8))
+    with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
+        for seed, name in enumerate(("mine", "other")):
+            backend.create(name, seed)
+            backend.run(name, given, ENTROPY, backward=True)
+            backend.step(name, ADAM)
+        backend.save_state("other", tmp_path / "state")
+        for shard in (tmp_path / "state").glob("experts-1*"):
+            shard.unlink()
+        before = backend.run("mine", given, ENTROPY, backward=False).loss
+        with pytest.raises(UserError):
+            backend.load_state("mine", tmp_path / "state", optimizer=False)
+        assert backend.run("mine", given, ENTROPY, backward=False).loss == before
+
+
+def test_a_step_counts_although_its_snapshot_cannot_be_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = data_of(rows(9))
+    monkeypatch.setattr(train_backend, "SNAPSHOT_STEPS", 1)
+    with backend_on(model, tmp_path) as backend:
+        backend.create("mine", 1)
+        (tmp_path / "snapshots").write_text("in the way")
+        for _ in range(4):
+            backend.run("mine", given, ENTROPY, backward=True)
+            assert backend.step("mine", ADAM)["grad_norm"] > 0
+        assert "no snapshot of a training" in caplog.text
+        loss = backend.run("mine", given, ENTROPY, backward=False).loss
+        (tmp_path / "snapshots").unlink()
+        backend._undo(changes=True)  # what follows a death, too
+        assert backend.run("mine", given, ENTROPY, backward=False).loss == loss
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score(model: Path, tmp_path: Path) -> None:
+    long = np.arange(10, 20)
+    with backend_on(model, tmp_path) as backend:
+        (alone,) = backend.score(False, [long], 2)
+        short, beside = backend.score(False, [long[:1], long], 2)
+        assert short.logprobs.shape == (0,) and short.top_ids.shape == (0, 2)
+        np.testing.assert_array_equal(beside.logprobs, alone.logprobs)
+        assert backend.score(False, [long[:1]], 0)[0].logprobs.shape == (0,)

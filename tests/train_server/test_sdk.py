@@ -16,6 +16,7 @@ import tinker
 from tinker import types
 
 from kt_ray.errors import TryAgain
+from kt_ray.train_server.sample_rounds import MOST_TRIES
 from tests.helpers.fake_train_backend import FakeBackend, token_after, wrong
 from tests.helpers.train_server import KEY, Running, datum, running, until
 
@@ -290,7 +291,7 @@ def test_what_is_not_served_is_refused_at_once(server: Running) -> None:
     with pytest.raises(tinker.BadRequestError, match="stable_reinforce' is not supported"):
         training.forward_backward([datum([2, 3])], "stable_reinforce").result()
     # the refused request does not hold up those after it, but its step would be a part of what was asked for
-    with pytest.raises(tinker.RequestFailedError, match="no step was taken: forward_backward request 1"):
+    with pytest.raises(tinker.RequestFailedError, match="no step was taken: request 1 of a pass"):
         training.optim_step(types.AdamParams()).result()
     assert training.optim_step(types.AdamParams()).result().metrics == {"grad_norm": 0.0}
 
@@ -351,14 +352,27 @@ def test_no_step_on_a_part_of_a_pass(server: Running) -> None:
 
 def test_a_session_of_generation_that_fails(server: Running) -> None:
     sampler = server.client().create_sampling_client(base_model="demo/model").result()
-    server.backend.faults["sampling"] = TryAgain("an actor died")
     params = types.SamplingParams(max_tokens=1)
-    with pytest.raises(tinker.RequestFailedError, match="an actor died"):
+    server.backend.faults["sampling"] = wrong("all recoveries are used up")
+    with pytest.raises(tinker.RequestFailedError, match="recoveries"):
         sampler.sample(PROMPT, 1, params).result()
     server.backend.faults["score"] = wrong("no memory")
     with pytest.raises(tinker.RequestFailedError, match="no memory"):
         sampler.compute_logprobs(PROMPT).result()
     assert len(sampler.sample(PROMPT, 2, params).result().sequences) == 2
+
+
+def test_samples_are_drawn_again_after_a_death(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = server.client().create_sampling_client(base_model="demo/model").result()
+    params = types.SamplingParams(max_tokens=5, seed=3)
+    expected = [one.tokens for one in sampler.sample(PROMPT, 3, params).result().sequences]
+    server.backend.deaths = 2
+    server.backend.faults["sampling"] = TryAgain("another actor died")
+    assert [one.tokens for one in sampler.sample(PROMPT, 3, params).result().sequences] == expected
+    assert server.backend.deaths == 0
+    server.backend.deaths = MOST_TRIES
+    with pytest.raises(tinker.RequestFailedError, match="an actor died"):
+        sampler.sample(PROMPT, 3, params).result()
 
 
 def test_a_sample_that_is_given_up_is_cancelled(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
