@@ -559,6 +559,8 @@ def _train_server(c: Config) -> Iterator[Fault]:
         ("lora.dora", False, "a training begins anew on weights whose norms DoRA starts from"),
         ("lora.dropout", 0.0, "the log-probabilities of sampler and trainer would differ"),
         ("lora.init", "default", "trainings share one base, drawn by a seed that clients state"),
+        ("trainer.stage", "sft", "clients state the loss with every pass"),
+        ("trainer.resume", None, "clients load the state that a training goes on from"),
         ("trainer.neftune_noise_alpha", 0.0, "the log-probabilities of sampler and trainer would differ"),
         ("trainer.aux_loss", 0.0, "clients state the loss"),
         ("data.packing", False, "clients send rows one by one"),

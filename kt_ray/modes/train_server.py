@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.config.schema import Config
 from kt_ray.data.template import load_tokenizer
 from kt_ray.runs.generation import generation_of
@@ -47,8 +48,10 @@ def run(config: Config) -> int:
         )
         say("Ctrl-C ends the server")
 
-    directory.mkdir(parents=True, exist_ok=True)
-    setup_logging(directory / "server.log")
+    remedy = "set train_server.directory to a directory that you may write to"
+    with writing("the directory of saved weights", directory, remedy=remedy):
+        directory.mkdir(parents=True, exist_ok=True)
+        setup_logging(directory / "server.log")
     with (
         contextlib.suppress(KeyboardInterrupt),
         contextlib.ExitStack() as stack,

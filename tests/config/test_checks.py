@@ -195,3 +195,22 @@ def test_the_pretrained_demo_takes_no_other_seed_or_tokenizer(key: str, value: o
     assert f"model.{key}={value} has no meaning" in line and "model=demo_random" in line
     check(_config(model={"build": "demo", key: value}))
     check(_config(model={"build": "demo_base", "path": "some/checkpoint", key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optim.name", "muon"),
+        ("lora.dropout", 0.1),
+        ("lora.init", "gaussian"),
+        ("data.packing", True),
+        ("trainer.stage", "orpo"),
+        ("serve.adapters", {"mine": "/a"}),
+    ],
+)
+def test_what_a_train_servers_clients_say_is_not_configured(key: str, value: Any) -> None:
+    group, _, name = key.partition(".")
+    line = _line(_config(mode="train_server", **{group: {name: value}}))
+    assert line.startswith(f"{key}=") and "has no meaning with mode=train_server" in line
+    assert f"leave out {key}" in line
+    check(_config(mode="train_server", train_server={"adapters": 9}))

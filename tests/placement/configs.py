@@ -237,6 +237,7 @@ def make_config(
         "trainer": {"micro_batch_size": 1},
         "tracking": {},
         "plan": {},
+        "train_server": {},
         "accept": {},
         "run": {},
     }

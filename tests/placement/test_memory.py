@@ -62,6 +62,24 @@ def test_deepseek_v3_on_the_sockets() -> None:
     assert total["kept activations"] == kept == pytest.approx(38e9 + 6.8e9 + 0.8e9, rel=0.02)
 
 
+def test_trainings_over_one_base() -> None:
+    """Each put aside is value, gradient and both moments; each sampler a value."""
+    params = 58 * 256 * 3 * 8 * (7168 + 2048)
+
+    def total(adapters: int) -> dict[str, int]:
+        server = {"mode": "train_server", "train_server": {"adapters": adapters}}
+        config = make_config(rule=FOUR_GPUS, **TOKENS_8K, **server)
+        plan = make_plan(V3, config, nominal_hardware(config.rule))
+        both = [items(plan, f"socket {n}") for n in (0, 1)]
+        return {item: sum(s[item] for s in both) for item in ("LoRA", "optimizer")}
+
+    one, three = total(1), total(3)
+    assert one["LoRA"] == (8 + 2 * 4) * params and three["LoRA"] == (8 + 6 * 4) * params
+    others = three["optimizer"] - one["optimizer"]
+    assert others > 2 * 16 * params  # and what attention workers put aside on the host
+    assert others < 1.1 * 2 * 16 * params
+
+
 def test_workspace_of_an_expert_actor() -> None:
     """One backward of a group on AMX: act and its gradients in BF16, 48 threads with 4 MiB of scratch."""
     tokens, rows = 4096, 4096 * 8 // 2
