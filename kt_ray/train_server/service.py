@@ -12,7 +12,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from kt_ray.train_server.saved_models import (
     expiry,
     now,
 )
+from kt_ray.train_server.sessions import Model, Session
 from kt_ray.train_server.wire import adam_of, bad, data_of, loss_of, pass_reply, plain
 from kt_ray.train_server.work_queue import SAMPLES, Work, WorkQueue
 
@@ -44,33 +44,6 @@ _TURN = 64  # requests of one model before another has its turn, where no optimi
 _SWEEP = 1.0  # seconds between looks at what has expired
 _SWEEP_DISK = 60.0  # the same, of checkpoints
 UNEMBED = "train_unembed is accepted and changes nothing: this server trains no LoRA on the output layer"
-
-
-@dataclass
-class Session:
-    """One client process."""
-
-    name: str
-    user_metadata: dict[str, Any] | None
-    display_name: str | None
-    heard: float = field(default_factory=time.monotonic)
-    models: list[str] = field(default_factory=list)
-    samplers: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Model:
-    """One LoRA training."""
-
-    run: Run
-    session: Session
-    heard: datetime = field(default_factory=lambda: datetime.now(UTC))
-    made: bool = False  # whether the backend has it
-    failed: int | None = None  # number of a backward pass that failed since the last optimizer step
-
-    @property
-    def name(self) -> str:
-        return self.run.run
 
 
 class TrainService:

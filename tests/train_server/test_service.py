@@ -306,7 +306,8 @@ def test_sessions_end_while_samples_run_without_a_break(tmp_path: Path) -> None:
             one.http.close()
 
 
-def test_expired_checkpoints_are_gone(raw: Raw) -> None:
+def test_expired_checkpoints_are_gone(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kt_ray.train_server.service._SWEEP_DISK", 1e12)  # not by itself meanwhile
     model = raw.model()
     path = raw.result(raw.post("save_weights", model_id=model, seq_id=1, path="a", ttl_seconds=1))["path"]
     assert raw.post("weights_info", tinker_path=path)["lora_rank"] == 8
