@@ -3,18 +3,9 @@
 `token_losses` has them as pure functions of log-probabilities. `token_loss` applies them at the head: a
 token's slope is known as soon as its log-probability is, so autograd gets it in the walk that finds both.
 
-logp is a label's log-probability, old = loss_inputs["logprobs"] what it was when the label was sampled,
-A = loss_inputs["advantages"], r = exp(logp - old), sg(x) is x without a gradient.
-
-    cross_entropy        -w · logp, w = loss_inputs["weights"] (1 where there are none)
-    importance_sampling  -r · A
-    ppo    Schulman et al. 2017 (arXiv:1707.06347): -min(r · A, clip(r) · A)
-    cispo  MiniMax 2025 (arXiv:2506.13585): -sg(clip(r)) · logp · A
-    dro    Richemond et al. 2024 (arXiv:2405.19107), by tokens: -(logp · A - ½ · beta · (logp - old)²)
-    gspo   Zheng et al. 2025 (arXiv:2507.18071), GSPO-token: ppo with r = sg(s) · exp(logp - sg(logp)), where
-           log s is the mean of logp - old over the row's tokens that loss_inputs["sequence_ratio_mask"] marks
-
-The bounds of clip are loss_inputs["clip_low_threshold"] and ["clip_high_threshold"], or else the TokenLoss's.
+docs/training.md#losses-of-single-tokens has the formulas, their inputs (`MicroBatch.loss_inputs`), the bounds of clip
+and the papers: ppo Schulman et al. 2017, cispo MiniMax 2025, dro Richemond et al. 2024 (by tokens), gspo Zheng et al.
+2025 (GSPO-token).
 """
 
 from __future__ import annotations
