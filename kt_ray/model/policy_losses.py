@@ -3,9 +3,9 @@
 `token_losses` has them as pure functions of log-probabilities. `token_loss` applies them at the head: a
 token's slope is known as soon as its log-probability is, so autograd gets it in the walk that finds both.
 
-docs/training.md#losses-of-single-tokens has the formulas, their inputs (`MicroBatch.loss_inputs`), the bounds of clip
-and the papers: ppo Schulman et al. 2017, cispo MiniMax 2025, dro Richemond et al. 2024 (by tokens), gspo Zheng et al.
-2025 (GSPO-token).
+docs/training.md#losses-of-single-tokens has the formulas, their inputs (`MicroBatch.loss_inputs`), the bounds
+of clip and the papers: ppo Schulman et al. 2017, cispo MiniMax 2025, dro Richemond et al. 2024 (by tokens),
+gspo Zheng et al. 2025 (GSPO-token).
 """
 
 from __future__ import annotations
