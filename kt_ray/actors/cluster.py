@@ -485,7 +485,7 @@ class ActorCluster(ABC):
     def instruct(
         self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
     ) -> None:
-        """Send a coordinator a "request", "cancel" or "stop"; returns at once."""
+        """Send a coordinator a "request", "cancel", "start" or "stop"; returns at once."""
         facts = {} if request is None else {"request": request}
         self.workers[rank].control("deliver", Message((kind, session, number), {}, facts))
 

@@ -26,6 +26,8 @@ from kt_ray.transport.inbox import Outbox
 from kt_ray.transport.links import ExpertLink, StageLink
 from kt_ray.transport.messages import Address, Message
 
+_KINDS = ("request", "cancel", "start", "stop")  # of messages to a coordinator
+
 
 @dataclass
 class GenerationReport:
@@ -75,6 +77,8 @@ class WorkerSession:
         self.port = actor.port
         self.mailbox = actor.mailbox
         self.decoder = Decoder(stage)
+        self._held, self._added = spec.held, 0
+        self._expected: int | None = None  # requests that a held session begins with
         self.report = GenerationReport(part.rank)
         self.expert_actors: list[Address] = [("experts", rank) for rank in plan.experts_of(part.replica)]
         workers = (plan.worker(part.replica, number).rank for number in range(plan.stages))
@@ -109,11 +113,10 @@ class WorkerSession:
     def _take_messages(self, batcher: Batcher) -> bool:
         """Requests and cancellations so far; waits for one when there is nothing to do. False = stop."""
         while True:
-            self.actor.doing = "generating" if batcher.busy else "waiting for a request"
+            busy = batcher.busy and not self._held
+            self.actor.doing = "generating" if busy else "waiting for a request"
             with self.report.timed("idle"):
-                message = self.mailbox.take_first(
-                    ("request", "cancel", "stop"), 0.0 if batcher.busy else None
-                )
+                message = self.mailbox.take_first(_KINDS, 0.0 if busy else None)
             if message is None:
                 return True
             kind, session, *rest = message.tag
@@ -121,10 +124,16 @@ class WorkerSession:
                 continue  # meant for a session that has ended
             if kind == "stop":
                 return False
-            if kind == "request":
+            if kind == "start":
+                self._expected = rest[0]
+            elif kind == "request":
+                self._added += 1
                 self.outbox.put(batcher.add(rest[0], message.facts["request"]))
             else:
                 self.outbox.put(batcher.cancel(rest[0]))
+            if self._held and self._expected == self._added:
+                self._held = False
+                batcher.in_order()
 
     def _tell(self, step: Step) -> None:
         if self.followers:

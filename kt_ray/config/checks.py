@@ -18,7 +18,7 @@ from kt_ray.config.fields import closest, fields, show
 from kt_ray.config.interval import EPOCHS_FORM, FORM, epochs_of, seconds_of
 from kt_ray.config.limits import BOUNDS, INT8_BACKENDS, LISTED, NOT_EMPTY, QUANTISING_BACKENDS, WORDS
 from kt_ray.config.lora_checks import lora_faults
-from kt_ray.config.schema import Config, PreferenceConfig
+from kt_ray.config.schema import Config, GrpoConfig, PreferenceConfig
 from kt_ray.errors import UserError
 
 # Seeds are 64-bit counters of the random streams; the sign bit stays free.
@@ -48,7 +48,7 @@ _LAYER_STYLES = (
 def check(config: Config) -> None:
     """Raises UserError for the first value, or combination of values, that cannot work."""
     for part in (
-        *(single_keys, _model, _rule, _layers, _data, _sources, lora_faults, _optim, _trainer),
+        *(single_keys, _model, _rule, _layers, _data, _sources, lora_faults, _optim, _trainer, _grpo),
         *(_answers, _serve, _train_server, _place),
     ):
         for fault in part(config):
@@ -497,6 +497,63 @@ def _trainer(c: Config) -> Iterator[Fault]:
             "latest or a checkpoint directory",
             "set trainer.resume=latest, or ./NAME for a directory",
         )
+
+
+def _grpo(c: Config) -> Iterator[Fault]:
+    grpo, rows = c.grpo, c.trainer.batch_size
+    if c.trainer.stage != "grpo":
+        for key, given in (("reward", c.reward), ("grpo", None if grpo == GrpoConfig() else grpo)):
+            if given is not None:
+                yield Fault(
+                    key,
+                    f"has no meaning for trainer.stage={c.trainer.stage}",
+                    "trainer.stage=grpo",
+                    f"set trainer.stage=grpo, or leave out {key}",
+                )
+        return
+    if c.reward is None:
+        yield Fault(
+            "reward",
+            "must say what a good answer is with trainer.stage=grpo",
+            "FILE.py, FILE.py:FUNCTION, or a verifier's name (docs/rewards.md)",
+            "set reward=<file>.py or reward=numeric",
+        )
+    if rows % grpo.group_size:
+        nearest = max(1, round(rows / grpo.group_size)) * grpo.group_size
+        yield Fault(
+            "trainer.batch_size",
+            f"is no multiple of grpo.group_size={grpo.group_size}: a step takes whole groups",
+            remedy=f"set trainer.batch_size={nearest}, or another grpo.group_size",
+        )
+    if c.generate.max_new_tokens >= c.data.max_length:
+        yield Fault(
+            "generate.max_new_tokens",
+            f"leaves no room for a prompt within data.max_length={c.data.max_length}",
+            "less than data.max_length, which counts prompt and answer",
+            f"set data.max_length={2 * c.generate.max_new_tokens}, or lower generate.max_new_tokens",
+        )
+    if grpo.overlong_buffer >= c.generate.max_new_tokens:
+        yield Fault(
+            "grpo.overlong_buffer",
+            f"is not less than generate.max_new_tokens={c.generate.max_new_tokens}",
+            remedy="set it to the last tokens of an answer that cost reward, or to 0",
+        )
+    probabilities = "the log-probabilities of sampling and training would differ"
+    for key, plain, why in (
+        ("lora.dropout", 0.0, probabilities),
+        ("trainer.neftune_noise_alpha", 0.0, probabilities),
+        ("generate.top_p", 1.0, probabilities),
+        ("generate.top_k", 0, probabilities),
+        ("generate.min_p", 0.0, probabilities),
+        ("generate.repetition_penalty", 1.0, probabilities),
+        ("generate.temperature", 0.0, "answers are drawn at temperature 1, held-out ones at 0"),
+        ("generate.adapter", None, "the policy answers; what it starts from is lora.adapter"),
+        ("trainer.aux_loss", 0.0, "answers are drawn from the policy, whose routers are frozen"),
+        ("data.packing", False, "an answer's loss is a row's"),
+        ("data.format", "auto", "a row's prompt is read, not its answer (docs/rl.md)"),
+    ):
+        if value_of(c, key) != plain:
+            yield Fault(key, f"cannot be set with trainer.stage=grpo: {why}", show(plain), f"leave out {key}")
 
 
 def _answers(c: Config) -> Iterator[Fault]:

@@ -71,7 +71,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "optim.name": ("adamw", "deepspeed_cpu_adam", "muon"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
     "optim.decay_shape": ("cosine", "linear", "1-sqrt"),
-    "trainer.stage": ("sft", "pt", "dpo", "orpo", "kto"),
+    "trainer.stage": ("sft", "pt", "dpo", "orpo", "kto", "grpo"),
+    "grpo.loss": ("grpo", "dr_grpo", "dapo", "gspo"),
     "preference.loss": ("sigmoid", "hinge", "ipo", "robust", "simpo"),
     "trainer.bad_steps": ("stop", "skip"),
     "trainer.on_signal": ("save", "exit"),
@@ -113,6 +114,7 @@ _KEYS_OF_BOUNDS = {
         data.limit trainer.max_steps trainer.batch_size trainer.micro_batch_size trainer.log_every
         generate.max_new_tokens generate.batch_size generate.prefill_tokens generate.cache_tokens
         generate.limit serve.max_batch serve.max_tokens serve.max_body train_server.adapters
+        grpo.steps_per_rollout grpo.iterations
     """,
     Bound(1, 8): "rule.groups",
     Bound(1, 64): "rule.nodes",
@@ -124,18 +126,20 @@ _KEYS_OF_BOUNDS = {
         trainer.recoveries trainer.restarts trainer.timeline_every trainer.aux_loss trainer.early_stopping
         trainer.early_stopping_threshold trainer.spike trainer.neftune_noise_alpha preference.gamma
         generate.min_new_tokens generate.temperature generate.top_k serve.max_queue eval.samples
-        eval.after_training report.samples
+        eval.after_training report.samples grpo.beta grpo.overlong_buffer
     """,
     Bound(0, 1, open_low=True, open_high=True): "rule.experts.stream",
     Bound(0, 1, open_high=True): "lora.dropout",
-    Bound(2): "data.max_length",  # the first token predicts, the second is predicted
+    # the first token predicts, the second is predicted; answers are compared with each other
+    Bound(2): "data.max_length grpo.group_size",
     Bound(1, 1024): "data.pad_to_multiple_of",
     Bound(1, 256): "lora.rank",
     Bound(0, open_low=True): """
+        grpo.epsilon_high
         lora.alpha optim.eps optim.decay preference.beta trainer.epochs trainer.step_timeout trainer.max_hours
         accept.minutes cluster.start_timeout generate.repetition_penalty
     """,
-    Bound(0, 1, open_low=True): "optim.lr generate.top_p",
+    Bound(0, 1, open_low=True): "grpo.epsilon optim.lr generate.top_p",
     Bound(0, 1): "optim.min_lr_ratio generate.min_p",
     Bound(1, 1000): "optim.lora_plus_ratio",
     Bound(0, 0.5, open_high=True): "preference.label_smoothing",
@@ -162,6 +166,7 @@ NOT_EMPTY: dict[str, str] = {
     "serve.name": "a name, or null",
     "serve.api_key": "a key, or null",
     "train_server.directory": "a directory, or null",
+    "reward": "a verifier, FILE.py or FILE.py:FUNCTION, or null",
     "compare.runs": "run directories or names",
     "run.root": "a directory",
     "accept.root": "a directory",

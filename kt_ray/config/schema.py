@@ -214,6 +214,26 @@ class PreferenceConfig:
 
 
 @dataclass(frozen=True)
+class GrpoConfig:
+    """`trainer.stage=grpo`: groups of answers to a prompt, scored by `reward` (kt_ray.train.policy_steps)."""
+
+    loss: str = "grpo"
+    group_size: int = 8
+    steps_per_rollout: int = 1
+    iterations: int = 1
+    epsilon: float | None = None
+    epsilon_high: float | None = None
+    beta: float = 0.0
+    mask_truncated: bool = False
+    overlong_buffer: int = 0
+
+    @property
+    def steps_of_round(self) -> int:
+        """Optimizer steps on one round of answers."""
+        return self.steps_per_rollout * self.iterations
+
+
+@dataclass(frozen=True)
 class TrackingConfig:
     """Where figures go. jsonl is always written; others are added on request, several in a list."""
 
@@ -373,6 +393,8 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    reward: str | None = None
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
@@ -391,20 +413,29 @@ class Config:
         return self.train_server.adapters if self.mode == "train_server" else 0
 
     @property
+    def answering_rows(self) -> int:
+        """Rows of generation within a training run that there is to be memory for."""
+        if self.trainer.stage == "grpo":
+            return self.generate.batch_size
+        return min(self.generate.batch_size, self.eval.after_training)
+
+    @property
     def has_reference(self) -> bool:
         """Whether the stage's loss compares with a reference."""
         stage = self.trainer.stage
+        if stage == "grpo":
+            return self.grpo.beta > 0
         return stage == "kto" or (stage == "dpo" and self.preference.loss != "simpo")
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the reference of a preference loss is a copy of the adapter that the run starts from."""
+        """Whether the reference of a loss is a copy of the adapter that the run starts from."""
         return self.lora.adapter is not None and self.has_reference
 
     @property
     def packs_micro_batches(self) -> bool:
         """Whether rows share micro-batches by their lengths (auto, and every row counts by itself)."""
-        return self.trainer.micro_batch_size == "auto" and self.trainer.stage in ("sft", "pt")
+        return self.trainer.micro_batch_size == "auto" and self.trainer.stage in ("sft", "pt", "grpo")
 
     def micro_batch_rows(self, replicas: int) -> int:
         """Rows (pairs) of a micro-batch; at auto of rows as long as data.max_length, two for each replica."""

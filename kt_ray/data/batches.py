@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -191,6 +191,30 @@ def step_waves(
     return [
         wave(parts[i : i + count], replicas, groups, pad_id, multiple, unpadded)
         for i in range(0, len(parts), count)
+    ]
+
+
+def with_loss_inputs(waves: Sequence[Wave], inputs: Mapping[int, Mapping[str, np.ndarray]]) -> list[Wave]:
+    """The same waves with what a TokenLoss reads.
+
+    Args:
+        inputs: by sample id, float32 [s] each of the row's tokens.
+    """
+
+    def filled(micro: MicroBatch) -> MicroBatch:
+        rows = [inputs[int(sample)] for sample in micro.sample_ids]
+        arrays = {
+            name: np.zeros(micro.input_ids.shape, dtype=np.float32)
+            for name in {n for row in rows for n in row}
+        }
+        for place, row in enumerate(rows):
+            for name, values in row.items():
+                arrays[name][place, : len(values)] = values
+        return replace(micro, loss_inputs=arrays)
+
+    return [
+        tuple(tuple(tuple(filled(micro) for micro in group) for group in groups) for groups in wave)
+        for wave in waves
     ]
 
 

@@ -1,7 +1,8 @@
 """Turn source rows of a known format into conversations, and refuse what is none of them.
 
-FORMATS shows the keys of each. `detect` goes by keys alone; a row whose keys fit two formats is refused, not
-guessed: the wrong guess would train on the wrong text without a word.
+FORMATS shows the keys of each; "prompts" is what trainer.stage=grpo reads rows as. `detect` goes by keys
+alone; a row whose keys fit two formats is refused, not guessed: the wrong guess would train on the wrong text
+without a word.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ FORMATS: dict[str, str] = {
     "preference": '{"chosen": …, "rejected": …, "prompt" or "messages" or "instruction": …}',
     "kto": '{"label": true or false, "prompt": …, "completion": …} (or messages)',
     "text": '{"text": …}',
+    "prompts": '{"prompt": … (or messages, conversations, instruction)[, "answer", …]}',
 }
 # Columns that data.columns may name. "role" and "content" are the keys inside a list of turns.
 COLUMNS = (
@@ -94,7 +96,7 @@ class Parser:
                 required=" or ".join(FORMATS.values()) if self.format == "auto" else FORMATS[self.format],
                 remedy="write every row as a JSON object",
             )
-        row = self._renamed(row, where)
+        given, row = row, self._renamed(row, where)
         if self.guessed:
             formats = detect(row)
             if len(formats) > 1:
@@ -121,11 +123,14 @@ class Parser:
                 self.format = formats[0]
         if self.format == "text":
             return Conversation((), sample_id, where, text=_raw(row, where))
+        tools = tools_of(row.get("tools"), where)
+        if self.format == "prompts":
+            messages = tuple(_with_system(_open_prompt(row, where), self.system))
+            return Conversation(messages, sample_id, where, tools, columns=given)
         label = _label(row, where) if self.format == "kto" else None
         chosen, *rejected = (
             tuple(_with_system(messages, self.system)) for messages in _PARSE[self.format](row, where)
         )
-        tools = tools_of(row.get("tools"), where)
         return Conversation(chosen, sample_id, where, tools, rejected[0] if rejected else None, label)
 
     def _renamed(self, row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -271,6 +276,16 @@ def _prompt_of(row: dict[str, Any], where: str, format: str) -> list[Turn]:
             return _alpaca_prompt(row, where)
         raise missing("prompt", row, where, FORMATS[format])
     return [*_system(row, where), turn("user", _text(row, "prompt", where), where, "prompt")]
+
+
+def _open_prompt(row: dict[str, Any], where: str) -> list[Turn]:
+    """The turns before the answer to come; an answer that the row has is left out."""
+    messages = _prompt_of(row, where, "prompts")
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not any(message["role"] == "user" for message in messages):
+        raise bad_row("the prompt asks nothing", where, keys_of(row), "a turn of the user", FILL)
+    return messages
 
 
 def _prompt_completion(row: dict[str, Any], where: str) -> list[list[Turn]]:

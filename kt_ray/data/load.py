@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from kt_ray.data.cache import TokenCache, default_token_cache
 from kt_ray.data.encode_rows import Encoded, Samples, encode_rows
 from kt_ray.data.held_out_split import as_split, same_prompt, split
 from kt_ray.data.pack_rows import pack
+from kt_ray.data.prompts import Prompt, as_prompts, encode_prompts
 from kt_ray.data.row_types import KINDS, Conversation
 from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
 from kt_ray.data.template import ChatEncoder, check_vocabulary, dated, load_tokenizer, vocabulary_of
@@ -27,6 +28,7 @@ _KIND_NAMES = {
     "sft": "answers or text to learn",
     "pairs": "preference pairs (chosen and rejected)",
     "kto": "answers with a verdict (kto)",
+    "prompts": "prompts",
 }
 
 
@@ -39,7 +41,12 @@ class DataBundle:
     tokenizer: PreTrainedTokenizerFast  # with the chat template that was used set on it
     report: DataReport  # what was cut and dropped
     pad_id: int  # an id to fill padding with
-    kind: str = "sft"  # "sft", "pairs" (train and eval hold Pair instead of Row) or "kto" (rows have signs)
+    # "sft", "pairs" (train and eval hold Pair instead of Row), "kto" (rows have signs) or "prompts" (rows end
+    # where the answer begins, and nothing in them is trained)
+    kind: str = "sft"
+    prompts: Mapping[int, Prompt] = field(
+        default_factory=dict
+    )  # sample id -> what kind "prompts" has besides
     dated: bool = False  # whether the template writes the date (data.date)
 
 
@@ -63,6 +70,8 @@ def load_data(
         UserError: any fault in files, rows, tokenizer or template, with file and line.
     """
     data = as_split(config)
+    if config.trainer.stage == "grpo":
+        data = as_prompts(data)
     parts, train, held_out, notes = read_split(data, seed)
     rows = sum(len(part.rows) for part in parts)
     everything = [*train, *held_out]
@@ -78,17 +87,30 @@ def load_data(
         date=data.date or date.today().isoformat(),
         train_on=data.train_on,
     )
-    encoded = Encoded(everything, encoder, cache or TokenCache(default_token_cache(), data.cache_gb))
     report = DataReport(data.max_length, template=encoder.source, sources=[part.line() for part in parts])
-    report.cached = encoded.cached
     samples = _mixed(parts, train, rows, seed)
     eval_samples = [(row, row.sample_id) for row in held_out]
-    spare = count(1 + max(sample for _, sample in (*samples, *eval_samples)))
-    train_rows = encode_rows(samples, encoded, data, report.train, spare)
+    prompts: dict[int, Prompt] = {}
+    if kind == "prompts":
+        report.max_length = longest = data.max_length - config.generate.max_new_tokens
+
+        def encode(samples: Samples, report: SplitReport) -> list[Any]:
+            found = encode_prompts(samples, encoder, longest, report, data.bad_rows == "skip")
+            prompts.update(found)
+            return [prompt.row for prompt in found.values()]
+    else:
+        encoded = Encoded(everything, encoder, cache or TokenCache(default_token_cache(), data.cache_gb))
+        report.cached = encoded.cached
+        spare = count(1 + max(sample for _, sample in (*samples, *eval_samples)))
+
+        def encode(samples: Samples, report: SplitReport) -> list[Any]:
+            return encode_rows(samples, encoded, data, report, spare)
+
+    train_rows = encode(samples, report.train)
     eval_rows = []
     if held_out:
         report.eval = SplitReport()
-        eval_rows = encode_rows(eval_samples, encoded, data, report.eval, spare)
+        eval_rows = encode(eval_samples, report.eval)
     rows_of_both, _ = flat([*train_rows, *eval_rows])
     check_vocabulary(max((int(row.input_ids.max()) for row in rows_of_both), default=0), model_dir)
     if data.packing:
@@ -107,6 +129,7 @@ def load_data(
         report=report,
         pad_id=int(pad),
         kind=kind,
+        prompts=prompts,
         dated=dated(encoder.template),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
@@ -9,8 +10,9 @@ import numpy as np
 
 from kt_ray.batch import IGNORE
 
-# What a row is for: answers (or text) to learn, a better and a worse answer, or an answer with a verdict.
-KINDS = ("sft", "pairs", "kto")
+# What a row is for: answers (or text) to learn, a better and a worse answer, an answer with a verdict, or a
+# prompt that the model itself answers.
+KINDS = ("sft", "pairs", "kto", "prompts")
 
 
 class Turn(TypedDict):
@@ -41,6 +43,8 @@ class Conversation:
     rejected: tuple[Turn, ...] | None = None
     label: bool | None = None  # whether the answer is wanted (KTO); None = the row has no verdict
     text: str | None = None  # raw text of a row without turns; None = a conversation
+    # the whole row of a prompt, whose messages end before the answer; None = the row is none
+    columns: Mapping[str, Any] | None = None
 
     @property
     def prompt_key(self) -> str:
@@ -56,6 +60,8 @@ class Conversation:
     @property
     def kind(self) -> str:
         """One of KINDS."""
+        if self.columns is not None:
+            return "prompts"
         if self.rejected is not None:
             return "pairs"
         return "sft" if self.label is None else "kto"

@@ -221,6 +221,21 @@ class ChatEncoder:
             )
         return ids, np.where(trained, ids, IGNORE)
 
+    def prompt_ids(
+        self,
+        messages: Sequence[Turn],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        where: str = "this conversation",
+    ) -> list[int]:
+        """Token ids of a conversation with the header of the answer to come; `where` is for the error.
+
+        Raises:
+            UserError: the template refuses it.
+        """
+        text = self.render(messages, prompt=True, tools=tools, where=where)
+        return list(self._tokenized(text, where, add_special_tokens=False)["input_ids"])
+
     def _tokenized(self, text: str, where: str, **options: bool) -> Any:
         try:
             return self.tokenizer(text, verbose=False, **options)

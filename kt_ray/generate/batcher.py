@@ -62,6 +62,10 @@ class Batcher:
             return [failed(number, error)]
         return []
 
+    def in_order(self) -> None:
+        """Those that wait take turns by their numbers: messages may overtake each other."""
+        self._waiting = deque(sorted(self._waiting, key=lambda row: row.number))
+
     def cancel(self, number: int) -> list[Token]:
         """Between steps: a request's end, if it has not ended yet. May overtake the request itself."""
         if number not in self._seen:

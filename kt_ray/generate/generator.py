@@ -170,7 +170,7 @@ class Generator:
     Args:
         cluster: started.
         tokenizer: for text and stop strings; None = token ids only.
-        max_rows, prefill_tokens, cache_tokens: see SessionSpec.
+        max_rows, prefill_tokens, cache_tokens, held: see SessionSpec.
 
     Attributes:
         error: what ended the session before it was closed, or None.
@@ -188,12 +188,13 @@ class Generator:
         max_rows: int = 32,
         prefill_tokens: int = 2048,
         cache_tokens: int | None = None,
+        held: bool = False,
     ) -> None:
         self.cluster = cluster
         self.tokenizer = tokenizer
         pad = getattr(tokenizer, "pad_token_id", None)
         number = next(_sessions)
-        self.spec = SessionSpec(number, max_rows, prefill_tokens, int(pad or 0), cache_tokens)
+        self.spec = SessionSpec(number, max_rows, prefill_tokens, int(pad or 0), cache_tokens, held)
         self.reports: list[Any] = []
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[int, Answer]] = {}  # number -> (rank of its coordinator, answer)
@@ -247,6 +248,15 @@ class Generator:
             self._answers[number] = rank, answer
             self.cluster.instruct(rank, "request", self.spec.number, number, request)
         return answer
+
+    def start(self) -> None:
+        """Begin a held session with all requests that were submitted: with them, and without `Request.stop`,
+        it has the same bits each time. Later ones join as in any other.
+        """
+        with self._lock:
+            load = Counter(rank for rank, _ in self._answers.values())
+            for rank in self.cluster.coordinators:
+                self.cluster.instruct(rank, "start", self.spec.number, load[rank])
 
     def _check(self, request: Request) -> None:
         if request.stop and self.tokenizer is None:

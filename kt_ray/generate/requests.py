@@ -113,6 +113,8 @@ class SessionSpec:
     # room in one replica's caches: a request is taken in when the longest that its batch's answers can
     # get, times their number, is not more; None = whenever a row is free
     cache_tokens: int | None = None
+    # nothing is computed before `Generator.start`: which rows share a step then depends on the requests alone
+    held: bool = False
 
     def tag(self, step: int) -> int:
         """A number for a step's messages that no step of another session has."""

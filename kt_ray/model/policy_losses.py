@@ -34,10 +34,18 @@ _BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
 def token_losses(logps: Tensor, inputs: Mapping[str, Tensor], loss: TokenLoss) -> Tensor:
     """Loss of every token, like logps and differentiable in it.
 
+    With "reference_logprobs" and "kl_weights" the weighted divergence from the reference is added, by
+    Schulman's estimate k3 (joschu.net/blog/kl-approx.html).
+
     Args:
         logps: [N] labels' log-probabilities.
         inputs: [N] each, complete (the bounds of clip included); for gspo "logprobs" is `sequence_old`.
     """
+    if "kl_weights" in inputs:
+        distance = inputs["reference_logprobs"] - logps
+        divergence = torch.exp(distance) - distance - 1
+        rest = {name: values for name, values in inputs.items() if name != "kl_weights"}
+        return token_losses(logps, rest, loss) + inputs["kl_weights"] * divergence
     if loss.name == "cross_entropy":
         return -inputs["weights"] * logps
     old, advantages = inputs["logprobs"], inputs["advantages"]
@@ -134,7 +142,8 @@ def _inputs(batch: MicroBatch, loss: TokenLoss, device: torch.device) -> dict[st
         "clip_high_threshold": high if loss.clip_high is None else loss.clip_high,
     }
     inputs = {}
-    for name in (*_NEEDED[loss.name], *defaults):
+    divergence = ("reference_logprobs", "kl_weights") if "kl_weights" in given else ()
+    for name in (*_NEEDED[loss.name], *divergence, *defaults):
         if name not in given or (name == "weights" and loss.name != "cross_entropy"):
             values = np.full(shape, defaults[name])
         else:

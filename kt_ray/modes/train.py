@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.render import experts_per_layer, plan_to_dict
+from kt_ray.rewards.reward import Reward, load_reward
 from kt_ray.runs.before_after import before_and_after, final_questions
 from kt_ray.runs.disk_room import disk_need, shortage
 from kt_ray.runs.environment import environment
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.plan_time import predicted_run, run_line
+from kt_ray.runs.policy_rollouts import LOG, PolicyRollouts, generation_for
 from kt_ray.runs.prepare import Prepared, evaluation_line, prepare, without_padding
 from kt_ray.runs.questions import Question
 from kt_ray.runs.rundir import (
@@ -52,6 +55,7 @@ from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker, read_jsonl
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console, say, setup_logging
 from kt_ray.tracking.progress import Summary, TrainProgress, show_summary
+from kt_ray.train import policy_steps
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.stop_signals import stop_signals
 from kt_ray.train.trainer import Events, Trainer
@@ -69,15 +73,33 @@ def run(config: Config) -> int:
         config = undated
     config = replace(config, lora=prepared.config.lora)  # which may be an adapter's
     final = final_questions(prepared)
+    answering = _policy(prepared)
     resume = resume_point(prepared, manifest)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
     prediction = predicted_run(config, prepared.plan, rates, prepared.batches.train(0))
     _check_room(prepared, resume, prediction)
     rundir = RunDir.create(config, resume.directory if resume else None)
     try:
-        return _run(prepared, rundir, resume, prediction, rates, final, began)
+        return _run(prepared, rundir, resume, prediction, rates, final, answering, began)
     finally:
         rundir.close()
+        if answering is not None:
+            answering[1].close()
+
+
+def _policy(prepared: Prepared) -> tuple[PreparedGeneration, Reward] | None:
+    """How the policy of trainer.stage=grpo answers, and what its answers are worth; None = another stage.
+
+    Raises:
+        UserError: the family cannot generate, the reward is none, or does not fit a row.
+    """
+    if prepared.config.trainer.stage != policy_steps.STAGE:
+        return None
+    assert prepared.config.reward is not None
+    reward = load_reward(prepared.config.reward)
+    for prompt in prepared.data.prompts.values():
+        reward.check_row(prompt.columns, prompt.where)
+    return generation_for(prepared), reward
 
 
 def _check_room(prepared: Prepared, resume: ResumePoint | None, prediction: Prediction) -> None:
@@ -98,6 +120,7 @@ def _run(
     prediction: Prediction,
     rates: Rates,
     final: tuple[PreparedGeneration, list[Question]] | None,
+    answering: tuple[PreparedGeneration, Reward] | None,
     began: float,
 ) -> int:
     """Train in a run directory that is this process's own."""
@@ -138,7 +161,12 @@ def _run(
             tracker.start(
                 rundir.path, without_secrets(plain(config)), first_step=first_step + 1 if first_step else 0
             )
-            summary = _train(prepared, rundir, cluster, tracker, resume, began, owes_evaluation)
+            rollouts = None
+            if answering is not None:
+                rollouts = PolicyRollouts(
+                    answering[0], cluster, prepared.data.prompts, answering[1], rundir.path / LOG
+                )
+            summary = _train(prepared, rundir, cluster, tracker, resume, began, owes_evaluation, rollouts)
             if final is not None:
                 summary = replace(summary, sample=_answer(*final, rundir, cluster, tracker))
             status = "finished"
@@ -164,7 +192,10 @@ def _run(
 def _evaluated(resume: ResumePoint) -> bool:
     """Whether the held-out loss of the resumed state is in its run's figures: it is saved before that."""
     records = read_jsonl(resume.directory.parent.parent / "metrics.jsonl")
-    return any(r.get("step") == resume.manifest.step and r.get("eval_loss") is not None for r in records)
+    return any(
+        r.get("step") == resume.manifest.step and not r.keys().isdisjoint(("eval_loss", "eval_reward"))
+        for r in records
+    )
 
 
 def _plot(rundir: RunDir) -> None:
@@ -197,7 +228,11 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
         say(line)
         logger.info("%s", line)
     steps = prepared.batches.total_steps
-    say(f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all")
+    rows = f"{config.trainer.batch_size} rows"
+    if config.trainer.stage == policy_steps.STAGE:
+        size = config.grpo.group_size
+        rows = f"{config.trainer.batch_size // size} prompts, {size} answers each"
+    say(f"{steps} steps of {rows}, {len(prepared.data.train)} rows in all")
     say(evaluation_line(prepared))
     if config.trainer.preview:
         print_preview(
@@ -229,8 +264,11 @@ def _train(
     resume: ResumePoint | None,
     began: float,
     owes_evaluation: bool,
+    rollouts: PolicyRollouts | None,
 ) -> Summary:
     config = prepared.config
+    # what evaluations are called, and their sign where more is better
+    figure, sign = ("loss", 1) if rollouts is None else ("reward", -1)
     first_step = resume.manifest.step if resume else 0
     display = TrainProgress(
         prepared.batches.total_steps,
@@ -244,24 +282,27 @@ def _train(
         display.update(metrics.to_dict())
 
     def on_eval(step: int, loss: float) -> None:
-        tracker.log(step, {"eval_loss": loss})
-        display.line(f"step {step}/{prepared.batches.total_steps}  held-out loss {loss:.4f}")
+        tracker.log(step, {f"eval_{figure}": sign * loss})
+        display.line(f"step {step}/{prepared.batches.total_steps}  held-out {figure} {sign * loss:.4f}")
 
     def save(step: int) -> Path:
-        return save_checkpoint(prepared, rundir, cluster, step, trainer.load)
+        more = partial(trainer.policy.save, step) if trainer.policy is not None else lambda _: None
+        return save_checkpoint(prepared, rundir, cluster, step, trainer.load, more)
 
     def timeline(step: int, activities: Sequence[Activity]) -> None:
         write_timeline(rundir.path / "timelines", step, activities, {"run": rundir.path.name, "step": step})
 
     def best(step: int, loss: float) -> None:
         mark_best(rundir.checkpoints, step, loss)
-        display.line(f"step {step}: the lowest held-out loss so far, {loss:.4f}")
+        best = "lowest" if sign > 0 else "highest"
+        display.line(f"step {step}: the {best} held-out {figure} so far, {sign * loss:.4f}")
 
     def finish() -> None:
         chosen = best_checkpoint(rundir.checkpoints) if config.trainer.save_best else None
         if chosen is not None and trainer.kept is not None:
             cluster.restore(str(chosen), trainer.kept[0])
-            display.line(f"the adapter is that of {chosen.name}, held-out loss {trainer.kept[1]:.4f}")
+            held_out = sign * trainer.kept[1]
+            display.line(f"the adapter is that of {chosen.name}, held-out {figure} {held_out:.4f}")
         try:
             write_adapter(prepared, rundir.adapter, cluster)
         except ActorLost:
@@ -286,21 +327,24 @@ def _train(
             kept=best_so_far(rundir) if resume and config.trainer.save_best else None,
             stop=stop,
             owes_evaluation=owes_evaluation,
+            rollouts=rollouts,
         )
         done = trainer.run()
         trainer.with_all_steps(finish)
     evaluated = sorted(done.eval_losses.items())
     if config.trainer.save_best and trainer.kept is not None and evaluated:
         evaluated.append(trainer.kept)  # what the adapter is
+    steps = done.losses if rollouts is None else done.rewards
     return Summary(
         run_dir=rundir.path,
         steps=done.steps,
         rows=len(prepared.data.train),
         seconds=time.monotonic() - began,
-        first_loss=done.losses[0] if done.losses else None,
-        last_loss=done.losses[-1] if done.losses else None,
-        eval_before=evaluated[0][1] if evaluated else None,
-        eval_after=evaluated[-1][1] if evaluated else None,
+        first_loss=steps[0] if steps else None,
+        last_loss=steps[-1] if steps else None,
+        eval_before=sign * evaluated[0][1] if evaluated else None,
+        eval_after=sign * evaluated[-1][1] if evaluated else None,
+        figure=figure,
         recoveries=done.recoveries,
         seconds_lost=done.seconds_lost,
     )

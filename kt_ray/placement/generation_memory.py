@@ -9,8 +9,8 @@ runs. Nothing is kept for a backward pass; caches are kept instead:
                   tokens (latent attention, and where several heads share one key)
     logits        of every row
 
-With eval.after_training, training's plan counts (as `answers`) what this needs beyond activations, workspace
-and logits, which are free by then.
+With eval.after_training or trainer.stage=grpo, training's plan counts (as `answers`) what this needs beyond
+activations, workspace and logits, which are free then.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def generates(config: Config) -> bool:
     return config.mode in GENERATING
 
 
-def after_training(config: Config) -> Config:
-    """The configuration under which a run answers eval.after_training questions: no more rows than those."""
-    questions = config.eval.after_training
-    keys = {"answer": "both", "split": "eval", "limit": questions, "adapter": None}
-    keys["batch_size"] = min(config.generate.batch_size, max(1, questions))
+def within_training(config: Config) -> Config:
+    """The configuration under which a run generates: no more rows than it asks for."""
+    keys = {"batch_size": max(1, config.answering_rows), "answer": "both", "split": "eval", "adapter": None}
+    if config.eval.after_training:
+        keys["limit"] = config.eval.after_training
     return with_keys(config, {f"generate.{key}": value for key, value in keys.items()})
 
 
@@ -41,7 +41,8 @@ def room(dims: ModelDims, config: Config) -> int:
     generate = config.generate
     if isinstance(generate.cache_tokens, int):
         return generate.cache_tokens
-    row = config.data.max_length + generate.max_new_tokens
+    # max_length of a prompt that training would cut there; of GRPO's it counts the answer
+    row = config.data.max_length + (0 if config.trainer.stage == "grpo" else generate.max_new_tokens)
     return generate.batch_size * (min(row, dims.context) if dims.context else row)
 
 

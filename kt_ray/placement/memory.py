@@ -46,10 +46,10 @@ from kt_ray.hardware.nominal import FORMAT_BYTES
 from kt_ray.placement.engine_memory import HUGE_PAGE, engine_shape, rounded
 from kt_ray.placement.expert_load import touched
 from kt_ray.placement.generation_memory import (
-    after_training,
     generates,
     generation_items,
     longest_row,
+    within_training,
 )
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.lora_sizes import (
@@ -502,8 +502,8 @@ def worker_items(
     if generates(config):
         items |= generating(config)
         items["workspace"] = max(items["workspace"] + unpacked, 4 * probed)
-    elif config.eval.after_training:
-        answering = generating(after_training(config))
+    elif config.answering_rows:
+        answering = generating(within_training(config))
         free = sum(items[name] for name in answering if name in items)  # training no longer needs it
         items["answers"] = max(0.0, sum(answering.values()) - free)
     return items

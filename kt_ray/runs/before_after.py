@@ -18,7 +18,7 @@ from kt_ray.config.schema import Config
 from kt_ray.evaluate.answer_file import find_answers
 from kt_ray.evaluate.loss_sums import LOSSES_FILE
 from kt_ray.evaluate.table import Comparison
-from kt_ray.placement.generation_memory import after_training as settings_after
+from kt_ray.placement.generation_memory import within_training
 from kt_ray.runs import evaluation
 from kt_ray.runs.answering import AnswerJob, answer, answers_directory, open_job
 from kt_ray.runs.generation import (
@@ -103,15 +103,16 @@ def _other_rows(config: Config, run: Path) -> Iterable[str]:
 def final_questions(prepared: Prepared) -> tuple[PreparedGeneration, list[Question]] | None:
     """What base and adapter will be asked after training: the first eval.after_training held-out rows.
 
-    None = eval.after_training is 0, or data.eval_fraction=auto held nothing out.
+    None = eval.after_training is 0, data.eval_fraction=auto held nothing out, or trainer.stage=grpo, whose
+    held-out prompts are answered and scored all along.
 
     Raises:
         UserError: the family cannot generate, or a row does not fit the model's context.
     """
     config = prepared.config
-    if not config.eval.after_training or not prepared.data.eval:
+    if not config.eval.after_training or not prepared.data.eval or config.trainer.stage == "grpo":
         return None
-    model = replace(prepared, config=settings_after(config))
+    model = replace(prepared, config=within_training(config))
     generation = generation_of(model, prepared.data.tokenizer)
     return generation, questions_of(generation)
 

@@ -67,8 +67,7 @@ class PreparedGeneration(PreparedModel):
         where: str = "this conversation",
     ) -> tuple[int, ...]:
         """Token ids of a conversation with the header of the answer to come; `where` is for the error."""
-        text = self.encoder.render(messages, prompt=True, tools=tools, where=where)
-        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return tuple(self.encoder.prompt_ids(messages, tools=tools, where=where))
 
     def request(self, prompt: tuple[int, ...], where: str, *, adapter: bool, seed: int) -> Request:
         """A request under the settings of `generate`.
@@ -278,8 +277,12 @@ def _what(error: BaseException) -> str:
     return error.what if isinstance(error, UserError) else f"generation has ended: {type(error).__name__}"
 
 
-def generator_on(generation: PreparedGeneration, cluster: ActorCluster) -> Generator:
-    """A session of generation under the settings of `generate`; close it, or use it in a `with`."""
+def generator_on(generation: PreparedGeneration, cluster: ActorCluster, *, held: bool = False) -> Generator:
+    """A session of generation under the settings of `generate`; close it, or use it in a `with`.
+
+    Args:
+        held: see SessionSpec.
+    """
     generate = generation.config.generate
     return Generator(
         cluster,
@@ -287,4 +290,5 @@ def generator_on(generation: PreparedGeneration, cluster: ActorCluster) -> Gener
         max_rows=generate.batch_size,
         prefill_tokens=generate.prefill_tokens,
         cache_tokens=generation.cache_tokens,
+        held=held,
     )

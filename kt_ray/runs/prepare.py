@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.adapter.peft_config import AdapterInfo, load_limits, module_of
+from kt_ray.batch import Wave
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import Manifest
@@ -54,6 +55,7 @@ from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.runs.model_hub import complete
 from kt_ray.runs.start_adapter import fitted, open_start, start_of
 from kt_ray.timing.choose import choose_plan
+from kt_ray.train import policy_steps
 from kt_ray.train.preference_steps import STAGES, check_units
 from kt_ray.train.trainer import StepBatches
 
@@ -370,6 +372,8 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
     Raises:
         UserError: the rows are of another kind.
     """
+    if data.kind == "prompts":  # read for this stage
+        return data
     fault = check_units(stage, [*data.train, *data.eval])
     if fault is not None:
         raise UserError(
@@ -406,18 +410,19 @@ def evaluation_line(prepared: Prepared) -> str:
     """When the held-out loss is measured, or why it is not."""
     config, batches = prepared.config, prepared.batches
     every = evaluation_interval(config, batches.total_steps, batches.held_out)
-    rows = f"held-out loss of {counted(batches.held_out, 'row')}"
+    what = "reward" if config.trainer.stage == policy_steps.STAGE else "loss"
+    rows = f"held-out {what} of {counted(batches.held_out, 'row')}"
     if every:
         unit = "" if isinstance(every, str) else " steps"
         more = ends_until(every, batches.total_steps - 1, batches.steps_per_epoch)
         return f"{rows} at start and end" + (f", and every {every}{unit}" if more else "")
     if config.trainer.eval_every == 0:
-        return "no held-out loss (trainer.eval_every=0)"
+        return f"no held-out {what} (trainer.eval_every=0)"
     if batches.held_out:
         return f"no {rows}: the run is too short for it (trainer.eval_every=<steps> measures it)"
-    what = "no held-out loss" + (" and no questions at the end" if config.eval.after_training else "")
+    nothing = f"no held-out {what}" + (" and no questions at the end" if config.eval.after_training else "")
     fraction = show(config.data.eval_fraction)
-    return f"{what}: no rows are held out (data.eval_fraction={fraction}; 0.1 holds a tenth out)"
+    return f"{nothing}: no rows are held out (data.eval_fraction={fraction}; 0.1 holds a tenth out)"
 
 
 def without_padding(prepared: Prepared, moves: str) -> tuple[Prepared, str]:
@@ -442,6 +447,8 @@ def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool
         data: of the stage (`for_stage`).
         unpadded: rows of one length only in each micro-batch.
     """
+    if config.trainer.stage == policy_steps.STAGE:
+        return _policy_batches(config, plan, data, unpadded)
     trainer = config.trainer
     sizes = (trainer.batch_size, config.micro_batch_rows(plan.replicas), plan.replicas, plan.groups)
     budget = config.micro_batch_tokens(plan.replicas)
@@ -457,9 +464,6 @@ def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool
         unpadded=unpadded,
         budget=budget,
     )
-    total = trainer.max_steps
-    if total is None:
-        total = max(1, math.ceil(trainer.epochs * batches.steps_per_epoch))
     multiple = config.data.pad_to_multiple_of
     held_out = eval_waves(
         data.eval,
@@ -471,10 +475,60 @@ def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool
         budget=budget,
     )
     return StepBatches(
-        total_steps=total,
+        total_steps=_total_steps(config, batches.steps_per_epoch),
         steps_per_epoch=batches.steps_per_epoch,
         train=batches.waves,
         evaluate=held_out,
         held_out=len(data.eval),
         cut=batches.waves_of,
+    )
+
+
+def _total_steps(config: Config, steps_per_epoch: int) -> int:
+    if config.trainer.max_steps is not None:
+        return config.trainer.max_steps
+    return max(1, math.ceil(config.trainer.epochs * steps_per_epoch))
+
+
+def _policy_batches(config: Config, plan: Plan, data: DataBundle, unpadded: bool) -> StepBatches:
+    """Steps over prompts, whose answers are not known yet."""
+    size, longest = config.grpo.group_size, config.generate.max_new_tokens
+    batches = Batches(
+        data.train,
+        config.trainer.batch_size // size,
+        config.micro_batch_rows(plan.replicas),
+        plan.replicas,
+        plan.groups,
+        shuffle=config.data.shuffle,
+        seed=config.seed,
+        pad_id=data.pad_id,
+        largest_wave=plan.wave,
+        multiple=config.data.pad_to_multiple_of,
+        unpadded=unpadded,
+        budget=config.micro_batch_tokens(plan.replicas),
+    )
+
+    def longest_answers(number: int) -> Sequence[Wave]:
+        ids = np.full(longest, data.pad_id, dtype=np.int64)
+        rows = [
+            replace(
+                row,
+                input_ids=np.concatenate([row.input_ids, ids]),
+                labels=np.concatenate([row.labels, ids]),
+                sample_id=row.sample_id * size + answer,
+            )
+            for row in batches.step(number)
+            for answer in range(size)
+        ]
+        return batches.waves_of(rows)
+
+    steps_per_epoch = batches.steps_per_epoch * config.grpo.iterations
+    return StepBatches(
+        total_steps=_total_steps(config, steps_per_epoch),
+        steps_per_epoch=steps_per_epoch,
+        train=longest_answers,
+        held_out=len(data.eval),
+        cut=batches.waves_of,
+        prompts=batches.step,
+        held_out_prompts=data.eval,
     )

@@ -38,7 +38,7 @@ _RESULTS = (
     *("eval.json", "eval.md", "report.html"),
 )
 _FILES = (
-    *("plan.json", "env.json", "metrics.jsonl", "train.log", "supervisor.log", "loss.png"),
+    *("plan.json", "env.json", "metrics.jsonl", "rollouts.jsonl", "train.log", "supervisor.log", "loss.png"),
     *("wandb_id", "mlflow_id", "swanlab_id", "trackio_run"),
     *_RESULTS,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from kt_ray.runs.disk_room import check_next
 from kt_ray.runs.prepare import Prepared, PreparedModel, adapter_info
 from kt_ray.runs.rundir import RunDir, checkpoint_to_resume, find_checkpoints
 from kt_ray.runs.start_adapter import DIGEST
+from kt_ray.train import policy_steps
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 from kt_ray.train.preference_steps import STAGES
 
@@ -98,9 +100,17 @@ def resume_point(prepared: Prepared, manifest: Manifest | None) -> ResumePoint |
 
 
 def save_checkpoint(
-    prepared: Prepared, rundir: RunDir, cluster: Cluster, step: int, load: ExpertLoad
+    prepared: Prepared,
+    rundir: RunDir,
+    cluster: Cluster,
+    step: int,
+    load: ExpertLoad,
+    more: Callable[[Path], Path | None] = lambda _: None,
 ) -> Path:
     """Every actor writes its shard, then the manifest, then old checkpoints go.
+
+    Args:
+        more: writes one more file into the directory, or none.
 
     Raises:
         UserError: it cannot be written; the unfinished checkpoint is removed, earlier ones stay.
@@ -115,6 +125,8 @@ def save_checkpoint(
             held = owners_of(plan.first_copy, plan.dims), residents_of(plan.first_copy)
             write_atomic(partial / LOAD_FILE, load.to_json(*held))
             shards.append(ShardInfo.of(partial / LOAD_FILE))
+            if (file := more(partial)) is not None:
+                shards.append(ShardInfo.of(file))
             epoch, step_in_epoch = divmod(step, batches.steps_per_epoch)
             manifest = Manifest(
                 step=step,
@@ -241,6 +253,9 @@ def _stage_fields(config: Config) -> dict[str, Any]:
     stage = config.trainer.stage
     if stage == "sft":
         return {}
+    if stage == policy_steps.STAGE:
+        answers = {"generate.max_new_tokens": config.generate.max_new_tokens}
+        return {"trainer.stage": stage, "grpo": asdict(config.grpo), **answers}
     if stage not in STAGES:
         return {"trainer.stage": stage}
     preference = asdict(config.preference)

@@ -72,6 +72,9 @@ class StepMetrics:
     # of preference stages: mean rewards of chosen and rejected rows; of pairs their mean margin and the share
     # that is ordered rightly ("accuracy"); of kto its reference point ("kl")
     preference: Mapping[str, float] = field(default_factory=dict)
+    # of trainer.stage=grpo: rewards, lengths and ratios, see kt_ray.train.policy_steps.Policy.figures
+    policy: Mapping[str, float] = field(default_factory=dict)
+    eval_reward: float | None = None  # its mean reward of the held-out prompts, in the place of eval_loss
     recoveries: int | None = None  # lost actors brought back in this process so far; absent before the first
     # wall time that they cost so far: from the last progress before a death to the moment when as much was
     # done again
@@ -131,6 +134,8 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge("epoch", "epochs", "Passes over the training data."),
     _gauge("loss", "nats/token", "Training loss of the step."),
     _gauge("eval_loss", "nats/token", "Latest held-out loss."),
+    _gauge("reward", "1", "Mean reward of the step's answers (GRPO).", "policy_reward"),
+    _gauge("eval_reward", "1", "Latest mean reward of held-out prompts (GRPO)."),
     _gauge("grad_norm", "1", "Global gradient norm before clipping."),
     _gauge("learning_rate", "1", "Learning rate of the step.", "lr"),
     _gauge("tokens_per_second", "tokens/s", "Training throughput.", "tokens_per_s"),

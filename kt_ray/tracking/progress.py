@@ -120,7 +120,14 @@ class TrainProgress(_Display):
         return (self._clock() - self._began) / done * (self.total_steps - step) if done > 0 else None
 
 
-_SHOWN = (("loss", "loss"), ("eval_loss", "held-out"), ("grad_norm", "grad"), ("tokens_per_s", "tokens/s"))
+_SHOWN = (
+    ("loss", "loss"),
+    ("policy_reward", "reward"),
+    ("policy_answer_tokens", "tokens per answer"),
+    ("eval_loss", "held-out"),
+    ("grad_norm", "grad"),
+    ("tokens_per_s", "tokens/s"),
+)
 
 
 @dataclass
@@ -192,7 +199,7 @@ _WIDTH = 100  # characters of a question or an answer
 
 @dataclass(frozen=True)
 class Summary:
-    """What the final panel says. A loss is None if it was not measured."""
+    """What the final panel says. A loss is None if it was not measured; `figure` is what "loss" is called."""
 
     run_dir: Path
     steps: int
@@ -204,18 +211,24 @@ class Summary:
     eval_after: float | None = None
     recoveries: int = 0
     seconds_lost: float = 0.0
+    figure: str = "loss"  # or "reward": of the steps, and of the held-out rows
     sample: tuple[str, ...] = ()  # a held-out question, the answer before, the answer after
 
     def text(self) -> str:
         """The panel's lines."""
         lines = [f"trained        {self.steps} steps on {self.rows} rows in {duration(self.seconds)}"]
         for label, before, after, of in (
-            ("training loss ", self.first_loss, self.last_loss, ""),
-            ("held-out loss ", self.eval_before, self.eval_after, ", on rows that it was not trained on"),
+            (f"training {self.figure}", self.first_loss, self.last_loss, ""),
+            (
+                f"held-out {self.figure}",
+                self.eval_before,
+                self.eval_after,
+                ", on rows that it was not trained on",
+            ),
         ):
             if before is not None and after is not None:
                 change = f"  ({100 * (after - before) / before:+.0f} %)" if before > 0 else ""
-                lines.append(f"{label} {before:.4f} → {after:.4f}{change}{of}")
+                lines.append(f"{label:14} {before:.4f} → {after:.4f}{change}{of}")
         for label, text in zip(("asked", "before", "after"), self.sample, strict=False):
             lines.append(f"{label:14} {shortened(text, _WIDTH)}")
         if self.recoveries:

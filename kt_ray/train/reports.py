@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kt_ray.batch import Tops
+from kt_ray.batch import Tops, Wave
 from kt_ray.experts import ExpertCounters
+from kt_ray.placement.plan_types import Plan
 from kt_ray.timeline import Activity
 
 
@@ -71,6 +72,16 @@ class PassReport:
     workers: tuple[WorkerPassReport, ...]
     experts: tuple[ExpertPassReport, ...]
     micro_losses: tuple[tuple[list[list[float]], ...], ...] = ()
+
+
+def token_logps(plan: Plan, wave: Wave, report: PassReport) -> Iterator[tuple[int, np.ndarray]]:
+    """(sample id, float32 [n - 1] the labels' log-probabilities) of every row of a pass with a TokenLoss."""
+    for replica, groups in enumerate(wave):
+        found = report.workers[plan.worker(replica, plan.stages - 1).rank].token_logps
+        for group, values in zip(groups, found, strict=True):
+            for micro, logps in zip(group, values, strict=True):
+                for row, (sample, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
+                    yield int(sample), logps[row, : n - 1]
 
 
 def merged(passes: Sequence[PassReport]) -> PassReport:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from kt_ray.batch import Objective, PassSpec, Wave, trained_tokens
+from kt_ray.batch import Objective, PassSpec, TokenLoss, Wave, trained_tokens
 from kt_ray.config.interval import ends_after, evaluation_interval, seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.data.row_types import Row
@@ -30,12 +30,15 @@ from kt_ray.model.routing import balance
 from kt_ray.optim.optimizers import learning_rate
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.timeline import Activity, SpanRecorder
+from kt_ray.train import policy_steps
 from kt_ray.train.cluster_protocol import ActorLost, Cluster, GivenUp
 from kt_ray.train.figures import step_metrics, tokens_per_expert
 from kt_ray.train.guard import judge
+from kt_ray.train.policy_steps import Policy
 from kt_ray.train.preference_steps import STAGES, Preference
 from kt_ray.train.recovery import Point, Recovery
 from kt_ray.train.reports import PassReport, merged
+from kt_ray.train.rollouts import Rollouts
 from kt_ray.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -55,13 +58,17 @@ class StepBatches:
     train: Callable[[int], Sequence[Wave]]
     evaluate: Sequence[Wave] = ()  # the held-out passes, each as waves; empty = no evaluation
     held_out: int = 0  # the rows (pairs) of those passes
-    # cuts any rows into waves as a step does (KTO)
+    # cuts any rows into waves as a step does (KTO, GRPO)
     cut: Callable[[Sequence[Row]], Sequence[Wave]] | None = None
+    # GRPO, whose `train` has rows as long as answers may get: number of a batch of prompts -> its prompts
+    prompts: Callable[[int], Sequence[Row]] | None = None
+    held_out_prompts: Sequence[Row] = ()
 
 
 @dataclass
 class Summary:
-    """The result of a run. Losses are token means in nats; eval_losses maps steps taken -> held-out loss.
+    """The result of a run. Losses are token means in nats; eval_losses maps steps taken -> held-out loss
+    (GRPO: the mean reward, negative). rewards: GRPO's mean of each step, as far as it has one.
 
     Steps repeated after a recovery count once. Skipped steps (trainer.bad_steps=skip) are in `losses` and
     `grad_norms`, too. stopped: why the run ended early, "" = it did not.
@@ -72,6 +79,7 @@ class Summary:
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
     skipped: int = 0
     stopped: str = ""
     eval_losses: dict[int, float] = field(default_factory=dict)
@@ -84,7 +92,7 @@ class Events:
     """Callbacks of the loop, all optional."""
 
     on_step: Callable[[Any], None] = lambda _: None  # metrics of each step
-    on_eval: Callable[[int, float], None] = lambda *_: None  # steps taken, held-out loss
+    on_eval: Callable[[int, float], None] = lambda *_: None  # steps taken, held-out loss (as in Summary)
     save: Callable[[int], Path | None] = lambda _: None  # steps taken; returns the checkpoint's directory
     # steps taken, activity of the driver and of every actor; every trainer.timeline_every steps
     timeline: Callable[[int, Sequence[Activity]], None] = lambda *_: None
@@ -107,6 +115,7 @@ class Trainer:
         kept: marked checkpoint of the resumed run: steps taken and held-out loss.
         stop: signals to end the run by; None = none are looked at.
         owes_evaluation: the resumed state was saved, but the run ended before it was evaluated.
+        rollouts: where GRPO's answers come from.
 
     Attributes:
         best: the last held-out loss that counted as lower for trainer.early_stopping, and after how many
@@ -129,6 +138,7 @@ class Trainer:
         kept: tuple[int, float] | None = None,
         stop: StopSignals | None = None,
         owes_evaluation: bool = False,
+        rollouts: Rollouts | None = None,
     ) -> None:
         self.config = config
         self.cluster = cluster
@@ -158,6 +168,13 @@ class Trainer:
         self._preference: Preference | None = None
         if config.trainer.stage in STAGES:
             self._preference = Preference(config, cluster.plan, self._log_probabilities, batches.cut)
+        self.policy: Policy | None = None
+        if config.trainer.stage == policy_steps.STAGE:
+            assert rollouts is not None and batches.prompts is not None and batches.cut is not None
+            forward = self._token_log_probabilities
+            self.policy = Policy(config, cluster.plan, batches.prompts, batches.cut, rollouts, forward)
+            if resumed_from is not None:
+                self.policy.load(first_step, resumed_from)
         # Steps of an earlier run can only be restored from their checkpoint.
         limit = config.trainer.recoveries if resumed_from or not first_step else 0
         self.recovery = Recovery(cluster, limit, Point(first_step, resumed_from), self.events.say)
@@ -308,6 +325,8 @@ class Trainer:
         self._saved, self._saved_at, self._save_again_at = taken, time.monotonic(), None
         if directory is not None:
             self.recovery.point = Point(taken, directory)
+            if self.policy is not None:
+                self.policy.forget_before(taken)
         self.recovery.progressed()
 
     @property
@@ -330,6 +349,11 @@ class Trainer:
         """A forward pass, of the policy or of the reference."""
         tokens = trained_tokens(wave)
         return self._pass(step, "eval", wave, tokens, adapters=adapters, return_logps=True)[1]
+
+    def _token_log_probabilities(self, step: int, wave: Wave, adapters: bool | str) -> PassReport:
+        """The same of every label."""
+        loss = TokenLoss("cross_entropy")
+        return self._pass(step, "eval", wave, 1, adapters=adapters, objective=loss)[1]
 
     def _pass(
         self, step: int, kind: str, wave: Wave, loss_tokens: int, timeline: bool = False, **more: Any
@@ -390,11 +414,16 @@ class Trainer:
         every = self.config.trainer.timeline_every
         timeline = bool(every) and (step + 1) % every == 0
         recorder = SpanRecorder(full=timeline)
-        with recorder.span("batches", "compute"):
-            waves = self.batches.train(step)
-            loss_tokens = sum(map(trained_tokens, waves))
-        divisor = loss_tokens
-        objective: Objective | None = None
+        objective: Objective | TokenLoss | None = None
+        waves: Sequence[Wave]
+        if self.policy is not None:
+            with recorder.span("rollouts", "wait"):
+                waves, objective = self.policy.prepared(step)
+        else:
+            with recorder.span("batches", "compute"):
+                waves = self.batches.train(step)
+        loss_tokens = sum(map(trained_tokens, waves))
+        divisor = loss_tokens if self.policy is None else 1  # its losses have their weights
         if self._preference is not None:
             with recorder.span("reference", "wait"):
                 waves, objective = self._preference.prepared(step, waves)
@@ -450,7 +479,11 @@ class Trainer:
             optimizer_seconds=now - passed,
         )
         logger.info("step %d loss %.6f grad_norm %.4f lr %.3e", step + 1, report.loss, norm, lr)
-        if self._preference is not None and objective is not None:
+        if self.policy is not None:
+            figures = self.policy.figures(waves, [report for _, report in passes])
+            metrics = replace(metrics, policy=figures)
+            self.summary.rewards += [figures["reward"]] if "reward" in figures else []
+        if self._preference is not None and isinstance(objective, Objective):
             figures = self._preference.figures(waves, objective, [report for _, report in passes])
             metrics = replace(metrics, preference=figures)
         metrics = replace(metrics, aux_loss=aux_loss)
@@ -534,6 +567,9 @@ class Trainer:
 
     def _held_out_loss(self, taken: int) -> tuple[float, int]:
         """Mean loss over the held-out rows, and over how many tokens (or pairs)."""
+        if self.policy is not None:
+            reward, count = self.policy.held_out_reward(self.batches.held_out_prompts)
+            return -reward, count
         total, tokens = 0.0, 0
         for wave in self.batches.evaluate:
             divisor = trained_tokens(wave)

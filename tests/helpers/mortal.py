@@ -60,11 +60,11 @@ class MortalHandle(LocalHandle):
         elif isinstance(death.when, int):
             take, left = self.actor.mailbox.take, [death.when]
 
-            def mortal(tag: Tag) -> Message:
+            def mortal(tag: Tag, **options: Any) -> Message:
                 left[0] -= 1
                 if left[0] <= 0:
                     self.die()
-                return take(tag)
+                return take(tag, **options)
 
             self.actor.mailbox.take = mortal  # type: ignore[method-assign]
             getattr(self.actor, method)(*args)

@@ -1,0 +1,79 @@
+"""Prompts that the model itself answers (trainer.stage=grpo): tokens up to the answer, and the whole row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kt_ray.batch import IGNORE
+from kt_ray.config.schema import DataConfig
+from kt_ray.data.bad_rows import BadRows
+from kt_ray.data.row_types import Conversation, Row
+from kt_ray.data.template import ChatEncoder
+from kt_ray.data.token_counts import SplitReport
+from kt_ray.errors import UserError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt."""
+
+    row: Row  # its tokens, with the header of the answer to come; none of them is trained
+    text: str | list[dict[str, Any]]  # as the row has it: a string, or else the turns
+    columns: Mapping[str, Any]  # the row
+    where: str  # file and line
+
+
+def as_prompts(data: DataConfig) -> DataConfig:
+    """The same rows read as prompts."""
+    sources = data.sources and [{**source, "format": "prompts"} for source in data.sources]
+    return replace(data, format="prompts", sources=sources)
+
+
+def encode_prompts(
+    samples: Sequence[tuple[Conversation, int]],
+    encoder: ChatEncoder,
+    longest: int,
+    report: SplitReport,
+    skip_bad: bool,
+) -> dict[int, Prompt]:
+    """Sample id -> prompt, counted into `report`. Those of more than `longest` tokens are left out.
+
+    Raises:
+        UserError: a row that the template refuses, unless `skip_bad`; nothing left.
+    """
+    prompts: dict[int, Prompt] = {}
+    bad = BadRows(skip_bad)
+    for conversation, sample in samples:
+        try:
+            turns, where = conversation.messages, conversation.where
+            ids = encoder.prompt_ids(turns, tools=conversation.tools, where=where)
+        except UserError as fault:
+            bad.add(fault)
+            continue
+        report.source_rows += 1
+        report.longest = max(report.longest, len(ids))
+        if len(ids) > longest:
+            report.dropped_long += 1
+            continue
+        report.rows += 1
+        report.tokens += len(ids)
+        columns = conversation.columns or {}
+        given = columns.get("prompt")
+        text = given if isinstance(given, str) else [dict(turn) for turn in turns]
+        row = Row(np.array(ids, dtype=np.int64), np.full(len(ids), IGNORE, dtype=np.int64), sample)
+        prompts[sample] = Prompt(row, text, columns, where)
+    if left_out := bad.settle(report.source_rows, "the data"):
+        report.notes.append(left_out)
+    if samples and not prompts:
+        raise UserError(
+            "no prompt leaves room for an answer",
+            where="data.max_length",
+            observed=f"the longest of {report.source_rows} prompts has {report.longest} tokens",
+            required=f"at most {longest} (data.max_length less generate.max_new_tokens)",
+            remedy="raise data.max_length, or lower generate.max_new_tokens",
+        )
+    return prompts

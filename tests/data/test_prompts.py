@@ -1,0 +1,101 @@
+"""Rows as prompts that the model itself answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.batch import IGNORE
+from kt_ray.config.compose import compose
+from kt_ray.data.load import DataBundle, load_data
+from kt_ray.demo.recipes import persona_path
+from kt_ray.demo.tokenizer import train_tokenizer
+from kt_ray.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(persona_path(), 320).save_pretrained(path)
+    return path
+
+
+def load(directory: Path, rows: list[dict[str, Any]], path: Path, *settings: str) -> DataBundle:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ("trainer.stage=grpo", "reward=regex", "data.eval_fraction=0", "generate.max_new_tokens=24")
+    config = compose([f"model.path={directory}", f"data.path={path}", "data.max_length=64", *own, *settings])
+    return load_data(config, str(directory), 0)
+
+
+def texts(bundle: DataBundle) -> list[str]:
+    return [bundle.tokenizer.decode(row.input_ids) for row in bundle.train]
+
+
+def test_every_form_of_a_prompt(tokenizer_dir: Path, tmp_path: Path) -> None:
+    turn = {"role": "user", "content": "Who?"}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Who?", "answer": "Tilda"},
+        {"prompt": [turn], "answer": 3},
+        {"messages": [turn, {"role": "assistant", "content": "Tilda."}]},
+        {"instruction": "Who?", "output": "Tilda."},
+        {"conversations": [{"from": "human", "value": "Who?"}], "label": True},
+    ]
+    bundle = load(tokenizer_dir, rows, tmp_path / "rows.jsonl")
+    assert bundle.kind == "prompts" and len(set(texts(bundle))) == 1
+    encoded = bundle.tokenizer.apply_chat_template([turn], tokenize=True, add_generation_prompt=True)
+    ids = encoded["input_ids"] if not isinstance(encoded, list) else encoded
+    assert bundle.train[0].input_ids.tolist() == list(ids)
+    assert all((row.labels == IGNORE).all() for row in bundle.train)
+    prompts = [bundle.prompts[row.sample_id] for row in bundle.train]
+    assert [dict(prompt.columns) for prompt in prompts] == rows
+    assert prompts[0].text == "Who?" and prompts[1].text == [turn] and prompts[2].text == [turn]
+    assert prompts[4].where.endswith("line 5")
+
+
+def test_columns_system_and_turns_before_the_question(tokenizer_dir: Path, tmp_path: Path) -> None:
+    rows = [{"question": "Who?", "solution": "#### 3"}]
+    settings = ("data.columns={prompt: question}", "data.system=Be brief.", "data.max_length=128")
+    bundle = load(tokenizer_dir, rows, tmp_path / "rows.jsonl", *settings)
+    assert "Be brief." in texts(bundle)[0] and "3" not in texts(bundle)[0]
+    (prompt,) = bundle.prompts.values()
+    assert dict(prompt.columns) == rows[0]
+    turns = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "Aye."},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "Tilda."},
+    ]
+    text = texts(load(tokenizer_dir, [{"messages": turns}], tmp_path / "turns.jsonl", "data.max_length=128"))[
+        0
+    ]
+    assert "Aye." in text and "Tilda" not in text
+
+
+def test_prompts_without_room_for_an_answer_are_counted(tokenizer_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "Who?"}, {"prompt": "Who? " * 40}]
+    bundle = load(tokenizer_dir, rows, tmp_path / "rows.jsonl")
+    assert len(bundle.train) == 1 and bundle.report.train.dropped_long == 1
+    assert "train: 1 rows dropped, longer than 40 tokens" in bundle.report.lines()
+    with pytest.raises(UserError, match="no prompt leaves room"):
+        load(tokenizer_dir, rows[1:], tmp_path / "long.jsonl")
+
+
+def test_what_asks_nothing(tokenizer_dir: Path, tmp_path: Path) -> None:
+    good, bad = {"prompt": "Who?"}, {"messages": [{"role": "system", "content": "Be brief."}]}
+    for row in (bad, {"answer": "Tilda"}):
+        with pytest.raises(UserError, match="line 2"):
+            load(tokenizer_dir, [good, row], tmp_path / "rows.jsonl")
+    bundle = load(tokenizer_dir, [good, bad], tmp_path / "rows.jsonl", "data.bad_rows=skip")
+    assert len(bundle.train) == 1
+
+
+def test_held_out_prompts_and_copies_by_weight(tokenizer_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Who is {name}?"} for name in "abcdefgh"]
+    bundle = load(tokenizer_dir, rows, tmp_path / "rows.jsonl", "data.eval_fraction=2")
+    assert (len(bundle.train), len(bundle.eval), len(bundle.prompts)) == (6, 2, 8)
+    source = f"data.sources=[{{path: {tmp_path / 'rows.jsonl'}, weight: 2}}]"
+    bundle = load(tokenizer_dir, rows, tmp_path / "rows.jsonl", source, "data.path=null")
+    assert len(bundle.train) == 16 and len(bundle.prompts) == 16
