@@ -41,6 +41,7 @@ optim: errors pulse config [torch]
 tracking: terminal disk parse timeline config
 evaluate: errors parse
 generate: errors [numpy torch]
+rewards: errors parse evaluate [numpy]
 checkpoint: terminal errors disk pulse parse native [torch]
 model: errors parse gpu native batch config dims placement generate checkpoint [numpy torch]
 adapter: disk parse config checkpoint [torch]

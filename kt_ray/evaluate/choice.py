@@ -41,6 +41,11 @@ def exact_match(prediction: str, label: str) -> bool:
     return _plain(prediction) == _plain(label)
 
 
+def without_thinking(text: str) -> str:
+    """The text without reasoning in <think>; what follows a <think> that is not closed is reasoning."""
+    return _THINKING.sub("", text)
+
+
 def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     """The option that a generated answer settles on; None = it names none, or several.
 
@@ -50,7 +55,7 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     are capital letters; a small one counts only where the whole answer, or all behind "answer:", is that
     letter. An article ("A cat") or "I" is no option.
     """
-    text = _plain(_THINKING.sub("", text), keep_lines=True)
+    text = _plain(without_thinking(text), keep_lines=True)
     known = _options(letters)
     bare = re.fullmatch(rf"[^\w]*({known})[^\w]*", text, re.IGNORECASE)
     if bare:

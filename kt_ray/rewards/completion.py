@@ -1,0 +1,56 @@
+"""What is rewarded, and what a reward is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer.
+
+    Attributes:
+        prompt: as in the data: a text, or chat messages.
+        text: the answer's text, special tokens removed.
+        ids: its tokens.
+        finished: False: cut at generate.max_new_tokens.
+        row: the data row's columns.
+    """
+
+    prompt: str | list[dict[str, Any]]
+    text: str
+    ids: Sequence[int]
+    finished: bool
+    row: Mapping[str, Any]
+
+
+class Reward(Protocol):
+    """Gives answers their rewards."""
+
+    @property
+    def name(self) -> str:
+        """The verifier's name, or the function's."""
+
+    def check_row(self, row: Mapping[str, Any], where: str) -> None:
+        """Checks a row of the data before anything runs.
+
+        Args:
+            where: file and line of the row, for the message.
+
+        Raises:
+            UserError: its answers could not be rewarded.
+        """
+
+    def __call__(self, completions: Sequence[Completion]) -> np.ndarray:
+        """float64 [n], finite; nan = no reward: leave this sample out.
+
+        Raises:
+            UserError: a user's function failed.
+        """
+
+    def close(self) -> None:
+        """Ends what the reward keeps running."""

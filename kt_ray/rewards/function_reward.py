@@ -1,0 +1,177 @@
+"""A reward function of the user's, with the signature of those that trl's GRPOTrainer takes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kt_ray.errors import UserError
+from kt_ray.parse import read_text
+from kt_ray.rewards.completion import Completion
+
+# What trl passes beside the columns, and what a column may therefore not be called.
+_OURS = ("prompts", "completions", "completion_ids")
+_NOT_PASSED = (*_OURS, "prompt", "completion")
+
+
+class FunctionReward:
+    """`function(prompts, completions, completion_ids, **columns)` of a Python file, called once per batch.
+
+    Args:
+        path: the file; it may import modules beside it.
+        function: its name there; a coroutine function is awaited, always in the same event loop.
+
+    Raises:
+        UserError: no such file or function, or the file or the signature cannot be used.
+    """
+
+    def __init__(self, path: Path, function: str) -> None:
+        self.name = function
+        self._path = path
+        self._where = f"{path}:{function}"
+        self._function = self._loaded()
+        self._runner = asyncio.Runner()
+        parameters = self._parameters()
+        self._every_column = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._names = {p.name for p in named}
+        self._needed = [p.name for p in named if p.default is p.empty and p.name not in _OURS]
+
+    def check_row(self, row: Mapping[str, Any], where: str) -> None:
+        absent = [name for name in self._needed if name not in row or name in _NOT_PASSED]
+        if absent:
+            columns = [name for name in row if name not in _NOT_PASSED]
+            raise UserError(
+                f"the reward function {self._where} takes an argument that is no column of the data",
+                where=where,
+                observed=f"the columns {', '.join(columns) or 'none'}",
+                required=", ".join(absent),
+                remedy=f"add the column, or give the argument a default; {', '.join(_OURS)} are always there",
+            )
+
+    def __call__(self, completions: Sequence[Completion]) -> np.ndarray:
+        arguments = self._arguments(completions)
+        try:
+            result = self._function(**arguments)
+            if inspect.isawaitable(result):
+                result = self._runner.run(_awaited(result))
+            is_list = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping)
+            values = list(result) if is_list else None
+        except (Exception, SystemExit) as error:
+            raise self._raised("failed", error, f"{len(completions)} samples") from error
+        if values is None or len(values) != len(completions):
+            size = f"of {len(values)}" if values is not None else str(result)[:80]
+            required = f"a list of {len(completions)}, one reward per sample"
+            raise self._returned(f"{type(result).__name__} {size}", required)
+        return np.array(
+            [self._reward(value, number, completions[number]) for number, value in enumerate(values)],
+            dtype=np.float64,
+        )
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _loaded(self) -> Callable[..., Any]:
+        remedy = "correct the file, or set another reward="
+        read_text(self._path, "the file of the reward function", "set reward=file.py or reward=file.py:function")
+        directory = str(self._path.resolve().parent)
+        if directory not in sys.path:
+            sys.path.append(directory)  # last: no module beside it hides one of the library
+        spec = importlib.util.spec_from_file_location(f"reward_{self._path.stem}", self._path.resolve())
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses and pickle look there
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            raise self._raised("cannot be imported", error, "the import") from error
+        function = getattr(module, self.name, None)
+        if not callable(function):
+            found = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == spec.name]
+            raise UserError(
+                f"the file of the reward function has no function {self.name}",
+                where=str(self._path),
+                observed=", ".join(found) or "no function",
+                remedy=f"set reward={self._path}:<function>" if found else remedy,
+            )
+        return function
+
+    def _parameters(self) -> list[inspect.Parameter]:
+        try:
+            parameters = list(inspect.signature(self._function).parameters.values())
+        except (TypeError, ValueError):  # written in C
+            parameters = []
+        wrong = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+        if wrong or not parameters:
+            raise UserError(
+                f"the reward function {self._where} cannot be called",
+                observed=f"the arguments {', '.join(wrong)} without a name" if wrong else "no arguments",
+                required="keyword arguments: prompts, completions, completion_ids and columns of the data",
+                remedy=f"write def {self.name}(completions, **columns)",
+            )
+        return parameters
+
+    def _arguments(self, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        arguments: dict[str, list[Any]] = {
+            "prompts": [c.prompt for c in completions],
+            "completions": [
+                c.text if isinstance(c.prompt, str) else [{"role": "assistant", "content": c.text}]
+                for c in completions
+            ],
+            "completion_ids": [list(c.ids) for c in completions],
+        }
+        columns = dict.fromkeys(name for c in completions for name in c.row if name not in _NOT_PASSED)
+        arguments |= {name: [c.row.get(name) for c in completions] for name in columns}
+        return {
+            name: values for name, values in arguments.items() if self._every_column or name in self._names
+        }
+
+    def _reward(self, value: Any, number: int, completion: Completion) -> float:
+        if value is None:
+            return math.nan
+        reward = math.nan
+        # A text has no __float__, an array of one element has one.
+        if hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:
+            reward = float(value)
+        if not math.isfinite(reward):
+            text = " ".join(completion.text.split())
+            answer = f"{text[:80]}…" if len(text) > 80 else text
+            raise self._returned(
+                f"{type(value).__name__} {str(value)[:80]} for sample {number}, the answer {answer!r}",
+                "a finite number, or None for no reward",
+            )
+        return reward
+
+    def _returned(self, observed: str, required: str) -> UserError:
+        return UserError(
+            "a reward function returned what is no reward",
+            where=self._where,
+            observed=observed,
+            required=required,
+            remedy="correct the function",
+        )
+
+    def _raised(self, what: str, error: BaseException, during: str) -> UserError:
+        own = str(self._path.resolve())
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == own]
+        if isinstance(error, SyntaxError) and error.filename == own:
+            lines = [error.lineno]
+        return UserError(
+            f"a reward function {what}",
+            where=f"{self._where}, line {lines[-1]}" if lines else self._where,
+            observed=f"{type(error).__name__}: {error} during {during}",
+            remedy="correct the function",
+        )
+
+
+async def _awaited(result: Any) -> Any:
+    return await result

@@ -1,0 +1,88 @@
+"""The reward of JSON that has the form which its row asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import regex
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend, validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012, specification_with
+
+from kt_ray.errors import UserError
+from kt_ray.parse import finds, parse_json
+from kt_ray.rewards.answer_text import after_thinking, last_block
+from kt_ray.rewards.verifiers import NO_REWARD, Verifier, shown
+
+
+class JsonSchema(Verifier):
+    """1 where the text, or its last fenced JSON block, parses and satisfies the schema."""
+
+    name = "json_schema"
+    required = "a JSON schema, as an object or as text; references stay inside of it"
+
+    def check_answer(self, answer: Any) -> None:
+        try:
+            validator = _validator(answer)
+            kind, schema = type(validator), validator.schema
+            kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
+            specification = specification_with(kind.META_SCHEMA["$schema"], default=DRAFT202012)
+            resolver = Registry().resolver_with_root(specification.create_resource(schema))
+            for reference in _references(schema):
+                resolver.lookup(reference)
+            validator.is_valid(None)
+        except jsonschema.SchemaError as error:
+            raise ValueError(f"no schema: {error.message[:200]} at {error.json_path}") from error
+        except Unresolvable as error:
+            raise ValueError(f"a reference to nothing inside of it: {error.ref}") from error
+        except RecursionError as error:
+            raise ValueError("a schema that refers to itself without end") from error
+
+    def score(self, text: str, answer: Any) -> float:
+        text = after_thinking(text)
+        block = last_block(text, "json")
+        try:
+            value = json.loads(text if block is None else block, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return 0.0
+        try:
+            return float(_validator(answer).is_valid(value))
+        except (RecursionError, OverflowError):
+            return 0.0
+        except (UserError, regex.error):  # a pattern took too long
+            return NO_REWARD
+
+
+def _validator(schema: Any) -> Validator:
+    """For a schema as an object or as text. Raises ValueError: it is neither."""
+    if isinstance(schema, str):
+        schema = parse_json(schema, unique=True)
+    if not isinstance(schema, dict | bool):
+        raise ValueError(shown(schema))
+    kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+    # The library's search has no time limit, and an empty registry keeps references from the network.
+    return extend(kind, {"pattern": _pattern})(schema, registry=Registry())
+
+
+def _pattern(
+    validator: Validator, pattern: str, instance: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(instance, str) and not finds(pattern, instance, where="pattern"):
+        yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+        yield schema["$ref"]
+    inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    for part in inner:
+        yield from _references(part)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

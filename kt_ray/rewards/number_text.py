@@ -1,0 +1,130 @@
+r"""Numbers as people and models write them: 1,234.5, -$3, 1/2, \frac{1}{2}, 25 %, 1.2e-3, 3 × 10^5."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+# No part of a word (CO2), of a version (1.2.3) or of a range (10-12, whose hyphen is no sign).
+_NUMBER = re.compile(
+    rf"(?<![A-Za-z0-9_.])(?P<sign>(?:(?<![\w)])[+-])?)\s?[$€£¥]?(?P<digits>{_DIGITS})(?P<exponent>[eE][+-]?\d+)?"
+    r"(?:\s?(?:×|\\times|\*|·|\\cdot)\s?10\s?(?:\^|\*\*)\s?\{?(?P<power>[+-]?\d+)\}?)?"
+    rf"(?:\s?/\s?(?P<divisor>{_DIGITS}))?(?P<percent>\s?\\?%|\s?percent\b)?"
+)
+_UNIT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
+_BRACE = re.compile(r"\\boxed\s*\{|\\?[{}]")
+_HASHES = re.compile(r"####([^\n]*)")
+_STATEMENT = re.compile(r"\banswers?\b[ \t*_]*(?:is|are|[:=])([^\n]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in a text.
+
+    Attributes:
+        value: without its percent sign.
+        percent: whether it has one.
+    """
+
+    value: float
+    percent: bool = False
+
+
+def same_number(a: Number, b: Number) -> bool:
+    """Whether they are equal up to 1e-6 of the larger. Against a plain number, 25 % is 25 and 0.25."""
+    values = [b.value]
+    if a.percent != b.percent:
+        values = [b.value, b.value * 100 if a.percent else b.value / 100]
+    return any(math.isclose(a.value, value, rel_tol=1e-6) for value in values)
+
+
+def stated_number(text: str) -> Number | None:
+    r"""The number that a text settles on; None = none.
+
+    The first of these that the text has, each the last of its kind: \boxed{x}, <answer>x</answer>, a line
+    "#### x", "answer is x" (also "answer: x"), any number. A box or tag without exactly one number has none.
+    """
+    text = _plain(text)
+    marked, content = _marked(text)
+    if marked:
+        return _only(content)
+    for content in reversed(_STATEMENT.findall(text)):
+        if numbers := _numbers(content):
+            return numbers[0]
+    numbers = _numbers(text)
+    return numbers[-1] if numbers else None
+
+
+def only_number(text: str) -> Number | None:
+    r"""The number of a reference: in \boxed{}, <answer> or behind "####", else the only one of the text."""
+    text = _plain(text)
+    marked, content = _marked(text)
+    return _only(content if marked else text)
+
+
+def _marked(text: str) -> tuple[bool, str]:
+    """Whether a mark says what the answer is, and the text in it."""
+    boxes = _boxes(text)
+    if boxes:
+        return True, boxes[-1]
+    before, tag, _ = text.rpartition("</answer>")
+    _, opening, content = before.rpartition("<answer>")
+    if tag and opening:
+        return True, content
+    for line in reversed(_HASHES.findall(text)):  # a heading of Markdown ("#### Step 3") is no answer
+        content = line.strip(" \t*_.$")
+        match = _NUMBER.fullmatch(content)
+        if match and _value(match) is not None:
+            return True, content
+    return False, ""
+
+
+def _boxes(text: str) -> list[str]:
+    r"""The contents of all \boxed{…} that are closed, in the order in which they close."""
+    contents, open_at = [], []
+    for match in _BRACE.finditer(text):
+        if match[0] in ("\\{", "\\}"):
+            continue
+        if match[0] != "}":
+            open_at.append(match.end() if match[0] != "{" else None)
+        elif open_at and (start := open_at.pop()) is not None:
+            contents.append(text[start : match.start()])
+    return contents
+
+
+def _plain(text: str) -> str:
+    """One way of writing minus signs, separators of thousands and fractions; without LaTeX's units."""
+    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    text = text.replace("\\$", "$")
+    text = _UNIT.sub(" ", text)
+    return _FRACTION.sub(_slash, text)
+
+
+def _slash(match: re.Match[str]) -> str:
+    space = " " if match.start() and match.string[match.start() - 1].isdigit() else ""
+    return f"{space}{match[1] or match[3]}/{match[2] or match[4]}"
+
+
+def _only(text: str) -> Number | None:
+    numbers = _numbers(text.rpartition("=")[2])
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _numbers(text: str) -> list[Number]:
+    found = ((match, _value(match)) for match in _NUMBER.finditer(text))
+    return [Number(value, bool(match["percent"])) for match, value in found if value is not None]
+
+
+def _value(match: re.Match[str]) -> float | None:
+    """None: not finite."""
+    try:
+        value = float(match["digits"].replace(",", "") + (match["exponent"] or ""))
+        value *= 10.0 ** int(match["power"] or 0)
+        if match["divisor"]:
+            value /= float(match["divisor"].replace(",", ""))
+    except (OverflowError, ZeroDivisionError, ValueError):
+        return None
+    return (-value if match["sign"] == "-" else value) if math.isfinite(value) else None

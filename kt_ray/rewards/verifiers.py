@@ -1,0 +1,143 @@
+"""Rewards that compare an answer with the column `answer` of its row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import regex
+
+from kt_ray.errors import UserError
+from kt_ray.evaluate.choice import exact_match
+from kt_ray.parse import finds
+from kt_ray.rewards.answer_text import after_thinking
+from kt_ray.rewards.completion import Completion
+from kt_ray.rewards.number_text import Number, only_number, same_number, stated_number
+
+NO_REWARD = float("nan")
+
+
+class Verifier:
+    """A reward from 0 to 1 that depends on one text and one value of the column `answer` at a time.
+
+    Attributes:
+        name: the value of the option `reward`.
+        required: what the column must hold.
+    """
+
+    name: ClassVar[str]
+    required: ClassVar[str]
+
+    def check_answer(self, answer: Any) -> None:
+        """Checks a value of the column.
+
+        Raises:
+            ValueError: texts cannot be compared with it.
+        """
+        raise NotImplementedError
+
+    def score(self, text: str, answer: Any) -> float:
+        """The reward of a text, 0 to 1; nan = none."""
+        raise NotImplementedError
+
+    def check_row(self, row: Mapping[str, Any], where: str) -> None:
+        answer = row.get("answer")
+        try:
+            if answer is None:
+                raise ValueError(f"the columns {', '.join(map(str, row)) or 'none'}")
+            self.check_answer(answer)
+        except ValueError as error:
+            raise UserError(
+                f"reward={self.name} cannot judge answers to a row",
+                where=where,
+                observed=str(error),
+                required=f"a column `answer`: {self.required}",
+                remedy="correct the row or leave it out, or set another reward=",
+            ) from error
+
+    def __call__(self, completions: Sequence[Completion]) -> np.ndarray:
+        return np.array([self.score(c.text, c.row["answer"]) for c in completions], dtype=np.float64)
+
+    def close(self) -> None:
+        pass
+
+
+class ExactMatch(Verifier):
+    """1 where the text is (one of) the answer(s); white space as in `exact_match`."""
+
+    name = "exact_match"
+    required = "a text or a number, or a list of those that are accepted"
+
+    def check_answer(self, answer: Any) -> None:
+        for one in _several(answer):
+            if not isinstance(one, str | int | float) or isinstance(one, bool) or not str(one).strip():
+                raise ValueError(shown(one))
+
+    def score(self, text: str, answer: Any) -> float:
+        text = after_thinking(text)
+        return float(any(exact_match(text, str(one)) for one in _several(answer)))
+
+
+class Regex(Verifier):
+    """1 where a pattern is found in the text, nan where the search takes longer than a second."""
+
+    name = "regex"
+    required = "a regular expression, or a list of which one has to be found"
+
+    def check_answer(self, answer: Any) -> None:
+        for one in _several(answer):
+            if not isinstance(one, str) or not one:
+                raise ValueError(shown(one))
+            try:
+                regex.compile(one)
+            except (regex.error, RecursionError, OverflowError, MemoryError) as error:
+                raise ValueError(f"{shown(one)}: {error}") from error
+
+    def score(self, text: str, answer: Any) -> float:
+        try:
+            return float(any(finds(one, text, where="answer") for one in _several(answer)))
+        except (UserError, regex.error):  # time, memory: who knows whether it would have been found
+            return NO_REWARD
+
+
+class Numeric(Verifier):
+    """1 where the number that the text states equals (one of) the answer(s) up to 1e-6 of it."""
+
+    name = "numeric"
+    required = "a number, a text that states one (#### 42), or a list of those that are accepted"
+
+    def check_answer(self, answer: Any) -> None:
+        for one in _several(answer):
+            if _number(one) is None:
+                raise ValueError(shown(one))
+
+    def score(self, text: str, answer: Any) -> float:
+        stated = stated_number(after_thinking(text))
+        accepted = (_number(one) for one in _several(answer))
+        return float(
+            stated is not None and any(same_number(stated, one) for one in accepted if one is not None)
+        )
+
+
+def _number(answer: Any) -> Number | None:
+    if isinstance(answer, str):
+        return only_number(answer)
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and abs(answer) < 1e300:
+        return Number(float(answer))
+    return None
+
+
+def _several(answer: Any) -> list[Any]:
+    """Raises ValueError: an empty list."""
+    if not isinstance(answer, list):
+        return [answer]
+    if not answer:
+        raise ValueError("an empty list")
+    return answer
+
+
+def shown(value: Any) -> str:
+    """A value for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
