@@ -58,14 +58,15 @@ actors/ray: errors gpu torch_environment config hardware placement tracking gene
     train actors serve [numpy torch ray]
 measure: gpu native batch config hardware placement timing optim model transport [numpy torch]
 runs: errors disk parse native batch config dims hardware placement timing optim tracking evaluate generate
-    checkpoint model adapter data demo train actors train_server actors/ray [numpy torch]
+    checkpoint model adapter data demo rewards train actors train_server actors/ray [numpy torch]
 doctor: errors native config dims hardware placement timing checkpoint demo actors actors/ray
     measure runs
 report: errors disk config tracking evaluate runs
 accept: disk config dims hardware placement timing doctor report
 supervisor: errors config runs
 modes: terminal errors disk native timeline config dims hardware placement timing tracking evaluate generate
-    checkpoint data demo train actors serve train_server actors/ray runs supervisor doctor report accept
+    checkpoint data demo rewards train actors serve train_server actors/ray runs supervisor doctor report
+    accept
     [numpy torch]
 recipe: terminal errors parse config dims data
 cli: terminal errors torch_environment config modes recipe runs supervisor

@@ -25,9 +25,9 @@ class SplitReport:
     def lines(self, name: str, max_length: int) -> list[str]:
         """A short account; losses are mentioned only when there are any."""
         share = self.trained / max(1, self.tokens)
-        trained = f"{self.trained:,} trained ({share:.0%}), " if self.trained else ""
+        learnt = f"{self.trained:,} trained ({share:.0%}), " if self.trained else ""
         lines = [
-            f"{name}: {self.rows:,} of {self.source_rows:,} rows, {self.tokens:,} tokens, {trained}"
+            f"{name}: {self.rows:,} of {self.source_rows:,} rows, {self.tokens:,} tokens, {learnt}"
             f"longest row {self.longest:,}"
         ]
         counts = (

@@ -134,7 +134,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge("epoch", "epochs", "Passes over the training data."),
     _gauge("loss", "nats/token", "Training loss of the step."),
     _gauge("eval_loss", "nats/token", "Latest held-out loss."),
-    _gauge("reward", "1", "Mean reward of the step's answers (GRPO).", "policy_reward"),
+    _gauge("policy", "1", "Figures of the step's answers (GRPO), by name.", "policy_*", "figure"),
     _gauge("eval_reward", "1", "Latest mean reward of held-out prompts (GRPO)."),
     _gauge("grad_norm", "1", "Global gradient norm before clipping."),
     _gauge("learning_rate", "1", "Learning rate of the step.", "lr"),

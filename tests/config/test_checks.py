@@ -197,6 +197,34 @@ def test_the_pretrained_demo_takes_no_other_seed_or_tokenizer(key: str, value: o
     check(_config(model={"build": "demo_base", "path": "some/checkpoint", key: value}))
 
 
+def _grpo(**more: Any) -> dict[str, Any]:
+    given = {"trainer": {"stage": "grpo"}, "reward": "numeric", **more}
+    given["trainer"] = {"stage": "grpo", "batch_size": 16, **more.get("trainer", {})}
+    return _config(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"reward": None}, "reward=null must say what a good answer is"),
+        ({"trainer": {"batch_size": 12}}, "trainer.batch_size=12 is no multiple of grpo.group_size=8"),
+        ({"data": {"max_length": 256}}, "generate.max_new_tokens=256 leaves no room for a prompt"),
+        ({"grpo": {"overlong_buffer": 256}}, "grpo.overlong_buffer=256 is not less than"),
+        ({"grpo": {"group_size": 1}}, "grpo.group_size=1 is out of range"),
+        ({"grpo": {"loss": "drgrpo"}}, "did you mean dr_grpo?"),
+        ({"lora": {"dropout": 0.1}}, "lora.dropout=0.1 cannot be set with trainer.stage=grpo"),
+        ({"generate": {"temperature": 0.7}}, "answers are drawn at temperature 1"),
+        ({"data": {"packing": True}}, "data.packing=true cannot be set"),
+        ({"trainer": {"stage": "sft"}}, "reward=numeric has no meaning for trainer.stage=sft"),
+        ({"trainer": {"stage": "dpo"}, "reward": None, "grpo": {"beta": 0.1}}, "grpo has no meaning for"),
+        ({"reward": " "}, "reward=' ' is empty"),
+    ],
+)
+def test_what_grpo_needs(given: dict[str, Any], message: str) -> None:
+    assert message in _line(_grpo(**given))
+    check(_grpo())
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

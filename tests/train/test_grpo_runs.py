@@ -1,4 +1,4 @@
-"""trainer.stage=grpo through the whole system: against Hugging Face, after deaths, and resumed amid a round."""
+"""trainer.stage=grpo through the whole system: against Hugging Face, after deaths, resumed amid a round."""
 
 from __future__ import annotations
 
