@@ -13,6 +13,7 @@ _NUMBER = re.compile(
     r"(?:\s?(?:×|\\times|\*|·|\\cdot)\s?10\s?(?:\^|\*\*)\s?\{?(?P<power>[+-]?\d+)\}?)?"
     rf"(?:\s?/\s?(?P<divisor>{_DIGITS}))?(?P<percent>\s?\\?%|\s?percent\b)?"
 )
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3})")
 _UNIT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
 _BRACE = re.compile(r"\\boxed\s*\{|\\?[{}]")
@@ -97,8 +98,8 @@ def _boxes(text: str) -> list[str]:
 
 def _plain(text: str) -> str:
     """One way of writing minus signs, separators of thousands and fractions; without LaTeX's units."""
-    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
-    text = text.replace("\\$", "$")
+    text = _THOUSANDS.sub(",", text.replace("\u2212", "-").replace("\\!", ""))
+    text = text.replace("\\,", "").replace("\\$", "$")
     text = _UNIT.sub(" ", text)
     return _FRACTION.sub(_slash, text)
 

@@ -1,0 +1,114 @@
+"""Code under limits: what passes, what is stopped, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kt_ray.errors import UserError
+from kt_ray.rewards import code_reward
+from kt_ray.rewards.code_reward import CodeReward, Limits, run_tests
+from kt_ray.rewards.reward import Completion
+
+ADD = "Like this:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+LIMITS = Limits(wall_seconds=3, cpu_seconds=1, memory=256 << 20, processes=4)
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[CodeReward]:
+    reward = CodeReward(LIMITS)
+    yield reward
+    reward.close()
+
+
+def test_the_share_of_passed_tests(reward: CodeReward) -> None:
+    right, wrong = "assert add(1, 2) == 3", "assert add(1, 2) == 4"
+    cases = {
+        (ADD, right): 1.0,
+        (ADD, wrong): 0.0,
+        (ADD, f"{right}\n{wrong}"): 0.0,
+        (ADD, (right, wrong, "raise SystemExit", right)): 0.5,
+        ("def add(a, b): return a + b", right): 1.0,
+        ("I cannot.", right): 0.0,
+        ("<think>" + ADD, right): 0.0,
+    }
+    completions = [
+        Completion("p", text, [], True, {"answer": list(tests) if isinstance(tests, tuple) else tests})
+        for text, tests in cases
+    ]
+    assert reward(completions).tolist() == list(cases.values())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "print('ready\\n0')",
+        "while True: pass",
+        "bytes(300 << 20)",
+        "input()",
+        "with open('large', 'wb') as file: file.write(bytes(2 << 20))",
+        "import os; assert os.environ.get('KT_RAY_SECRET')",
+    ],
+)
+def test_what_does_not_pass(reward: CodeReward, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_RAY_SECRET", "1")
+    assert reward.score(f"```python\n{code}\n```\n", "assert code") == 0.0
+
+
+def test_limits_hold_in_the_process(reward: CodeReward) -> None:
+    tests = [
+        "import resource as r; assert r.getrlimit(r.RLIMIT_CPU) == (1, 1)",
+        f"assert r.getrlimit(r.RLIMIT_AS) == ({256 << 20},) * 2",
+        "import os, sys; assert os.listdir() == [] and sys.flags.isolated",
+    ]
+    assert reward.score("x = 1", tests) == 1.0
+
+
+def test_code_that_sleeps_is_ended_with_all_that_it_started(reward: CodeReward) -> None:
+    code = "import os, time\nos.fork()\ntime.sleep(3333)"
+    begin = time.monotonic()
+    assert run_tests(code, ["pass"], Limits(wall_seconds=1), reward._launcher) == set()
+    assert time.monotonic() - begin < 60
+    assert left() == []
+
+
+def left() -> list[int]:
+    """Processes that still run answers' code, of this test's alone."""
+    own = {p.pid for p in psutil.Process().children(recursive=True)}
+    return [pid for pid in own if "code_child.py" in " ".join(psutil.Process(pid).cmdline())]
+
+
+def test_files_are_taken_away(reward: CodeReward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tmp_path.chmod(0o755)
+    assert run_tests("open('file', 'w').close()", ["pass"], LIMITS) == {0}
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_reward_where_python_did_not_start(monkeypatch: pytest.MonkeyPatch, reward: CodeReward) -> None:
+    assert run_tests("", ["pass"], LIMITS, ("false",)) is None
+    assert run_tests("", ["pass"], LIMITS, ("a_command_that_is_not_there",)) is None
+    monkeypatch.setattr(reward, "_launcher", ("false",))
+    assert math.isnan(reward.score("", "pass"))
+
+
+def test_what_the_machine_leaves_open_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(code_reward, "_AS_USER", [("false",), ()])
+    monkeypatch.setattr(code_reward, "_AS_ROOT", [("false",), ()])
+    CodeReward(LIMITS).close()
+    assert "can reach the network, leave processes behind" in caplog.text
+
+
+def test_a_machine_without_room_for_python_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot run Python in a process of its own here"):
+        CodeReward(Limits(wall_seconds=0.0))

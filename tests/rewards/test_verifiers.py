@@ -1,0 +1,165 @@
+"""Verifiers against the column `answer`: what is right, what is wrong, which rows are refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from kt_ray.errors import UserError
+from kt_ray.rewards.reward import Completion, load_reward
+
+
+def reward(name: str, text: str, answer: Any) -> float:
+    """The reward of one text, after its row was checked."""
+    verifier = load_reward(name)
+    row = {"answer": answer}
+    verifier.check_row(row, "rows.jsonl, row 1")
+    value = verifier([Completion("question", text, [1, 2], True, row)])
+    assert value.dtype == "float64" and value.shape == (1,)
+    return float(value[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        (" Paris\n", "Paris", 1),
+        ("paris", "Paris", 0),
+        ("Lyon", ["Paris", "Lyon"], 1),
+        ("7", 7, 1),
+        ("<think>Lyon?</think>\nParis", "Paris", 1),
+        ("Lyon? It is not.</think>Paris", "Paris", 1),
+        ("<think>Paris", "Paris", 0),
+    ],
+)
+def test_exact_match(text: str, answer: Any, expected: float) -> None:
+    assert reward("exact_match", text, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("<think>x</think><answer>3</answer>", r"^<think>.*</think><answer>\d</answer>$", 1),
+        ("none", r"\d", 0),
+        ("b", ["a", "b"], 1),
+    ],
+)
+def test_regex(text: str, answer: Any, expected: float) -> None:
+    assert reward("regex", text, answer) == expected
+
+
+def test_a_pattern_that_never_ends_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kt_ray.parse._PATTERN_SECONDS", 0.05)
+    assert math.isnan(reward("regex", "a" * 40 + "!", r"^(a|a)*$"))
+    schema = {"type": "string", "pattern": r"^(a|a)*$"}
+    assert math.isnan(reward("json_schema", '"' + "a" * 40 + '!"', schema))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        # The order of marks.
+        (r"7 or \boxed{8}, <answer>9</answer>", 8, 1),
+        (r"#### 7" + "\n<answer>9</answer> 10", 9, 1),
+        ("The answer is 3.\n#### 5\nin 6 steps", 5, 1),
+        ("The answer is 3, found in 6 steps.", 3, 1),
+        ("**Answer:** $1,234.50 for 2 people", 1234.5, 1),
+        ("first 3, then 4.", 4, 1),
+        (r"\boxed{1} then \boxed{x = \frac{1}{2}}", "1/2", 1),
+        (r"\boxed{5\text{ m}^2}", 5, 1),
+        (r"\boxed{1 2 3}", 3, 0),
+        ("#### Step 3: add\nThis gives 8", 8, 1),
+        (r"4, so \boxed{4", 4, 1),
+        # Ways of writing.
+        ("-3", -3, 1),
+        ("−3", -3, 1),
+        ("10-12", 12, 1),
+        ("1,000,000", 1e6, 1),
+        (r"1{,}000\,000", 1e6, 1),
+        ("3/4", 0.75, 1),
+        (r"-\frac{3}{4}", -0.75, 1),
+        ("1.5e-3", 0.0015, 1),
+        (r"3 \times 10^{5}", 300000, 1),
+        ("25%", 25, 1),
+        ("25%", 0.25, 1),
+        ("0.25", "25%", 1),
+        ("25%", "2500%", 0),
+        ("0.3333333", "1/3", 1),
+        ("0.3333", "1/3", 0),
+        ("CO2", 2, 0),
+        ("1/0", 1, 0),
+        ("9" * 400, 1, 0),
+        ("no number", 1, 0),
+        # Answers.
+        ("42", "6 * 7 = <<6*7=42>>42\n#### 42", 1),
+        ("4", [3, "4"], 1),
+        ("<think>41", 41, 0),
+    ],
+)
+def test_numeric(text: str, answer: Any, expected: float) -> None:
+    assert reward("numeric", text, answer) == expected
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ('{"n": 1}', SCHEMA, 1),
+        ('{"n": "1"}', SCHEMA, 0),
+        ('{"n": 1', SCHEMA, 0),
+        ('```json\n{}\n```\nbetter:\n```json\n{"n": 2}\n```\n', SCHEMA, 1),
+        ('{"n": 3}', '{"required": ["n"]}', 1),
+        ("NaN", {}, 0),
+        ("[" * 100_000, {}, 0),
+        ("1e999", {"multipleOf": 3}, 0),
+        ("[1]", {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "string"}}}, 0),
+    ],
+)
+def test_json_schema(text: str, answer: Any, expected: float) -> None:
+    assert reward("json_schema", text, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("exact_match", "  ", "found ' '"),
+        ("exact_match", [], "an empty list"),
+        ("exact_match", {"a": 1}, "found {'a': 1}"),
+        ("regex", "(", "'(': "),
+        ("regex", 3, "found 3"),
+        ("numeric", "Paris", "'Paris'"),
+        ("numeric", "3 or 4", "'3 or 4'"),
+        ("numeric", True, "True"),
+        ("numeric", math.inf, "inf"),
+        ("json_schema", "{", "Expecting"),
+        ("json_schema", [1], "[1]"),
+        ("json_schema", {"type": "number?"}, "no schema: 'number?'"),
+        ("json_schema", {"pattern": "("}, "no schema: '(' is not a 'regex'"),
+        ("json_schema", {"items": {"$ref": "#/absent"}}, "a reference to nothing inside of it: "),
+        ("json_schema", {"items": {"$ref": "http://127.0.0.1/x"}}, "a reference to nothing inside of it"),
+        ("json_schema", {"$ref": "#"}, "without end"),
+        ("code", "assert (", "'assert (': "),
+        ("code", [" "], "found ' '"),
+    ],
+)
+def test_a_row_that_cannot_be_judged_is_refused(name: str, answer: Any, said: str) -> None:
+    verifier = load_reward(name)
+    with pytest.raises(UserError) as raised:
+        verifier.check_row({"prompt": "p", "answer": answer}, "rows.jsonl, row 3")
+    verifier.close()
+    line = raised.value.line()
+    assert "at rows.jsonl, row 3" in line and f"reward={name}" in line and said in line
+
+
+def test_a_row_without_an_answer_is_refused() -> None:
+    with pytest.raises(UserError, match="found the columns prompt, label; required a column `answer`"):
+        load_reward("numeric").check_row({"prompt": "p", "label": 3}, "row 1")
+
+
+@pytest.mark.parametrize("text", ["numerics", "", "file.txt:f", "file.py:", "file.py:a b", ":f"])
+def test_another_reward_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="neither a verifier nor a Python file"):
+        load_reward(text)
