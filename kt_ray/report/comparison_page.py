@@ -9,6 +9,8 @@ from kt_ray.report.html import boxed, card, page, section, table
 _CURVES = (
     ("Training loss, smoothed", "loss", "nats per token", False),
     ("Held-out loss", "eval_loss", "nats per token", False),
+    ("Reward", "policy_reward", "mean reward", False),
+    ("Held-out reward", "eval_reward", "mean reward", False),
     ("Throughput", "tokens_per_s", "tokens/s", True),
     ("Time of a step", "seconds", "seconds", True),
     ("Learning rate", "lr", "learning rate", True),

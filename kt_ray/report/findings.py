@@ -15,6 +15,8 @@ EXPERT_IMBALANCE = 5.0
 ACTOR_IMBALANCE = 1.25
 WAITING = 0.5  # share of the step that attention waits
 IDLE = 0.3  # busy share of the busiest actor
+EQUAL = 0.9  # share of groups of equal rewards
+GAP = 0.05  # nats between sampler and trainer
 TRAINED = 0.05  # share of tokens with a loss
 
 
@@ -27,15 +29,50 @@ class Finding(NamedTuple):
 
 def findings(run: RunData) -> list[Finding]:
     """Remarks on a run, bad ones first; none when every figure is in its range."""
-    remarks = [*_loss(run), *_gradients(run), *_balance(run), *_time(run), *_tokens(run), *_recoveries(run)]
+    remarks = [
+        *_rewards(run),
+        *_loss(run),
+        *_gradients(run),
+        *_balance(run),
+        *_time(run),
+        *_tokens(run),
+        *_recoveries(run),
+    ]
     return sorted(remarks, key=lambda remark: remark.level != "bad")
+
+
+def _rewards(run: RunData) -> Iterator[Finding]:
+    rewards = run.values("policy_reward")
+    if len(rewards) < 2 * LAST:
+        return
+    before, after = mean(rewards[:LAST]), mean(rewards[-LAST:])
+    if after <= before < 1:
+        yield Finding(
+            "bad",
+            f"The reward did not rise ({before:.3f} over the first {LAST} steps, {after:.3f} over the last): look at "
+            "rollouts.jsonl, whether good answers are ever drawn and get their reward; raise or lower
+            optim.lr.",
+        )
+    equal = run.values("policy_equal_groups")[-LAST:]
+    if equal and mean(equal) > EQUAL and after < 1:
+        yield Finding(
+            "look",
+            f"In {mean(equal):.0%} of the groups all answers have one reward and teach nothing: prompts of another "
+            "difficulty, or a larger grpo.group_size.",
+        )
+    gap = run.values("policy_sampler_gap")[-LAST:]
+    if gap and mean(gap) > GAP:
+        yield Finding(
+            "look",
+            f"Sampler and trainer differ by {mean(gap):.2g} in a token's log-probability: please report it.",
+        )
 
 
 def _loss(run: RunData) -> Iterator[Finding]:
     broken = [r["step"] for r in run.records if "loss" in r and r["loss"] is None]
     if broken:
         yield Finding("bad", f"The loss is not finite at step {broken[0]}: lower optim.lr.")
-    values = run.values("loss")
+    values = run.values("loss") if not run.series("policy_reward") else []  # whose loss says nothing
     if len(values) >= 2 * LAST and mean(values[-LAST:]) >= mean(values[:LAST]):
         yield Finding(
             "bad",

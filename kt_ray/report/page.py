@@ -63,12 +63,13 @@ def _header(run: RunData) -> str:
 def _tiles(run: RunData) -> str:
     f = run.figures()
     tiles = [tile("steps", f"{run.steps:,}", f"{f['tokens']:,.0f} tokens" if "tokens" in f else "")]
-    if "loss" in f:
-        tiles.append(tile("training loss", f"{f['loss']:.3f}", f"from {f['first_loss']:.3f}"))
-    if "eval_loss" in f:
-        before = f"from {f['eval_loss_before']:.3f}, " if "eval_loss_before" in f else ""
+    name = "reward" if "reward" in f else "loss"
+    if name in f:
+        tiles.append(tile(f"training {name}", f"{f[name]:.3f}", f"from {f[f'first_{name}']:.3f}"))
+    if held_out := f"eval_{name}" if f"eval_{name}" in f else "":
+        before = f"from {f[f'{held_out}_before']:.3f}, " if f"{held_out}_before" in f else ""
         tiles.append(
-            tile("held-out loss", f"{f['eval_loss']:.3f}", f"{before}best {f['eval_loss_best']:.3f}")
+            tile(f"held-out {name}", f"{f[held_out]:.3f}", f"{before}best {f[f'{held_out}_best']:.3f}")
         )
     if "tokens_per_s" in f:
         rate = f["tokens_per_s"]
@@ -105,6 +106,10 @@ def _curves(run: RunData) -> str:
         Line("training, smoothed", [] if few else smoothed(loss), 0),
         Line("held-out", held_out, 1, dots=len(held_out) <= 100),
     ]
+    rewards = [
+        Line("answers", run.series("policy_reward"), 0),
+        Line("held-out", run.series("eval_reward"), 1, dots=True),
+    ]
     total = Line("whole step", run.series("seconds"), 4)
     terms = [Line(name, run.series(key), i) for i, (key, name) in enumerate(_TERMS)]
     busy = run.keys("busy_")[:SERIES_COLOURS]  # more curves than colours tell nothing
@@ -118,6 +123,9 @@ def _curves(run: RunData) -> str:
         return [Line("", run.series(key), colour)]
 
     charts = [
+        card("Reward", line_chart(rewards, "mean reward")),
+        card("Tokens of an answer", line_chart(alone("policy_answer_tokens", 2), "tokens", from_zero=True)),
+        card("Entropy", line_chart(alone("policy_entropy", 3), "nats per token", from_zero=True)),
         card("Loss", line_chart(curves, "nats per token")),
         card("Learning rate", line_chart(alone("lr", 0), "learning rate", from_zero=True)),
         card("Throughput", line_chart(alone("tokens_per_s", 2), "tokens/s", from_zero=True)),

@@ -79,20 +79,22 @@ class RunData:
         """The run in a few numbers, as far as it has them.
 
         loss: training loss, mean of the last steps; first_loss: of the first. eval_loss: the last held-out
-        loss; eval_loss_best; eval_loss_before: at step 0. tokens, seconds: sums over the steps. tokens_per_s:
-        tokens over seconds, without the first step (caches, allocations) if there are others. host_bytes,
-        gpu_bytes: peaks. recoveries, seconds_lost.
+        loss; eval_loss_best; eval_loss_before: at step 0. reward, first_reward, eval_reward and its like: the
+        same of trainer.stage=grpo's rewards. tokens, seconds: sums over the steps. tokens_per_s: tokens over
+        seconds, without the first step (caches, allocations) if there are others. host_bytes, gpu_bytes:
+        peaks. recoveries, seconds_lost.
         """
-        loss, held_out = self.values("loss"), self.series("eval_loss")
         figures: dict[str, float] = {}
-        if loss:
-            figures["first_loss"] = loss[0]
-            figures["loss"] = mean(loss[-LAST:])
-        if held_out:
-            figures["eval_loss"] = held_out[-1][1]
-            figures["eval_loss_best"] = min(value for _, value in held_out)
-            if held_out[0][0] == 0:
-                figures["eval_loss_before"] = held_out[0][1]
+        for name, key, best in (("loss", "loss", min), ("reward", "policy_reward", max)):
+            steps, held_out = self.values(key), self.series(f"eval_{name}")
+            if steps:
+                figures[f"first_{name}"] = steps[0]
+                figures[name] = mean(steps[-LAST:])
+            if held_out:
+                figures[f"eval_{name}"] = held_out[-1][1]
+                figures[f"eval_{name}_best"] = best(value for _, value in held_out)
+                if held_out[0][0] == 0:
+                    figures[f"eval_{name}_before"] = held_out[0][1]
         seconds, tokens = dict(self.series("seconds")), dict(self.series("tokens"))
         both = sorted(seconds.keys() & tokens.keys())
         if both:

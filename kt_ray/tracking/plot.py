@@ -16,7 +16,7 @@ _TRAIN, _HELD_OUT, _INK, _GRID = "#2a6fb0", "#c2571a", "#444444", "#dddddd"
 
 
 def plot_loss(metrics_file: Path, image: Path, *, title: str | None = None) -> bool:
-    """Draw training loss (raw and smoothed) and held-out loss over steps.
+    """Draw training loss (raw and smoothed) and held-out loss over steps; of trainer.stage=grpo the rewards.
 
     Args:
         metrics_file: metrics.jsonl; lines without a finite loss are skipped.
@@ -29,11 +29,14 @@ def plot_loss(metrics_file: Path, image: Path, *, title: str | None = None) -> b
     beside = image.with_name(f".{image.name}.part")
     try:
         records = read_jsonl(metrics_file)
-        train, held_out = series(records, "loss"), series(records, "eval_loss")
+        rewards = series(records, "policy_reward")
+        train = rewards or series(records, "loss")
+        held_out = series(records, "eval_reward" if rewards else "eval_loss")
         if not train and not held_out:
             log.info("no loss to plot yet in %s", metrics_file)
             return False
-        _draw(train, held_out, beside, metrics_file.parent.name if title is None else title)
+        title = metrics_file.parent.name if title is None else title
+        _draw(train, held_out, beside, title, "reward" if rewards else "loss")
         os.replace(beside, image)
         return True
     except Exception as error:
@@ -64,7 +67,9 @@ def smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
     return [float(value) for value in fitted]
 
 
-def _draw(train: list[tuple[int, float]], held_out: list[tuple[int, float]], file: Path, title: str) -> None:
+def _draw(
+    train: list[tuple[int, float]], held_out: list[tuple[int, float]], file: Path, title: str, name: str
+) -> None:
     # Figure and Agg directly: pyplot keeps global state and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -77,7 +82,7 @@ def _draw(train: list[tuple[int, float]], held_out: list[tuple[int, float]], fil
         steps, losses = [s for s, _ in train], [v for _, v in train]
         dots = "o" if len(train) < 30 else ""
         if len(train) < 5:
-            axes.plot(steps, losses, color=_TRAIN, marker="o", linewidth=1.5, label="training loss")
+            axes.plot(steps, losses, color=_TRAIN, marker="o", linewidth=1.5, label=f"training {name}")
         else:
             axes.plot(
                 steps,
@@ -87,16 +92,16 @@ def _draw(train: list[tuple[int, float]], held_out: list[tuple[int, float]], fil
                 linewidth=1,
                 marker=dots,
                 markersize=3,
-                label="training loss",
+                label=f"training {name}",
             )
-            axes.plot(steps, smooth(losses), color=_TRAIN, linewidth=2, label="training loss, smoothed")
+            axes.plot(steps, smooth(losses), color=_TRAIN, linewidth=2, label=f"training {name}, smoothed")
     if held_out:
         steps, losses = [s for s, _ in held_out], [v for _, v in held_out]
         axes.plot(
-            steps, losses, color=_HELD_OUT, marker="o", markersize=5, linewidth=1.5, label="held-out loss"
+            steps, losses, color=_HELD_OUT, marker="o", markersize=5, linewidth=1.5, label=f"held-out {name}"
         )
     axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel("loss per trained token (nats)", color=_INK)
+    axes.set_ylabel("mean reward" if name == "reward" else "loss per trained token (nats)", color=_INK)
     axes.set_title(title, loc="left", color=_INK, fontsize=11)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -217,7 +217,7 @@ def _grpo(**more: Any) -> dict[str, Any]:
         ({"data": {"packing": True}}, "data.packing=true cannot be set"),
         ({"trainer": {"stage": "sft"}}, "reward=numeric has no meaning for trainer.stage=sft"),
         ({"trainer": {"stage": "dpo"}, "reward": None, "grpo": {"beta": 0.1}}, "grpo has no meaning for"),
-        ({"reward": " "}, "reward=' ' is empty"),
+        ({"reward": " "}, "reward= is empty; required a verifier"),
     ],
 )
 def test_what_grpo_needs(given: dict[str, Any], message: str) -> None:

@@ -49,6 +49,8 @@ FULL = StepMetrics(
     recoveries=1,
     seconds_lost=12.5,
     eval_loss=2.25,
+    policy={"reward": 0.5},
+    eval_reward=0.75,
 )
 
 
@@ -117,6 +119,7 @@ def test_every_figure_of_a_record_is_exported_once():
     assert ("kt_ray_busy", 0.75, {"actor": "experts-0"}) in found
     assert ("kt_ray_queue_depth", 1.5, {"actor": "experts-0"}) in found
     assert ("kt_ray_eval_loss", 2.25, {}) in found
+    assert ("kt_ray_policy", 0.5, {"figure": "reward"}) in found
     assert {name for name, _, _ in found} == {spec.name for spec in METRICS}
     assert len(found) == len(FULL.to_dict()) - 1  # all but loss_tokens
 
