@@ -49,16 +49,16 @@ def _rewards(run: RunData) -> Iterator[Finding]:
     if after <= before < 1:
         yield Finding(
             "bad",
-            f"The reward did not rise ({before:.3f} over the first {LAST} steps, {after:.3f} over the last): look at "
-            "rollouts.jsonl, whether good answers are ever drawn and get their reward; raise or lower
-            optim.lr.",
+            f"The reward did not rise ({before:.3f} over the first {LAST} steps, {after:.3f} over the last): "
+            "look at rollouts.jsonl, whether good answers are ever drawn and get their reward; raise or lower "
+            "optim.lr.",
         )
     equal = run.values("policy_equal_groups")[-LAST:]
     if equal and mean(equal) > EQUAL and after < 1:
         yield Finding(
             "look",
-            f"In {mean(equal):.0%} of the groups all answers have one reward and teach nothing: prompts of another "
-            "difficulty, or a larger grpo.group_size.",
+            f"In {mean(equal):.0%} of the groups all answers have one reward and teach nothing: prompts of "
+            "another difficulty, or a larger grpo.group_size.",
         )
     gap = run.values("policy_sampler_gap")[-LAST:]
     if gap and mean(gap) > GAP:
