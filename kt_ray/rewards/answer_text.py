@@ -10,12 +10,12 @@ _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULT
 
 
 def after_thinking(text: str) -> str:
-    """The text behind its reasoning; "" where the reasoning never ends. A chat template may open `<think>`."""
+    """The text behind its reasoning; "" where the reasoning never ends (a template may open `<think>`)."""
     return without_thinking(text).rpartition("</think>")[2]
 
 
 def last_block(text: str, *languages: str) -> str | None:
-    """The last fenced block of one of the languages, else the last without a language; None = there is none."""
+    """The last fenced block of one of the languages, else the last without one; None = there is none."""
     blocks = [(match[1].lower(), match[2]) for match in _BLOCK.finditer(text)]
     for known in (languages, ("",)):
         for language, content in reversed(blocks):

@@ -1,9 +1,9 @@
-"""A program that runs an answer's code and its tests under limits: started by `run_tests`, by the file's name.
+"""A program that runs an answer's code and its tests under limits; `run_tests` starts it by the file's name.
 
 It imports nothing of kt_ray. Standard input is one JSON object: code, tests, limits (name of the resource:
-value), seconds, secret. Standard output gets a line `<secret> ready` and one `<secret> <test's number>` for each
-test that passes; what the code itself prints goes nowhere. Without the secret, code that ends the program or
-prints before the tests are through would look like code that passes.
+value), seconds, secret. Standard output gets a line `<secret> ready` and one `<secret> <test's number>` for
+each test that passes; what the code itself prints goes nowhere. Without the secret, code that ends the
+program or prints before the tests are through would look like code that passes.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("code_child.py")
 _NOBODY = 65534
 _MOST_AT_ONCE = 32  # each may take Limits.memory
-# Another user without a network, whose processes end with the first: what the kernel lets us have, best first.
+# Another user without a network, whose processes end with the first: what the kernel lets us have, best
+# first.
 # Root itself has no limit on processes; its Python may lie where only root can read.
 _NOBODY_S = ("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--pdeathsig=KILL")
 _READING = ("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search")
@@ -84,7 +85,7 @@ class CodeReward(Verifier):
     name = "code"
     required = "tests in Python (assert add(1, 2) == 3), or a list of them of which each counts the same"
 
-    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008
+    def __init__(self, limits: Limits = Limits()) -> None:
         self._limits = limits
         self._workers = max(1, min(_MOST_AT_ONCE, len(os.sched_getaffinity(0)) - 1))
         self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="code")
@@ -217,9 +218,8 @@ def _best_launcher(limits: Limits) -> tuple[str, ...]:
     if os.getuid() == 0 and _NOBODY_S[0] not in launcher:
         left += ["write root's files", "start any number of processes"]
     if left:
-        logger.warning(
-            "reward=code: on this machine the code of answers can %s (docs/rewards.md)", ", ".join(left)
-        )
+        line = "reward=code: on this machine the code of answers can %s (docs/rewards.md)"
+        logger.warning(line, ", ".join(left))
     return launcher
 
 

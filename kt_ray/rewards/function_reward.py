@@ -82,9 +82,8 @@ class FunctionReward:
 
     def _loaded(self) -> Callable[..., Any]:
         remedy = "correct the file, or set another reward="
-        read_text(
-            self._path, "the file of the reward function", "set reward=file.py or reward=file.py:function"
-        )
+        what, other = "the file of the reward function", "set reward=file.py or reward=file.py:function"
+        read_text(self._path, what, other)
         directory = str(self._path.resolve().parent)
         if directory not in sys.path:
             sys.path.append(directory)  # last: no module beside it hides one of the library
@@ -98,9 +97,8 @@ class FunctionReward:
             raise self._raised("cannot be imported", error, "the import") from error
         function = getattr(module, self.name, None)
         if not callable(function):
-            found = [
-                n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == spec.name
-            ]
+            own = ((n, f) for n, f in vars(module).items() if inspect.isfunction(f))
+            found = [n for n, f in own if f.__module__ == spec.name]
             raise UserError(
                 f"the file of the reward function has no function {self.name}",
                 where=str(self._path),

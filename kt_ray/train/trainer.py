@@ -534,7 +534,8 @@ class Trainer:
                 self._say_not_evaluated(taken, error)
                 return
             self.summary.eval_losses[taken] = loss
-            logger.info("after step %d: held-out loss %.6f, mean of %d", taken, loss, tokens)
+            what, value = ("loss", loss) if self.policy is None else ("reward", -loss)
+            logger.info("after step %d: held-out %s %.6f, mean of %d", taken, what, value, tokens)
             self.events.on_eval(taken, loss)
             lower_by = self.config.trainer.early_stopping_threshold
             if math.isfinite(loss) and (self.best is None or loss < self.best[1] - lower_by):

@@ -64,7 +64,8 @@ def test_a_coroutine_is_awaited_in_one_loop(tmp_path: Path) -> None:
 def test_a_file_may_import_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", __import__("sys").path[:])
     (tmp_path / "beside_my_reward.py").write_text("worth = 0.5\n")
-    text = "from beside_my_reward import worth\ndef reward(completions):\n    return [worth] * len(completions)\n"
+    text = "from beside_my_reward import worth\n"
+    text += "def reward(completions):\n    return [worth] * len(completions)\n"
     assert loaded(tmp_path, text)(samples("a")) == 0.5
 
 
