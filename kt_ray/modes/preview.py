@@ -15,7 +15,14 @@ from kt_ray.hardware.rate_files import rates_for
 from kt_ray.modes.plan import as_adapter, model_dims
 from kt_ray.placement.render import LAYOUT, counted, layout_line
 from kt_ray.runs.known_load import known_load, resumed_choice
-from kt_ray.runs.plan_time import duration, predicted_run, run_line
+from kt_ray.runs.plan_time import (
+    duration,
+    predicted_run,
+    run_line,
+    sampling,
+    sampling_line,
+    step_seconds,
+)
 from kt_ray.terminal import screen_console
 from kt_ray.timing.choose import choose_plan
 
@@ -62,10 +69,13 @@ def run_lines(config: Config, bundle: DataBundle) -> list[str]:
         rates = rates_for(config, hardware)
         batches = step_batches(config, plan, for_stage(config.trainer.stage, bundle))
         prediction = predicted_run(config, plan, rates, batches.train(0))
-        steps = batches.total_steps
-        took = duration(steps * prediction.simulated.seconds)
+        steps, round = batches.total_steps, None
+        lines.append(run_line(prediction, rates))
+        if batches.prompts is not None:
+            round = sampling(config, plan, rates, batches.prompts(0))
+            lines += [] if round is None else [sampling_line(config, round, prediction.simulated.seconds)]
+        took = duration(steps * step_seconds(config, prediction, round))
         lines += [
-            run_line(prediction, rates),
             f"{counted(steps, 'step')} like the first: {took}, beside loading and held-out rows",
         ]
     except UserError as error:  # a preview needs neither the machine nor the model

@@ -27,7 +27,7 @@ from kt_ray.runs.before_after import before_and_after, final_questions
 from kt_ray.runs.disk_room import disk_need, shortage
 from kt_ray.runs.environment import environment
 from kt_ray.runs.generation import PreparedGeneration
-from kt_ray.runs.plan_time import predicted_run, run_line
+from kt_ray.runs.plan_time import predicted_run, run_line, sampling, sampling_line, step_seconds
 from kt_ray.runs.policy_rollouts import LOG, PolicyRollouts, generation_for
 from kt_ray.runs.prepare import Prepared, evaluation_line, prepare, without_padding
 from kt_ray.runs.questions import Question
@@ -51,6 +51,7 @@ from kt_ray.runs.saving import (
 from kt_ray.runs.start_cluster import started
 from kt_ray.timeline import Activity
 from kt_ray.timing.prediction import Prediction
+from kt_ray.timing.sampling_seconds import SamplingTime
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker, read_jsonl
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console, say, setup_logging
@@ -77,10 +78,13 @@ def run(config: Config) -> int:
     resume = resume_point(prepared, manifest)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
     prediction = predicted_run(config, prepared.plan, rates, prepared.batches.train(0))
-    _check_room(prepared, resume, prediction)
+    round = None
+    if prepared.batches.prompts is not None:
+        round = sampling(config, prepared.plan, rates, prepared.batches.prompts(0))
+    _check_room(prepared, resume, step_seconds(config, prediction, round))
     rundir = RunDir.create(config, resume.directory if resume else None)
     try:
-        return _run(prepared, rundir, resume, prediction, rates, final, answering, began)
+        return _run(prepared, rundir, resume, prediction, round, rates, final, answering, began)
     finally:
         rundir.close()
         if answering is not None:
@@ -102,10 +106,10 @@ def _policy(prepared: Prepared) -> tuple[PreparedGeneration, Reward] | None:
     return generation_for(prepared), reward
 
 
-def _check_room(prepared: Prepared, resume: ResumePoint | None, prediction: Prediction) -> None:
-    """The disk's, for all that the run will write."""
+def _check_room(prepared: Prepared, resume: ResumePoint | None, seconds: float) -> None:
+    """The disk's, for all that the run will write; `seconds` of a step."""
     config, taken = prepared.config, resume.manifest.step if resume else 0
-    batches, seconds = prepared.batches, prediction.simulated.seconds
+    batches = prepared.batches
     steps = batches.total_steps - taken
     need = disk_need(prepared.plan.dims, config, steps, seconds, batches.steps_per_epoch)
     fault = shortage(need, *place_to_write(config))
@@ -118,6 +122,7 @@ def _run(
     rundir: RunDir,
     resume: ResumePoint | None,
     prediction: Prediction,
+    round: SamplingTime | None,
     rates: Rates,
     final: tuple[PreparedGeneration, list[Question]] | None,
     answering: tuple[PreparedGeneration, Reward] | None,
@@ -130,6 +135,8 @@ def _run(
         logger.warning("%s", rundir.lock.note)
     _announce(prepared, rundir)
     say(run_line(prediction, rates))
+    if round is not None:
+        say(sampling_line(config, round, prediction.simulated.seconds))
     rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})
     rundir.write_env(environment())
     with started(prepared, rundir.path.name, run_dir=str(rundir.path)) as cluster:

@@ -50,8 +50,8 @@ def _rewards(run: RunData) -> Iterator[Finding]:
         yield Finding(
             "bad",
             f"The reward did not rise ({before:.3f} over the first {LAST} steps, {after:.3f} over the "
-            "last): look at rollouts.jsonl, whether good answers are ever drawn and get their reward; raise or "
-            "lower optim.lr.",
+            "last): look at rollouts.jsonl, whether good answers are ever drawn and get their reward; change "
+            "optim.lr.",
         )
     equal = run.values("policy_equal_groups")[-LAST:]
     if equal and mean(equal) > EQUAL and after < 1:

@@ -13,6 +13,7 @@ from rich.table import Table
 from kt_ray.batch import MicroBatch
 from kt_ray.config.schema import Config
 from kt_ray.data.held_out_split import as_split
+from kt_ray.data.row_types import Row
 from kt_ray.data.sources import count_rows, require_files
 from kt_ray.errors import UserError
 from kt_ray.hardware.rate_files import rates_for
@@ -23,6 +24,7 @@ from kt_ray.placement.render import choice_text, counted
 from kt_ray.runs.disk_room import disk_need, shortage
 from kt_ray.runs.rundir import place_to_write
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
+from kt_ray.timing.sampling_seconds import SamplingTime, predict_sampling
 from kt_ray.timing.simulate import Micro, WaveShape
 
 SOURCE_WIDTH = 70  # characters of a rate's source in the table
@@ -85,6 +87,44 @@ def run_line(prediction: Prediction, rates: Rates) -> str:
         f"predicted {_figure(prediction.tokens_per_s)} tokens/s, {prediction.simulated.seconds:.3g} s per "
         f"step, limited by {prediction.bottleneck}; rates: {how}"
     )
+
+
+def sampling(config: Config, plan: Plan, rates: Rates, prompts: Sequence[Row] = ()) -> SamplingTime | None:
+    """A round of answers of trainer.stage=grpo, as long as they may get; None = another stage.
+
+    Args:
+        prompts: of a step, whose mean length counts; () = prompts as long as data.max_length leaves.
+    """
+    if config.trainer.stage != "grpo":
+        return None
+    tokens = sum(len(row.input_ids) for row in prompts)
+    longest, size = config.generate.max_new_tokens, config.grpo.group_size
+    return predict_sampling(
+        plan,
+        config,
+        rates,
+        prompts=config.trainer.batch_size // size * config.grpo.steps_per_rollout,
+        group=size,
+        prompt_tokens=math.ceil(tokens / len(prompts)) if prompts else config.data.max_length - longest,
+        answer_tokens=longest,
+    )
+
+
+def sampling_line(config: Config, round: SamplingTime, step_seconds: float) -> str:
+    """How sampling and training divide the time."""
+    steps = config.grpo.steps_of_round
+    share = round.seconds / (round.seconds + steps * step_seconds)
+    every = "each step" if steps == 1 else f"every {steps} steps"
+    return (
+        f"sampling {_figure(round.tokens_per_s)} tokens/s, {round.seconds:.3g} s {every} "
+        f"({round.prefill:.3g} s of it for prompts), {share:.0%} of the time; answers as long as they may get"
+    )
+
+
+def step_seconds(config: Config, prediction: Prediction, round: SamplingTime | None) -> float:
+    """Of an optimizer step with its share of the sampling."""
+    sampled = 0.0 if round is None else round.seconds / config.grpo.steps_of_round
+    return prediction.simulated.seconds + sampled
 
 
 def _shape(wave: Sequence[Sequence[Sequence[MicroBatch]]]) -> WaveShape:
@@ -150,7 +190,9 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
         f"loading    {duration(prediction.load_seconds)} at {rates.disk.value / 1e9:.2g} GB/s "
         f"({rates.disk.source})",
     ]
-    steps, line = _length(config, prediction, rows)
+    if (round := sampling(config, plan, rates)) is not None:
+        lines.insert(1, sampling_line(config, round, simulated.seconds))
+    steps, line = _length(config, step_seconds(config, prediction, round), rows)
     lines += [line, *_disk(config, plan, prediction, steps)]
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
@@ -169,17 +211,20 @@ def _disk(config: Config, plan: Plan, prediction: Prediction, steps: int | None)
     return lines
 
 
-def _length(config: Config, prediction: Prediction, rows: int | str) -> tuple[int | None, str]:
+def _length(config: Config, of_step: float, rows: int | str) -> tuple[int | None, str]:
     """Optimizer steps of the run, as far as they are known, and a line about its time."""
     trainer = config.trainer
     if trainer.max_steps is not None:
-        seconds = trainer.max_steps * prediction.simulated.seconds
+        seconds = trainer.max_steps * of_step
         line = f"run        {duration(seconds)} for {trainer.max_steps} steps (trainer.max_steps)"
         return trainer.max_steps, line
     if isinstance(rows, str):
         return None, f"run        length unknown: {rows}"
-    steps = max(1, math.ceil(trainer.epochs * math.ceil(rows / trainer.batch_size)))
-    seconds = steps * prediction.simulated.seconds
+    own, size, times = config.grpo, trainer.batch_size, 1
+    if trainer.stage == "grpo":
+        size, times = size // own.group_size, own.iterations
+    steps = max(1, math.ceil(trainer.epochs * math.ceil(rows / size) * times))
+    seconds = steps * of_step
     return steps, (
         f"run        at most {duration(seconds)} for {trainer.epochs:g} "
         f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}; "
