@@ -1,0 +1,189 @@
+"""How long a plan takes to sample: groups of answers to prompts, as one session of generation makes them.
+
+    rates = rates_for(config, plan.hardware)
+    time = predict_sampling(plan, config, rates, prompts=8, group=8, prompt_tokens=256, answer_tokens=64)
+    time.prefill, time.decode, time.tokens_per_s
+
+Steps follow one another, and in a step the layers: attention, the experts' tokens there, their products, the
+answers back. Nothing overlaps but a shared expert with the routed ones. Durations are those of training
+(step_costs.py), with what a cache adds: it grows by copying (transformers' DynamicCache), latent keys are
+expanded for all cached tokens, and each of these is read.
+
+A prompt is read in once for its group (kt_ray/generate/batcher.py); answers are taken to be equally long.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from kt_ray.config.schema import Config
+from kt_ray.dims.weight_formats import ELEMENT_BYTES
+from kt_ray.hardware.rates import Rates
+from kt_ray.placement.plan_types import Plan, WorkerPlan
+from kt_ray.timing.event_loop import Carriage
+from kt_ray.timing.layer_work import Counts, dispatch_seconds, seconds
+from kt_ray.timing.seats import machine_of
+from kt_ray.timing.simulate import ExpertClass, Group, LaneCall, Micro, WorkerLaneCall
+from kt_ray.timing.step_costs import PlanDurations
+
+STEP_OPS = 60.0  # of a step beside its layers: the coordinator's book, the step's messages, tokens to the driver
+HEAD_OPS = 12.0  # final norm and logits
+ROW_OPS = 30.0  # transformers' logits processors and the draw, row by row on the host
+DRAWN = 2.0  # passes of such a row over the vocabulary, each like a log-softmax
+
+
+@dataclass(frozen=True)
+class SamplingTime:
+    """Seconds of a round of sampling, and what it makes."""
+
+    prefill: float  # seconds that prompts take to be read in
+    decode: float  # seconds that all other tokens of the answers take
+    prompt_tokens: int  # computed, each prompt once
+    answer_tokens: int  # of all answers
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.decode
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of answers per second of the round."""
+        return self.answer_tokens / self.seconds if self.seconds else 0.0
+
+
+def predict_sampling(
+    plan: Plan,
+    config: Config,
+    rates: Rates,
+    *,
+    prompts: int,
+    group: int,
+    prompt_tokens: int,
+    answer_tokens: int,
+    shared: bool = True,
+) -> SamplingTime:
+    """A round of `prompts` * `group` answers under generate.batch_size and generate.prefill_tokens.
+
+    Args:
+        plan: of the actors that generate; one of training serves as well.
+        prompt_tokens, answer_tokens: of each prompt and of each answer.
+        shared: whether a prompt is read in once for its group, or for every answer.
+    """
+    steps = _Steps(replace(plan, head_ranges=0), config, rates)
+    own = math.ceil(prompts / plan.replicas)
+    rows, read = own * group, own * (1 if shared else group)
+    most = min(rows, config.generate.batch_size)
+    at_once = max(1, min(most, config.generate.prefill_tokens // prompt_tokens))
+    whole, rest = divmod(read, at_once)
+    prefill = whole * steps.seconds(at_once, prompt_tokens, 0)
+    prefill += steps.seconds(rest, prompt_tokens, 0) if rest else 0.0
+    # A row's first token comes of its prompt.
+    context = prompt_tokens + answer_tokens // 2
+    decode = sum(
+        (answer_tokens - 1) * steps.seconds(min(most, rows - first), 1, context)
+        for first in range(0, rows, most)
+    )
+    drawn = prompts * (1 if shared else group) * prompt_tokens
+    return SamplingTime(prefill, decode, drawn, prompts * group * answer_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """Seconds of one step of a replica while its neighbours make such a step, too."""
+
+    plan: Plan
+    config: Config
+    rates: Rates
+
+    @cached_property
+    def durations(self) -> PlanDurations:
+        return PlanDurations(self.plan, self.config, self.rates, machine_of(self.plan))
+
+    def seconds(self, rows: int, width: int, context: int) -> float:
+        """For `rows` rows of `width` new tokens each, after `context` cached ones."""
+        group: Group = (Micro(rows, width, rows * width, rows),)
+        workers = [worker for worker in self.plan.workers if worker.replica == 0]
+        total = sum(self._stage(worker, group, context) for worker in workers)
+        for one, other in zip(workers, workers[1:], strict=False):
+            total += _carried(self.durations.stage(one.rank, other.rank, rows * width))
+        return total + self._end(rows)
+
+    def _stage(self, worker: WorkerPlan, group: Group, context: int) -> float:
+        layers, streamed = range(*worker.layers), 0.0
+        total = sum(self.durations.attention("begin", layers[0], group))
+        for layer in layers:
+            total += self._layer(worker, layer, group, context)
+            if layer in worker.streamed:
+                streamed += _carried(self.durations.weights(worker.rank, layer))
+        return max(total, streamed)
+
+    def _layer(self, worker: WorkerPlan, layer: int, group: Group, context: int) -> float:
+        durations = self.durations
+        before, after = durations.attention("forward", layer, group)
+        before += self._cached(layer, group[0].rows, context) if context else 0.0
+        if layer not in self.plan.dims.moe_layers:
+            return before + after
+        routed = self._experts(worker, layer, group[0].tokens)
+        joined = sum(durations.attention("join", layer, group))
+        return before + joined + (max(after, routed) if self.plan.overlap else after + routed)
+
+    def _cached(self, layer: int, rows: int, context: int) -> float:
+        """What the cached tokens of `rows` rows add to a layer's attention for one new token of each."""
+        kept, work = self.plan.dims.cache_widths[layer], self.durations.layers[layer]
+        near = min(context, kept.window)
+        tokens, seen = rows * context, rows * (context if kept.token else near)
+        copied = kept.token * tokens + kept.near * rows * near
+        expanded = sum(work.heads) * seen  # one key for every head
+        passes = copied + (1.5 * expanded if expanded > copied else 0.5 * copied)
+        total = Counts(passes=passes)
+        for name, n_in, n_out, rank, _ in work.modules:
+            if name.endswith("kv_b_proj"):
+                total = total.plus(work.linear(n_in, n_out, rank, tokens)._replace(operations=0.0))
+        return seconds(total, self.durations.device, self.durations.host, self.plan.dtype, max(1, tokens))
+
+    def _experts(self, worker: WorkerPlan, layer: int, tokens: int) -> float:
+        """Seconds from the tokens' way to the actors to the answers, all replicas' calls one after another."""
+        durations, sharing = self.durations, len(self.plan.replicas_of(0))
+        here = durations.worker_lane(worker.rank, layer, "forward", tokens, call=0)
+        own = 0.0 if here is None else _of_worker_lane(here)
+        return max(own, *(self._actors(c, worker, layer, tokens, sharing) for c in durations.machine.experts))
+
+    def _actors(self, c: ExpertClass, worker: WorkerPlan, layer: int, tokens: int, sharing: int) -> float:
+        durations, actor = self.durations, c.actors[0]
+        call = durations.expert(actor, layer, "forward", tokens, call=0)
+        lanes = durations.lane(actor, layer, "forward", tokens, call=0)
+        busy = max([call.beside, *map(_of_lane, lanes)]) + call.after
+        way = max(
+            _carried(durations.request(worker.rank, to, "forward", tokens))
+            + _carried(durations.reply(worker.rank, to, "forward", tokens))
+            for to in c.ways
+        )
+        return way + sharing * busy
+
+    def _end(self, rows: int) -> float:
+        """Logits of every row's last position, and a token of each."""
+        durations, dims, dtype = self.durations, self.plan.dims, self.plan.dtype
+        head = Counts(products=2.0 * rows * dims.hidden_size * dims.vocab_size, operations=HEAD_OPS)
+        total = seconds(head, durations.device, durations.host, dtype, rows)
+        read = dims.hidden_size * dims.vocab_size * ELEMENT_BYTES[dtype] / durations.device.memory.value
+        host = durations.host
+        drawn = DRAWN * rows * dims.vocab_size / host.softmax.value
+        return max(total, read) + drawn + dispatch_seconds(STEP_OPS + ROW_OPS * rows, host, host)
+
+
+def _carried(carriage: Carriage) -> float:
+    return sum(leg.seconds for leg in carriage.legs) + carriage.latency
+
+
+def _of_lane(call: LaneCall) -> float:
+    ahead = max(call.ahead, call.routing)
+    return max(ahead + max(call.copies, call.products) + call.last, call.dispatch, call.kept) + call.back
+
+
+def _of_worker_lane(call: WorkerLaneCall) -> float:
+    copies = call.copies + call.copies_ahead
+    products = call.products + call.products_ahead + call.products_there
+    ahead = call.asked + call.routing + call.entering
+    return ahead + max(copies, products, call.dispatch)
