@@ -31,6 +31,8 @@ from kt_ray.transport.messages import Address, Message
 class GenerationReport:
     """One actor's session: steps (an expert actor: calls), tokens chosen, seconds by what it did.
 
+    Of a worker also tokens of prompts: computed, and taken over from another request with the same prompt.
+
     A worker's terms: "attention", "experts" (waiting for them), "head", "record" (call arguments, caches),
     "sample", "stages" (sending to and waiting for others), "idle" (no request). An expert actor's: "engine",
     "wait".
@@ -39,6 +41,8 @@ class GenerationReport:
     rank: int
     steps: int = 0
     tokens: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, term: str, seconds: float) -> None:
@@ -122,7 +126,8 @@ class WorkerSession:
             if kind == "stop":
                 return False
             if kind == "request":
-                self.outbox.put(batcher.add(rest[0], message.facts["request"]))
+                for number, request in enumerate(message.facts["requests"], rest[0]):
+                    self.outbox.put(batcher.add(number, request))
             else:
                 self.outbox.put(batcher.cancel(rest[0]))
 
@@ -166,4 +171,7 @@ class WorkerSession:
         self.report.add("experts", self.experts.seconds_waiting - waited[0])
         self.report.add("stages", self.stages.seconds - waited[1])
         self.report.steps += 1
+        computed, shared = step.prompt_tokens
+        self.report.prompt_tokens += computed
+        self.report.shared_tokens += shared
         return [logits_bV for batch in loop.logits() for logits_bV in batch] if self.last else []

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
@@ -28,7 +29,9 @@ from kt_ray.timing.seats import machine_of
 from kt_ray.timing.simulate import ExpertClass, Group, LaneCall, Micro, WorkerLaneCall
 from kt_ray.timing.step_costs import PlanDurations
 
-STEP_OPS = 60.0  # of a step beside its layers: the coordinator's book, the step's messages, tokens to the driver
+STEP_OPS = (
+    60.0  # of a step beside its layers: the coordinator's book, the step's messages, tokens to the driver
+)
 HEAD_OPS = 12.0  # final norm and logits
 ROW_OPS = 30.0  # transformers' logits processors and the draw, row by row on the host
 DRAWN = 2.0  # passes of such a row over the vocabulary, each like a log-softmax
@@ -106,7 +109,7 @@ class _Steps:
         group: Group = (Micro(rows, width, rows * width, rows),)
         workers = [worker for worker in self.plan.workers if worker.replica == 0]
         total = sum(self._stage(worker, group, context) for worker in workers)
-        for one, other in zip(workers, workers[1:], strict=False):
+        for one, other in pairwise(workers):
             total += _carried(self.durations.stage(one.rank, other.rank, rows * width))
         return total + self._end(rows)
 
@@ -144,7 +147,7 @@ class _Steps:
         return seconds(total, self.durations.device, self.durations.host, self.plan.dtype, max(1, tokens))
 
     def _experts(self, worker: WorkerPlan, layer: int, tokens: int) -> float:
-        """Seconds from the tokens' way to the actors to the answers, all replicas' calls one after another."""
+        """Seconds until the answers are there, all replicas' calls one after another."""
         durations, sharing = self.durations, len(self.plan.replicas_of(0))
         here = durations.worker_lane(worker.rank, layer, "forward", tokens, call=0)
         own = 0.0 if here is None else _of_worker_lane(here)
