@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py --rounds 3 --json out.json                       # the demo model
     python benchmarks/decode.py --rounds 3 -- model=custom model.path=DIR         # another one
+    python benchmarks/decode.py --rows "" --groups 8x8 --prompt 256 --tokens 64   # 8 answers to each of 8
 
 Each round is one process per cluster, in turn, so that both meet the same machine. A process answers `--rows`
 prompts together with `--tokens` tokens each, after a warm-up of `--warmup` tokens. Records, per cluster and
@@ -13,6 +14,13 @@ number of rows, over the gaps between tokens of all rounds:
     cpu_s                   CPU seconds of all processes per step, which other work disturbs little
     ray_per_layer_s         under Ray: what median_s is more than in one process, per MoE layer
     ray_per_layer_p10_s     the same of p10_s, which other work on the machine disturbs least
+
+With `--groups`, all answers at once, to prompts of random tokens: those of a group share theirs, and for
+comparison each has its own, as long (`shared`):
+
+    read_s, seconds         until every answer has its first token, and its last; medians of rounds
+    prompt_tokens           computed; shared_tokens: taken over from another answer's
+    predicted_s             by kt_ray/timing/sampling_seconds.py, at the rates of plan.rates
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -65,6 +74,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", default="1,8", help="answers at the same time")
+    parser.add_argument("--groups", default="", help="prompts x answers to each, such as 8x8")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt of --groups")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--warmup", type=int, default=16, help="tokens of each answer before")
     parser.add_argument("--rounds", type=int, default=3)
@@ -78,7 +89,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _process(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", kind, "--rows", args.rows, "--tokens", str(args.tokens)]
-    command += ["--warmup", str(args.warmup), "--", *args.overrides]
+    command += ["--warmup", str(args.warmup), "--groups", args.groups, "--prompt", str(args.prompt)]
+    command += ["--", *args.overrides]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=900)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -102,7 +114,9 @@ def _child(args: argparse.Namespace) -> int:
     }
     with generating(generation, "decode") as first:
         first.close()
-        for rows in map(int, args.rows.split(",")):
+        if args.groups:
+            found["groups"] = _groups(first.cluster, generation, args)
+        for rows in map(int, filter(None, args.rows.split(","))):
             with Generator(first.cluster, max_rows=rows) as warm:
                 _answer(warm, prompt, rows, args.warmup)
             with Generator(first.cluster, max_rows=rows) as generator:
@@ -126,6 +140,71 @@ def _answer(generator: Any, prompt: tuple[int, ...], rows: int, tokens: int) -> 
     assert all(len(answer) == tokens for answer in answers)
     gaps = [late - early for early, late in itertools.pairwise(times)]
     return {"first_s": gaps[0], "gaps_s": gaps[1:], "cpu_s": cpu / tokens}
+
+
+def _groups(cluster: Any, generation: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Answers to a few prompts, and to as many prompts as answers."""
+    from kt_ray.config.mapping import with_keys
+    from kt_ray.hardware.rate_files import rates_for
+    from kt_ray.timing.sampling_seconds import predict_sampling
+
+    prompts, group = map(int, args.groups.split("x"))
+    rows, found = prompts * group, []
+    config = with_keys(generation.config, {"generate.batch_size": rows})
+    rates = rates_for(config, generation.plan.hardware)
+    draw = random.Random(0)
+    for shared in (True, False):
+        texts = [tuple(draw.randrange(cluster.vocab_size) for _ in range(args.prompt)) for _ in range(rows)]
+        asked = [texts[place // group * group if shared else place] for place in range(rows)]
+        with _generator(cluster, rows, config) as warm:
+            _sample(warm, [prompt[: args.prompt // 4] for prompt in asked[:2]], args.warmup)
+        with _generator(cluster, rows, config) as generator:
+            measured = _sample(generator, asked, args.tokens)
+        shape = {"prompt_tokens": args.prompt, "answer_tokens": args.tokens}
+        time_ = predict_sampling(
+            generation.plan, config, rates, prompts=prompts, group=group, shared=shared, **shape
+        )
+        report = next(r for r in generator.reports if "attention" in r.seconds)
+        found.append(
+            {
+                "groups": args.groups,
+                "prompt": args.prompt,
+                "tokens": args.tokens,
+                "shared": shared,
+                **measured,
+                "prompt_tokens": report.prompt_tokens,
+                "shared_tokens": report.shared_tokens,
+                "predicted_s": {"prefill": time_.prefill, "decode": time_.decode},
+                "rates": rates.source,
+                "terms_s": _terms(generator.reports),
+            }
+        )
+    return found
+
+
+def _generator(cluster: Any, rows: int, config: Any) -> Any:
+    from kt_ray.generate.generator import Generator
+
+    return Generator(cluster, max_rows=rows, prefill_tokens=config.generate.prefill_tokens)
+
+
+def _sample(generator: Any, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, float]:
+    """Seconds until all answers have begun, and until all have ended."""
+    from kt_ray.generate.requests import Request, Sampling
+
+    begun: dict[int, float] = {}
+    asked = [
+        Request(p, Sampling(max_new_tokens=tokens, temperature=1.0, seed=n)) for n, p in enumerate(prompts)
+    ]
+
+    def listens(number: int) -> Any:
+        return lambda piece: begun.setdefault(number, time.perf_counter())
+
+    listeners = [listens(number) for number in range(len(prompts))]
+    start = time.perf_counter()
+    for answer in generator.submit_all(asked, listeners):
+        answer.result(600)
+    return {"read_s": max(begun.values()) - start, "seconds": time.perf_counter() - start}
 
 
 def _terms(reports: Sequence[Any]) -> dict[str, float]:
@@ -171,11 +250,32 @@ def summary(rounds: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if record["impl"] == "kt_ray_ray" and record["rows"] in base:
             for key, out in (("median_s", "ray_per_layer_s"), ("p10_s", "ray_per_layer_p10_s")):
                 record[out] = (record[key] - base[record["rows"]][key]) / record["moe_layers"]
+    return records + [record for kind, found in rounds.items() for record in _group_records(kind, found)]
+
+
+def _group_records(kind: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    records = []
+    for parts in zip(*(one.get("groups", []) for one in found), strict=True):
+        middle = {key: statistics.median(part[key] for part in parts) for key in ("read_s", "seconds")}
+        prompts, group = map(int, parts[0]["groups"].split("x"))
+        per_s = prompts * group * parts[0]["tokens"] / middle["seconds"]
+        about = {"impl": f"kt_ray_{kind}", "model": found[0]["model"], "rounds": len(parts)}
+        records.append({**about, **parts[0], **middle, "tokens_per_s": per_s})
     return records
 
 
 def _show(record: dict[str, Any]) -> None:
     terms = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in record["terms_s"].items())
+    if "groups" in record:
+        predicted = record["predicted_s"]
+        print(
+            f"{record['impl']} {record['groups']} {'shared' if record['shared'] else 'apart'}: "
+            f"all begun after {record['read_s']:.2f} s, ended after {record['seconds']:.2f} s, "
+            f"{record['tokens_per_s']:.1f} tokens/s; prompt tokens {record['prompt_tokens']} computed, "
+            f"{record['shared_tokens']} shared; predicted {predicted['prefill']:.2f} + "
+            f"{predicted['decode']:.2f} s; {terms}"
+        )
+        return
     print(
         f"{record['impl']} {record['rows']} rows: token {record['median_s'] * 1e3:.2f} ms "
         f"(p10 {record['p10_s'] * 1e3:.2f}, p90 {record['p90_s'] * 1e3:.2f}), first "

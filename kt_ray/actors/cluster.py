@@ -483,10 +483,14 @@ class ActorCluster(ABC):
         return [plan.worker(replica, plan.stages - 1).rank for replica in range(plan.replicas)]
 
     def instruct(
-        self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
+        self, rank: int, kind: str, session: int, number: int = -1, requests: Sequence[Request] = ()
     ) -> None:
-        """Send a coordinator a "request", "cancel", "start" or "stop"; returns at once."""
-        facts = {} if request is None else {"request": request}
+        """Send a coordinator a "request", "cancel" or "stop"; returns at once.
+
+        Args:
+            requests: that have the numbers from `number` on.
+        """
+        facts = {"requests": tuple(requests)} if requests else {}
         self.workers[rank].control("deliver", Message((kind, session, number), {}, facts))
 
     def tokens(self, rank: int, timeout: float) -> TokenBatch:

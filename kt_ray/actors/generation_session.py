@@ -26,12 +26,12 @@ from kt_ray.transport.inbox import Outbox
 from kt_ray.transport.links import ExpertLink, StageLink
 from kt_ray.transport.messages import Address, Message
 
-_KINDS = ("request", "cancel", "start", "stop")  # of messages to a coordinator
-
 
 @dataclass
 class GenerationReport:
     """One actor's session: steps (an expert actor: calls), tokens chosen, seconds by what it did.
+
+    Of a worker also tokens of prompts: computed, and taken over from another request with the same prompt.
 
     A worker's terms: "attention", "experts" (waiting for them), "head", "record" (call arguments, caches),
     "sample", "stages" (sending to and waiting for others), "idle" (no request). An expert actor's: "engine",
@@ -41,6 +41,8 @@ class GenerationReport:
     rank: int
     steps: int = 0
     tokens: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, term: str, seconds: float) -> None:
@@ -77,8 +79,6 @@ class WorkerSession:
         self.port = actor.port
         self.mailbox = actor.mailbox
         self.decoder = Decoder(stage)
-        self._held, self._added = spec.held, 0
-        self._expected: int | None = None  # requests that a held session begins with
         self.report = GenerationReport(part.rank)
         self.expert_actors: list[Address] = [("experts", rank) for rank in plan.experts_of(part.replica)]
         workers = (plan.worker(part.replica, number).rank for number in range(plan.stages))
@@ -113,10 +113,11 @@ class WorkerSession:
     def _take_messages(self, batcher: Batcher) -> bool:
         """Requests and cancellations so far; waits for one when there is nothing to do. False = stop."""
         while True:
-            busy = batcher.busy and not self._held
-            self.actor.doing = "generating" if busy else "waiting for a request"
+            self.actor.doing = "generating" if batcher.busy else "waiting for a request"
             with self.report.timed("idle"):
-                message = self.mailbox.take_first(_KINDS, 0.0 if busy else None)
+                message = self.mailbox.take_first(
+                    ("request", "cancel", "stop"), 0.0 if batcher.busy else None
+                )
             if message is None:
                 return True
             kind, session, *rest = message.tag
@@ -124,16 +125,11 @@ class WorkerSession:
                 continue  # meant for a session that has ended
             if kind == "stop":
                 return False
-            if kind == "start":
-                self._expected = rest[0]
-            elif kind == "request":
-                self._added += 1
-                self.outbox.put(batcher.add(rest[0], message.facts["request"]))
+            if kind == "request":
+                for number, request in enumerate(message.facts["requests"], rest[0]):
+                    self.outbox.put(batcher.add(number, request))
             else:
                 self.outbox.put(batcher.cancel(rest[0]))
-            if self._held and self._expected == self._added:
-                self._held = False
-                batcher.in_order()
 
     def _tell(self, step: Step) -> None:
         if self.followers:
@@ -175,4 +171,7 @@ class WorkerSession:
         self.report.add("experts", self.experts.seconds_waiting - waited[0])
         self.report.add("stages", self.stages.seconds - waited[1])
         self.report.steps += 1
+        computed, shared = step.prompt_tokens
+        self.report.prompt_tokens += computed
+        self.report.shared_tokens += shared
         return [logits_bV for batch in loop.logits() for logits_bV in batch] if self.last else []

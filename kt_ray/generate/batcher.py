@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from kt_ray.generate.requests import Batch, Request, SessionSpec, Step, Token
+from kt_ray.generate.requests import Batch, Request, Resumed, SessionSpec, Step, Token
 from kt_ray.generate.sampling import RowSampler, failed, sample
 
 _KEPT = 100_000  # numbers of requests: a server runs for months
@@ -23,13 +24,27 @@ class _Recent(dict[int, bool]):
             del self[next(iter(self))]
 
 
+_Key = tuple[bool | str, tuple[int, ...]]  # adapter and prompt
+
+
+@dataclass
+class _Kept:
+    """A prompt whose cache the stages keep, as the next that waits has the same one."""
+
+    key: _Key
+    logits_1V: Tensor | None = None  # of its last token, once it is computed
+
+
 class Batcher:
     """Requests join and leave between steps; those that wait are taken in the order they came.
 
+    A prompt is computed once for all that ask it next to one another. Where they do not all run at the same
+    time, its cache is kept for those that wait, if `SessionSpec.cache_tokens` has room beside the rows'.
+
     Args:
         spec: of the session.
-        joint: rows of the same adapter share one cache; False = every row has its own (families whose
-            caches cannot be put together).
+        joint: rows of the same adapter share one cache; False = only those that began together with the
+            same prompt do (families whose caches cannot be put together).
     """
 
     def __init__(self, spec: SessionSpec, joint: bool) -> None:
@@ -40,6 +55,8 @@ class Batcher:
         self._rows: dict[int, RowSampler] = {}
         self._cohorts: dict[str, list[int]] = {}  # in the order of their caches' rows
         self._drop: list[int] = []
+        self._kept: _Kept | None = None
+        self._early: list[Token] = []  # of rows that a kept prompt's logits gave a token
         self._seen = _Recent()
         self._unwanted = _Recent()  # cancelled before they came
 
@@ -61,10 +78,6 @@ class Batcher:
         except Exception as error:  # of this request's settings
             return [failed(number, error)]
         return []
-
-    def in_order(self) -> None:
-        """Those that wait take turns by their numbers: messages may overtake each other."""
-        self._waiting = deque(sorted(self._waiting, key=lambda row: row.number))
 
     def cancel(self, number: int) -> list[Token]:
         """Between steps: a request's end, if it has not ended yet. May overtake the request itself."""
@@ -90,12 +103,47 @@ class Batcher:
 
     def next(self) -> Step:
         """The next step: a token for all that run, and as many of those that wait as there is room for."""
-        running = [self._running(name, rows) for name, rows in self._cohorts.items()]
-        fresh = [self._read_in(name, rows) for name, rows in self._taken().items()]
-        step = Step(self.steps, tuple(self._drop), (*running, *fresh))
+        drop = tuple(self._drop)
         self._drop.clear()
+        resumed = self._resume()
+        running = [self._running(name, rows) for name, rows in self._cohorts.items()]
+        taken = self._taken()
+        kept, self._kept = self._kept, self._to_keep(taken)
+        fresh = [self._read_in(name, rows) for name, rows in taken.items()]
+        forget = kept is not None and self._kept is not kept
+        step = Step(self.steps, drop, resumed, forget, (*running, *fresh))
         self.steps += 1
         return step
+
+    def _resume(self) -> Resumed | None:
+        """Rows that wait for what is kept begin, as many as there is room for; where the first token is an
+        answer's last, it needs no cache."""
+        kept, begun = self._kept, []
+        while kept and self._waiting and _key(self._waiting[0]) == kept.key and self._has_room():
+            row = self._waiting.popleft()
+            assert kept.logits_1V is not None, "the prompt is not computed yet"
+            self._early += sample([row], kept.logits_1V)
+            if not self._early[-1].finish:
+                self._rows[row.number] = row
+                begun.append(row)
+        if kept is None or not begun:
+            return None
+        name = self._cohort_of(begun[0])
+        numbers = tuple(row.number for row in begun)
+        self._cohorts.setdefault(name, []).extend(numbers)
+        return Resumed(name, numbers, len(kept.key[1]))
+
+    def _to_keep(self, taken: dict[str, list[RowSampler]]) -> _Kept | None:
+        """What the first row that waits will go on from, if it is here and there is room for it."""
+        if not self._waiting:
+            return None
+        key, room = _key(self._waiting[0]), self.spec.cache_tokens
+        held = self._padded(self._rows.values(), lambda request: request.longest)
+        if room is not None and held + len(key[1]) > room:
+            return None
+        if self._kept is not None and self._kept.key == key:
+            return self._kept
+        return _Kept(key) if any(_key(row) == key for rows in taken.values() for row in rows) else None
 
     def last(self) -> Step:
         """The step that ends the session."""
@@ -109,20 +157,26 @@ class Batcher:
 
     def _taken(self) -> dict[str, list[RowSampler]]:
         """Cohort -> rows that join it now."""
-        taken: list[RowSampler] = []
-        while self._waiting and len(self._rows) < self.spec.max_rows:
-            row = self._waiting[0]
-            width = self._padded([*taken, row], lambda request: len(request.prompt))
-            if taken and width > self.spec.prefill_tokens:
-                break
-            # The caches must hold every row to its end, whatever the answers become.
-            room = self.spec.cache_tokens
-            rows = [*self._rows.values(), row]
-            if room is not None and self._padded(rows, lambda request: request.longest) > room:
-                break
+        first: dict[_Key, RowSampler] = {}
+        taken: dict[str, list[RowSampler]] = {}
+        while self._waiting and self._has_room():
+            row, key = self._waiting[0], _key(self._waiting[0])
+            if key not in first:
+                width = self._padded([*first.values(), row], lambda request: len(request.prompt))
+                if first and width > self.spec.prefill_tokens:
+                    break
+                first[key] = row
             self._rows[row.number] = self._waiting.popleft()
-            taken.append(row)
-        return self._by_cohort(taken)
+            taken.setdefault(self._cohort_of(first[key]), []).append(row)
+        return taken
+
+    def _has_room(self) -> bool:
+        """Whether the first row that waits can run: the caches must hold every row to its end, whatever the
+        answers become."""
+        if len(self._rows) >= self.spec.max_rows:
+            return False
+        rows, room = [*self._rows.values(), self._waiting[0]], self.spec.cache_tokens
+        return room is None or self._padded(rows, lambda request: request.longest) <= room
 
     def _by_cohort(self, rows: Iterable[RowSampler]) -> dict[str, list[RowSampler]]:
         cohorts: dict[str, list[RowSampler]] = {}
@@ -144,21 +198,32 @@ class Batcher:
         return "adapter" if adapter else "base"
 
     def _read_in(self, name: str, rows: list[RowSampler]) -> Batch:
-        lengths = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)
-        ids = np.full((len(rows), int(lengths.max())), self.spec.pad_id, dtype=np.int64)
-        for place, row in zip(ids, rows, strict=True):
-            place[len(place) - len(row.request.prompt) :] = row.request.prompt
+        places: dict[_Key, int] = {}  # of a cohort: the same adapter
+        prompts = tuple(places.setdefault(_key(row), len(places)) for row in rows)
+        lengths = np.array([len(prompt) for _, prompt in places], dtype=np.int64)
+        ids = np.full((len(places), int(lengths.max())), self.spec.pad_id, dtype=np.int64)
+        for place, (_, prompt) in zip(ids, places, strict=True):
+            place[len(place) - len(prompt) :] = prompt
         numbers = tuple(row.number for row in rows)
-        return Batch(name, rows[0].request.adapter, numbers, ids, lengths, fresh=True)
+        keep = places.get(self._kept.key) if self._kept and self._kept.logits_1V is None else None
+        return Batch(name, rows[0].request.adapter, numbers, ids, lengths, True, prompts, keep)
 
     def advance(self, step: Step, logits: Sequence[Tensor]) -> list[Token]:
         """Choose every row's next token, from float32 logits [b, V] of the last position per batch."""
         tokens: list[Token] = []
         for batch, logits_BV in zip(step.batches, logits, strict=True):
+            if batch.keep is not None and self._kept is not None:
+                self._kept.logits_1V = logits_BV[batch.keep : batch.keep + 1].clone()
             if batch.fresh:
                 self._cohorts.setdefault(batch.cohort, []).extend(batch.rows)
+                logits_BV = logits_BV[list(batch.prompts)]
             tokens += sample([self._rows[number] for number in batch.rows], logits_BV)
         for token in tokens:
             if token.finish:
                 self._leave(token.request)
-        return tokens
+        early, self._early = self._early, []
+        return early + tokens
+
+
+def _key(row: RowSampler) -> _Key:
+    return row.request.adapter, row.request.prompt

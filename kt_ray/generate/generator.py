@@ -7,7 +7,8 @@
         answer.finish                     # "stop", "length", ...
 
 Requests join the running batch between two tokens, and leave it when they end: submit as many as you like
-from as many threads as you like.
+from as many threads as you like. Several answers to one prompt belong into one `submit_all`, which computes
+the prompt once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import queue
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _POLL = 1.0  # seconds that one question for tokens waits; nothing depends on it
 _NOTICE = 60.0  # seconds that a session gets to end when its coordinator does not answer
+_Listener = Callable[["Piece | BaseException"], None]  # takes every piece, or the error that ends them
 # From anywhere: other processes may have had generators on the same cluster, whose messages are not ours.
 _sessions = itertools.count(secrets.randbits(30))
 
@@ -48,7 +50,7 @@ class GenerationCluster(Protocol):
     def generate(self, spec: SessionSpec, opened: Callable[[], None]) -> list[Any]: ...
 
     def instruct(
-        self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
+        self, rank: int, kind: str, session: int, number: int = -1, requests: Sequence[Request] = ()
     ) -> None: ...
 
     def tokens(self, rank: int, timeout: float) -> tuple[list[Token], bool]: ...
@@ -80,7 +82,7 @@ class Answer:
         request: Request,
         tokenizer: Any,
         cancel: Callable[[], None],
-        listener: Callable[[Piece | BaseException], None] | None = None,
+        listener: _Listener | None = None,
     ) -> None:
         self.number = number
         self.request = request
@@ -170,7 +172,7 @@ class Generator:
     Args:
         cluster: started.
         tokenizer: for text and stop strings; None = token ids only.
-        max_rows, prefill_tokens, cache_tokens, held: see SessionSpec.
+        max_rows, prefill_tokens, cache_tokens: see SessionSpec.
 
     Attributes:
         error: what ended the session before it was closed, or None.
@@ -188,13 +190,12 @@ class Generator:
         max_rows: int = 32,
         prefill_tokens: int = 2048,
         cache_tokens: int | None = None,
-        held: bool = False,
     ) -> None:
         self.cluster = cluster
         self.tokenizer = tokenizer
         pad = getattr(tokenizer, "pad_token_id", None)
         number = next(_sessions)
-        self.spec = SessionSpec(number, max_rows, prefill_tokens, int(pad or 0), cache_tokens, held)
+        self.spec = SessionSpec(number, max_rows, prefill_tokens, int(pad or 0), cache_tokens)
         self.reports: list[Any] = []
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[int, Answer]] = {}  # number -> (rank of its coordinator, answer)
@@ -217,20 +218,28 @@ class Generator:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def submit(
-        self, request: Request, listener: Callable[[Piece | BaseException], None] | None = None
-    ) -> Answer:
-        """Hand a request in; it goes to the replica with the fewest.
+    def submit(self, request: Request, listener: _Listener | None = None) -> Answer:
+        """Hand one request in, see `submit_all`."""
+        return self.submit_all([request], [listener])[0]
+
+    def submit_all(
+        self, requests: Sequence[Request], listeners: Sequence[_Listener | None] | None = None
+    ) -> list[Answer]:
+        """Hand requests in, all or none. They go to the replica with the fewest; those with the same prompt
+        and adapter to the same one, as many as it runs at the same time.
 
         Args:
-            listener: takes every piece, or the error that ends them, on a thread of the generator's, and
-                must not wait; None = iterate over the answer.
+            listeners: one for each, called on a thread of the generator's; must not wait. None = iterate over
+                the answer.
 
         Raises:
-            UserError: the request cannot be served: token ids out of range, longer than the caches, stop
+            UserError: a request cannot be served: token ids out of range, longer than the caches, stop
                 strings without a tokenizer; or the session is over.
         """
-        self._check(request)
+        for request in requests:
+            self._check(request)
+        heard = listeners or [None] * len(requests)
+        answers: dict[int, Answer] = {}  # place -> answer
         with self._lock:
             if self.error is not None:
                 raise UserError(
@@ -240,23 +249,30 @@ class Generator:
                 ) from self.error
             if self._closed:
                 raise UserError("the generator is closed", remedy="make another one")
-            load = Counter(rank for rank, _ in self._answers.values())
-            rank = min(self.cluster.coordinators, key=lambda r: (load[r], r))
-            number = next(self._numbers)
-            cancel = partial(self._instruct, rank, "cancel", number)
-            answer = Answer(number, request, self.tokenizer, cancel, listener)
-            self._answers[number] = rank, answer
-            self.cluster.instruct(rank, "request", self.spec.number, number, request)
-        return answer
+            for rank, places in self._divided(requests).items():
+                numbers = [next(self._numbers) for _ in places]
+                for number, place in zip(numbers, places, strict=True):
+                    cancel = partial(self._instruct, rank, "cancel", number)
+                    answer = Answer(number, requests[place], self.tokenizer, cancel, heard[place])
+                    self._answers[number], answers[place] = (rank, answer), answer
+                asked = [requests[place] for place in places]
+                self.cluster.instruct(rank, "request", self.spec.number, numbers[0], asked)
+        return [answers[place] for place in range(len(requests))]
 
-    def start(self) -> None:
-        """Begin a held session with all requests that were submitted: with them, and without `Request.stop`,
-        it has the same bits each time. Later ones join as in any other.
-        """
-        with self._lock:
-            load = Counter(rank for rank, _ in self._answers.values())
-            for rank in self.cluster.coordinators:
-                self.cluster.instruct(rank, "start", self.spec.number, load[rank])
+    def _divided(self, requests: Sequence[Request]) -> dict[int, list[int]]:
+        """Rank of a coordinator -> places in `requests`, those with the same prompt next to one another."""
+        alike: dict[tuple[bool | str, tuple[int, ...]], list[int]] = {}
+        for place, request in enumerate(requests):
+            alike.setdefault((request.adapter, request.prompt), []).append(place)
+        load = Counter(rank for rank, _ in self._answers.values())
+        divided: dict[int, list[int]] = {}
+        for places in alike.values():
+            for start in range(0, len(places), self.spec.max_rows):
+                part = places[start : start + self.spec.max_rows]
+                rank = min(self.cluster.coordinators, key=lambda r: (load[r], r))
+                load[rank] += len(part)
+                divided.setdefault(rank, []).extend(part)
+        return divided
 
     def _check(self, request: Request) -> None:
         if request.stop and self.tokenizer is None:

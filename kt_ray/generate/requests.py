@@ -3,6 +3,7 @@
 A *session* is one stretch of generation on a cluster. In it every replica's last stage, its
 *coordinator*, makes *steps*: in one step all rows that run get one token, and rows that were waiting
 are read in (prefill). Rows that compute with the same adapter share a *cohort*: one batch with one cache.
+Requests with the same prompt and adapter share its prefill.
 """
 
 from __future__ import annotations
@@ -113,8 +114,6 @@ class SessionSpec:
     # room in one replica's caches: a request is taken in when the longest that its batch's answers can
     # get, times their number, is not more; None = whenever a row is free
     cache_tokens: int | None = None
-    # nothing is computed before `Generator.start`: which rows share a step then depends on the requests alone
-    held: bool = False
 
     def tag(self, step: int) -> int:
         """A number for a step's messages that no step of another session has."""
@@ -132,9 +131,20 @@ class Batch:
     cohort: str  # which cache they have
     adapter: bool | str  # whether LoRA takes part, or which (see Request)
     rows: tuple[int, ...]  # request numbers, in the order of the cache's rows
-    ids: np.ndarray  # int64 [b, s] tokens, padded on the left
-    lengths: np.ndarray  # int64 [b] valid ones of each row
+    ids: np.ndarray  # int64 [b, s] tokens, padded on the left; fresh: of different prompts
+    lengths: np.ndarray  # int64 [b] valid ones of each
     fresh: bool  # rows without a cache so far: they join the cohort after the step
+    prompts: tuple[int, ...] = ()  # fresh: the place in `ids` of each row's prompt
+    keep: int | None = None  # fresh: the place of a prompt that is kept for requests that still wait
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Rows that go on from the prompt that was kept: nothing of it is computed again."""
+
+    cohort: str  # that they join
+    rows: tuple[int, ...]  # request numbers
+    length: int  # tokens of the prompt
 
 
 @dataclass(frozen=True)
@@ -143,5 +153,16 @@ class Step:
 
     number: int  # of the step in its session, from 0
     drop: tuple[int, ...] = ()  # rows that have ended: they leave their cohorts before anything is computed
+    resumed: Resumed | None = None  # rows that join their cohort then
+    forget: bool = False  # the kept prompt goes, once these rows have it
     batches: tuple[Batch, ...] = ()  # to compute
     last: bool = False  # the session is over; nothing is computed
+
+    @property
+    def prompt_tokens(self) -> tuple[int, int]:
+        """Tokens of prompts that are computed, and those that further rows share."""
+        fresh = [batch for batch in self.batches if batch.fresh]
+        computed = sum(int(batch.lengths.sum()) for batch in fresh)
+        asked = sum(int(batch.lengths[list(batch.prompts)].sum()) for batch in fresh)
+        resumed = 0 if self.resumed is None else len(self.resumed.rows) * self.resumed.length
+        return computed, asked - computed + resumed

@@ -2,11 +2,13 @@
 
 Rows of a cache are aligned on the right: column c of every row belongs to the same place before its
 newest token, and shorter rows have padding on the left, which masks hide. Rows are then put together by
-padding, and leave by selection.
+padding, and leave by selection. A prompt that several rows have is computed in one and copied for the others:
+transformers' layers read one tensor [b, heads, columns, d], which no row can lend another part of.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -99,6 +101,7 @@ def select(cache: Any, rows: Sequence[int], padding: int, columns: int, layers: 
     """In place: keep some rows, and take off columns that are padding in all of them.
 
     Args:
+        rows: in their new order; one that comes several times is copied.
         padding: columns on the left to take off; the caller has made sure that `can_join`, else 0.
         columns: present number of columns.
     """
@@ -114,6 +117,22 @@ def select(cache: Any, rows: Sequence[int], padding: int, columns: int, layers: 
             layer.keys, layer.values = layer.keys[..., -keep:, :], layer.values[..., -keep:, :]
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = columns - padding
+
+
+def twin(cache: Any) -> Any:
+    """Another cache with the same values, for `select` to take rows of: until then they share memory."""
+
+    def apart(value: Any) -> Any:
+        other = copy.copy(value)
+        for name, part in vars(other).items():
+            if isinstance(part, (dict, list)):  # of states, which layers change in place
+                setattr(other, name, copy.copy(part))
+        return other
+
+    other = apart(cache)
+    layers = {id(layer): apart(layer) for layer in cache.layers}  # some stand in several places
+    other.layers = [layers[id(layer)] for layer in cache.layers]
+    return other
 
 
 def _state(cache: Any, index: int) -> Any:

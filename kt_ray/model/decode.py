@@ -62,12 +62,19 @@ class Decoder:
         self._stage = stage
         self._cohorts: dict[str, Cohort] = {}
         self._running: list[tuple[Batch, Cohort]] = []
+        self._kept: Cohort | None = None  # a prompt for requests that wait: one row
 
     # ------------------------------------------------------------------ a step
 
     def begin(self, step: Step, experts: DecodeExchange, stages: StageExchange | None = None) -> DecodeLoop:
-        """Let rows go that have ended; record the call arguments of every batch."""
+        """Let rows go that have ended, and come that have the kept prompt; record all call arguments."""
         self._drop(step.drop)
+        if step.resumed is not None:
+            assert self._kept is not None, "no prompt was kept"
+            rows = step.resumed.rows
+            self._enter(step.resumed.cohort, self._copied(self._kept, [0] * len(rows), rows))
+        if step.forget:
+            self._kept = None
         self._running, groups = [], []
         for batch in step.batches:
             if batch.fresh:
@@ -113,10 +120,30 @@ class Decoder:
             cohort.columns += batch.ids.shape[1]
         for batch, cohort in self._running:
             if batch.fresh:
-                older = self._cohorts.get(batch.cohort)
-                self._cohorts[batch.cohort] = cohort if older is None else self._joined(older, cohort)
+                if batch.keep is not None:
+                    self._kept = self._copied(cohort, [batch.keep], [-1])
+                if len(batch.ids) < len(batch.rows):
+                    self._select(cohort, batch.prompts, batch.rows)
+                self._enter(batch.cohort, cohort)
 
     # ------------------------------------------------------------------ cohorts
+
+    def _enter(self, name: str, cohort: Cohort) -> None:
+        older = self._cohorts.get(name)
+        self._cohorts[name] = cohort if older is None else self._joined(older, cohort)
+
+    def _select(self, cohort: Cohort, places: Sequence[int], rows: Sequence[int]) -> None:
+        """`rows` go on from the cache's rows at `places`, which may come more than once or not at all."""
+        padding = cohort.padding[list(places)]
+        spare = int(padding.min()) if self.joint else 0
+        caches.select(cohort.cache, places, spare, cohort.columns, self.model.layers)
+        cohort.rows, cohort.padding, cohort.columns = list(rows), padding - spare, cohort.columns - spare
+
+    def _copied(self, cohort: Cohort, places: Sequence[int], rows: Sequence[int]) -> Cohort:
+        """As `_select`, in a cache of their own."""
+        other = Cohort(list(rows), caches.twin(cohort.cache), cohort.padding, cohort.columns)
+        self._select(other, places, rows)
+        return other
 
     def _joined(self, old: Cohort, new: Cohort) -> Cohort:
         total = max(old.columns, new.columns)
@@ -131,17 +158,13 @@ class Decoder:
             if not stay:
                 del self._cohorts[name]
             elif len(stay) < len(cohort.rows):
-                padding = cohort.padding[stay]
-                spare = int(padding.min()) if self.joint else 0
-                caches.select(cohort.cache, stay, spare, cohort.columns, self.model.layers)
-                cohort.rows = [cohort.rows[place] for place in stay]
-                cohort.padding, cohort.columns = padding - spare, cohort.columns - spare
+                self._select(cohort, stay, [cohort.rows[place] for place in stay])
 
     def close(self) -> None:
         """Forget every cache; leave the adapters as training wants them."""
         self._stage.adapters.switch_all(True)
         self._cohorts.clear()
-        self._running = []
+        self._running, self._kept = [], None
 
 
 class DecodeLoop(LayerLoop):

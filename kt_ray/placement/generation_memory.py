@@ -3,8 +3,9 @@
 A step of a replica has at most as many tokens as generate.prefill_tokens reads in, and one of every row that
 runs. Nothing is kept for a backward pass; caches are kept instead:
 
-    caches        `CacheWidth` of every layer for generate.cache_tokens tokens in generate.batch_size rows;
-                  the largest layer's twice, as it grows by copying
+    caches        `CacheWidth` of every layer for generate.cache_tokens tokens in generate.batch_size rows
+                  and the row of a prompt that is kept for requests that wait; the largest layer's twice, as
+                  it grows by copying
     workspace     one layer of a step's tokens with its mask, and its keys and values expanded for all cached
                   tokens (latent attention, and where several heads share one key)
     logits        of every row
@@ -53,7 +54,7 @@ def step_tokens(config: Config) -> int:
 
 def cache_bytes(dims: ModelDims, config: Config, layers: range, element: int) -> float:
     """Of the layers of one stage."""
-    rows, tokens = config.generate.batch_size, room(dims, config)
+    rows, tokens = config.generate.batch_size + 1, room(dims, config)
     sizes = [dims.cache_widths[layer].bytes(rows, tokens, element) for layer in layers]
     return sum(sizes) + max(sizes, default=0.0)
 

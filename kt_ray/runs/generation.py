@@ -277,12 +277,8 @@ def _what(error: BaseException) -> str:
     return error.what if isinstance(error, UserError) else f"generation has ended: {type(error).__name__}"
 
 
-def generator_on(generation: PreparedGeneration, cluster: ActorCluster, *, held: bool = False) -> Generator:
-    """A session of generation under the settings of `generate`; close it, or use it in a `with`.
-
-    Args:
-        held: see SessionSpec.
-    """
+def generator_on(generation: PreparedGeneration, cluster: ActorCluster) -> Generator:
+    """A session of generation under the settings of `generate`; close it, or use it in a `with`."""
     generate = generation.config.generate
     return Generator(
         cluster,
@@ -290,5 +286,4 @@ def generator_on(generation: PreparedGeneration, cluster: ActorCluster, *, held:
         max_rows=generate.batch_size,
         prefill_tokens=generate.prefill_tokens,
         cache_tokens=generation.cache_tokens,
-        held=held,
     )

@@ -85,10 +85,9 @@ class PolicyRollouts:
         )
 
     def _answers(self, rows: Sequence[Row], requests: Sequence[Request]) -> tuple[list[Rollout], list[str]]:
-        with generator_on(self._generation, self._cluster, held=True) as generator:
-            pending = [generator.submit(request) for request in requests]
-            generator.start()
-            answers = [self._wait(answer) for answer in pending]
+        with generator_on(self._generation, self._cluster) as generator:
+            # At once: which answers share a step then depends on nothing but the requests.
+            answers = [self._wait(answer) for answer in generator.submit_all(requests)]
         completions = [self._completion(row, answer) for row, answer in zip(rows, answers, strict=True)]
         rewards = self._reward(completions)
         rollouts = [

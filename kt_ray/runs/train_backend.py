@@ -476,9 +476,12 @@ class _Session:
     backend: ClusterBackend
     generator: Generator
 
-    def submit(self, request: Request, listener: Callable[[Any], None] | None = None) -> Any:
-        self.backend.check(request.adapter)
-        return self.generator.submit(request, listener)
+    def submit_all(
+        self, requests: Sequence[Request], listeners: Sequence[Callable[[Any], None] | None] | None = None
+    ) -> list[Any]:
+        for adapter in {request.adapter for request in requests}:
+            self.backend.check(adapter)
+        return list(self.generator.submit_all(requests, listeners))
 
 
 def _row(datum: Datum, index: int) -> Row:

@@ -333,11 +333,10 @@ class CompletionService:
         job, loop = Job(), asyncio.get_running_loop()
         room.hand_over()
         try:
-            for number, request in enumerate(requests):
-                job.answers.append(self.generator.submit(request, self._listener(job, loop, number)))
+            listeners = [self._listener(job, loop, number) for number in range(len(requests))]
+            job.answers += self.generator.submit_all(requests, listeners)
         except BaseException as error:
-            self.give_back(len(requests) - len(job.answers))
-            job.cancel()
+            self.give_back(len(requests))
             if not isinstance(error, UserError):
                 raise
             stopped = self.generator.error is not None or self._stopping

@@ -14,10 +14,10 @@ A prompt is read in once for its group (kt_ray/generate/batcher.py); answers are
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
@@ -109,7 +109,7 @@ class _Steps:
         group: Group = (Micro(rows, width, rows * width, rows),)
         workers = [worker for worker in self.plan.workers if worker.replica == 0]
         total = sum(self._stage(worker, group, context) for worker in workers)
-        for one, other in itertools.pairwise(workers):
+        for one, other in pairwise(workers):
             total += _carried(self.durations.stage(one.rank, other.rank, rows * width))
         return total + self._end(rows)
 
@@ -147,7 +147,7 @@ class _Steps:
         return seconds(total, self.durations.device, self.durations.host, self.plan.dtype, max(1, tokens))
 
     def _experts(self, worker: WorkerPlan, layer: int, tokens: int) -> float:
-        """Seconds of the tokens' way to the actors and back, all replicas' calls one after another."""
+        """Seconds until the answers are there, all replicas' calls one after another."""
         durations, sharing = self.durations, len(self.plan.replicas_of(0))
         here = durations.worker_lane(worker.rank, layer, "forward", tokens, call=0)
         own = 0.0 if here is None else _of_worker_lane(here)

@@ -63,7 +63,9 @@ class Scores:
 class SamplingSession(Protocol):
     """kt_ray.generate.generator.Generator."""
 
-    def submit(self, request: Request, listener: Callable[[Any], None] | None = None) -> Any: ...
+    def submit_all(
+        self, requests: Sequence[Request], listeners: Sequence[Callable[[Any], None] | None] | None = None
+    ) -> list[Any]: ...
 
 
 class Backend(Protocol):

@@ -265,14 +265,13 @@ class SampleRounds:
         job.sequences = [[] for _ in job.request.samples]
         with self._queue.changed:
             job.running = len(job.request.samples)
-        for place, request in enumerate(job.request.samples):
-            try:
-                job.answers.append(session.submit(request, self._listener(job, place)))
-            except Exception as error:
-                with self._queue.changed:
-                    self._note(job, error)
-                    job.running -= len(job.request.samples) - place
-                return
+        listeners = [self._listener(job, place) for place in range(job.running)]
+        try:
+            job.answers += session.submit_all(job.request.samples, listeners)
+        except Exception as error:
+            with self._queue.changed:
+                self._note(job, error)
+                job.running = 0
 
     def _note(self, job: SampleJob, error: BaseException) -> None:
         """What ended a job before its time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ EAGER = ("gpt_oss", "deepseek_v4")
 CHANGES: dict[str, dict[str, int]] = {
     "gpt_oss": {"sliding_window": 6},
     "qwen3_next": {"num_hidden_layers": 4},
+    "minimax": {"num_key_value_heads": 2, "num_local_experts": 4},
 }
 
 
@@ -72,6 +73,38 @@ def test_other_kinds_of_caches_and_layers(tmp_path: Path, family: str) -> None:
     with local_cluster(path, config_for(path, f"model.attn_implementation={attention}")) as cluster:
         assert answers(cluster, prompts, sampling) == expected
         assert answers(cluster, prompts, sampling, max_rows=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "stages"),
+    [
+        ("deepseek_v3", 2),
+        ("qwen3_moe", 1),
+        *((family, 1) for family in ("gpt_oss", "qwen3_next", "deepseek_v4", "minimax")),
+    ],
+)
+def test_answers_to_one_prompt_share_its_prefill(tmp_path: Path, family: str, stages: int) -> None:
+    """Latent keys, grouped heads, windows, states, compressed caches: as if each had its own. Rows
+    of the group end at different times, and some wait for others'."""
+    path = checkpoint(tmp_path, family)
+    attention = "eager" if family in EAGER else "sdpa"
+    prompts = random_prompts((9, 12))
+    config = config_for(path, f"model.attn_implementation={attention}", f"rule.stages={stages}")
+    asked = [
+        Request(prompt, Sampling(max_new_tokens=4 + 3 * n, temperature=1.0, seed=n + 9 * first), False)
+        for first, prompt in enumerate(prompts)
+        for n in range(4)
+    ]
+    with local_cluster(path, config) as cluster:
+        with Generator(cluster) as one_by_one:
+            alone = [one_by_one.submit(request).result(60).tokens for request in asked]
+        for rows in (32, 3):
+            with Generator(cluster, max_rows=rows) as generator:
+                got = [answer.result(60).tokens for answer in generator.submit_all(asked)]
+            assert got == alone
+            workers = [report for report in generator.reports if "attention" in report.seconds]
+            assert [(w.prompt_tokens, w.shared_tokens) for w in workers] == [(21, 3 * 21)] * stages
+    assert len({tuple(tokens) for tokens in alone}) == len(alone)
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +268,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.orders: list[tuple[str, int]] = []
+        self.asked: list[tuple[int, int, tuple[int, ...]]] = []  # coordinator, number, prompt
         self.breaks = False
         self._tokens: queue.SimpleQueue[list[Token]] = queue.SimpleQueue()
         self._over = threading.Event()
@@ -245,11 +279,13 @@ class Coordinator:
         return []
 
     def instruct(
-        self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
+        self, rank: int, kind: str, session: int, number: int = -1, requests: Sequence[Request] = ()
     ) -> None:
         self.orders.append((kind, number))
-        if kind == "request" and not self.breaks:
-            self._tokens.put([Token(number, n, finish="length" if n == 2 else "") for n in range(3)])
+        for own, request in enumerate(requests, number):
+            self.asked.append((rank, own, request.prompt))
+            if not self.breaks:
+                self._tokens.put([Token(own, n, finish="length" if n == 2 else "") for n in range(3)])
         if kind == "stop":
             self._over.set()
 
@@ -262,6 +298,23 @@ class Coordinator:
             return self._tokens.get(timeout=0.02), True
         except queue.Empty:
             return [], True
+
+
+def test_requests_with_one_prompt_go_to_one_replica_as_many_as_it_runs() -> None:
+    cluster = Coordinator()
+    cluster.coordinators = [0, 7]  # type: ignore[misc]
+    prompts = [(1,), (2,), (1,), (1,), (1,), (2,)]
+    with Generator(cluster, max_rows=3) as generator:
+        answers = generator.submit_all([Request(prompt) for prompt in prompts])
+        assert [answer.request.prompt for answer in answers] == prompts
+        assert sorted(answer.number for answer in answers) == list(range(6))
+        numbers = {answer.number: answer.request.prompt for answer in answers}
+        assert all(numbers[number] == prompt for _, number, prompt in cluster.asked)
+        places = [(rank, prompt) for rank, _, prompt in cluster.asked]
+        assert places == [*[(0, (1,))] * 3, *[(7, (1,))], *[(7, (2,))] * 2]
+        assert cluster.orders == [("request", 0), ("request", 3)]
+        for answer in answers:
+            answer.result(20)
 
 
 @pytest.mark.parametrize("at", [1, 3], ids=["first", "last"])

@@ -54,7 +54,10 @@ class FakeSession:
         backend.deaths -= self.dying
         self.threads: list[threading.Thread] = []
 
-    def submit(self, request: Request, listener: Callable[[Any], None] | None = None) -> Answer:
+    def submit_all(self, requests: Sequence[Request], listeners: Sequence[Any] | None = None) -> list[Answer]:
+        return list(map(self._submit, requests, listeners or [None] * len(requests)))
+
+    def _submit(self, request: Request, listener: Callable[[Any], None] | None) -> Answer:
         cancelled = threading.Event()
         answer = Answer(len(self.threads), request, Letters(), cancelled.set, listener)
         self._backend.calls.append(("submit", request.adapter))

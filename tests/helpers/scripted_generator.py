@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kt_ray.generate.generator import Answer
@@ -28,6 +29,9 @@ class Scripted:
         self.answers: list[Answer] = []
         self.cancelled: list[int] = []
         self.waits = False  # answers stop before their last token
+
+    def submit_all(self, requests: Sequence[Request], listeners: Sequence[Any]) -> list[Answer]:
+        return list(map(self.submit, requests, listeners))
 
     def submit(self, request: Request, listener: Any = None) -> Answer:
         number = len(self.asked)

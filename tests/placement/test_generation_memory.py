@@ -69,6 +69,16 @@ def config_of(mode: str = "chat", **generate: Any) -> Config:
     return dataclasses.replace(config, generate=GenerateConfig(**generate))
 
 
+def test_a_prompt_that_is_kept_has_a_window_and_states_of_its_own() -> None:
+    """Its tokens are among those of generate.cache_tokens."""
+    dims = dataclasses.replace(
+        small_dims(), cache_widths=(CacheWidth(near=10, window=7, row=5, state=3), CacheWidth(token=2))
+    )
+    config = config_of(batch_size=4, cache_tokens=1000)
+    windows, tokens = 5 * (2 * (10 * 7 + 5) + 4 * 3), 2 * 2 * 1000
+    assert cache_bytes(dims, config, range(2), 2) == windows + tokens + max(windows, tokens)
+
+
 def plan_of(config: Config, memory: int = 64 << 30) -> Plan:
     return make_plan(small_dims("qwen3_moe"), config, make_hardware(memory=memory))
 

@@ -100,7 +100,7 @@ def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dty
         sampling = Sampling(max_new_tokens=20, temperature=1.0, seed=5, logprobs=0)
         with backend.sampling() as session:
             answers = [
-                session.submit(Request(tuple(prompt.tolist()), sampling, adapter)).result(60)
+                session.submit_all([Request(tuple(prompt.tolist()), sampling, adapter)])[0].result(60)
                 for adapter in ("sampler", False)
             ]
         for answer, sampler in zip(answers, ("sampler", False), strict=True):
@@ -211,9 +211,9 @@ def test_samples_and_scores_leave_gradients_that_wait(model: Path, tmp_path: Pat
             if name == "disturbed":
                 error = pytest.raises((RuntimeError, UserError), match="a cache was too small")
                 with broken_generation(backend._cluster), error, backend.sampling() as session:
-                    session.submit(request).result(60)
+                    session.submit_all([request])[0].result(60)
                 with backend.sampling() as session:
-                    session.submit(request).result(60)
+                    session.submit_all([request])[0].result(60)
                 backend.score("sampler", [given[0].tokens], 0)
             norm = backend.step(name, ADAM)["grad_norm"]
             (kept,) = backend.score("sampler", [given[0].tokens], 0)

@@ -99,12 +99,12 @@ def test_a_session_that_a_death_ended_is_followed_by_another(tmp_path: Path, on_
         backend.step("mine", ADAM)
         backend.keep("mine", "sampler")
         with backend.sampling() as session:
-            expected = session.submit(request).result(60).tokens
+            expected = session.submit_all([request])[0].result(60).tokens
         pid = pid_of(backend, "experts-0")
         with backend.sampling() as session:
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(ActorLost):
-                session.submit(request).result(120)
+                session.submit_all([request])[0].result(120)
         with backend.sampling() as session:
-            assert session.submit(request).result(60).tokens == expected
+            assert session.submit_all([request])[0].result(60).tokens == expected
         assert np.isfinite(backend.run("mine", data_of(rows(2)), ENTROPY, backward=True).loss)

@@ -57,18 +57,15 @@ class Sampler:
         return self._answers([(row, 0) for row in prompts], temperature=0.0)
 
     def _answers(self, asked: Sequence[tuple[Row, int]], temperature: float) -> list[Rollout]:
-        with Generator(self.cluster, max_rows=5, held=True) as generator:
-            pending = [
-                generator.submit(
-                    Request(
-                        tuple(row.input_ids.tolist()),
-                        Sampling(LONGEST, temperature=temperature, seed=seed, logprobs=0, eos=(7,)),
-                    )
-                )
-                for row, seed in asked
-            ]
-            generator.start()
-            answers = [answer.result(120) for answer in pending]
+        requests = [
+            Request(
+                tuple(row.input_ids.tolist()),
+                Sampling(LONGEST, temperature=temperature, seed=seed, logprobs=0, eos=(7,)),
+            )
+            for row, seed in asked
+        ]
+        with Generator(self.cluster, max_rows=5) as generator:
+            answers = [answer.result(120) for answer in generator.submit_all(requests)]
         return [
             Rollout(
                 np.array(answer.tokens),

@@ -14,7 +14,7 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,11 +75,11 @@ class AttachedCluster(RayCluster):
             self._inbox.close()
 
     def instruct(
-        self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
+        self, rank: int, kind: str, session: int, number: int = -1, requests: Sequence[Request] = ()
     ) -> None:
         # On a thread that belongs to no HTTP request. When a client leaves, Serve cancels the request's task
         # and with it the actor calls made in it; one that then never comes holds up all later ones.
-        self._instructions.submit(super().instruct, rank, kind, session, number, request)
+        self._instructions.submit(super().instruct, rank, kind, session, number, requests)
 
 
 @dataclass(frozen=True)
