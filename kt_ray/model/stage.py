@@ -238,6 +238,7 @@ class Stage:
             whole_groups=self.spec.activations == "group",
             known=self.known_outputs,
             passed=self.spec.backward,
+            adapters=self.adapters,
         )
 
     def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
