@@ -376,7 +376,7 @@ class TrainService:
             work = None if self._closing else self._queue.take(party)
             if work is None:
                 return
-            if work.part is not None and (others := self._queue.take_parts()):
+            if work.part is not None and (others := self._queue.take_parts(party)):
                 self._run_joined([work, *others])
             else:
                 self._run(work)

@@ -137,13 +137,16 @@ class WorkQueue:
             order.moved = time.monotonic()
             return work
 
-    def take_parts(self) -> list[Work]:
-        """Of every party whose next work may be part of a pass of several, that work."""
+    def take_parts(self, model: str) -> list[Work]:
+        """The next work of every other model whose next work may be part of a pass of several."""
         with self.changed:
-            parties = [p for p in self._parties if (order := self._orders.get(p)) and order.ready]
-            orders = {party: self._orders[party] for party in parties}
-            ready = [party for party, own in orders.items() if own.waiting[own.next].part is not None]
-            return [work for party in ready if (work := self.take(party)) is not None]
+            orders = {party: self._orders[party] for party in self._parties if party in self._orders}
+            others = [
+                other
+                for other, order in orders.items()
+                if other != model and order.ready and order.waiting[order.next].part is not None
+            ]
+            return [work for other in others if (work := self.take(other)) is not None]
 
     def sweep(self) -> None:
         """Requests that waited too long for one before them fail."""
