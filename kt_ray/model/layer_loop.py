@@ -77,7 +77,7 @@ class LayerLoop:
     shelf: where hidden states wait for backward; None = on the device. slots: of streamed layers.
     whole_groups: `recompute` runs a whole group; else its first micro-batch, and `backward` the others.
     known: by layer, of which products a recomputed layer need not repeat. passed: what backward passes.
-    adapters: which LoRA layers use, for passes that join trainings.
+    adapters: which LoRA the layers use.
     """
 
     # Kind -> method. Names, since bound methods kept in the loop would keep a finished pass alive until the
@@ -94,6 +94,7 @@ class LayerLoop:
         self,
         model: StageModel,
         scales: dict[int, float | None],
+        adapters: AdapterSwitch,
         dropout: DropoutContext,
         head: Head | None,
         spec: PassSpec,
@@ -107,9 +108,9 @@ class LayerLoop:
         whole_groups: bool = True,
         known: Mapping[int, KnownOutputs] | None = None,
         passed: BackwardPart = ALL_LAYERS,
-        adapters: AdapterSwitch | None = None,
     ) -> None:
         self.model, self.device = model, model.device
+        self.adapters = adapters
         self.scales, self.dropout, self.head = scales, dropout, head
         self.spec = spec
         self.groups = groups
@@ -123,7 +124,6 @@ class LayerLoop:
         self.whole_groups = whole_groups
         self.known = known or {}
         self.passed = passed
-        self.adapters = adapters
         self._keep: Callable[[Tensor], Kept] = KeptOnDevice if shelf is None else shelf.keep
         self.train = spec.kind == "train"
         self.loss_sum = 0.0  # of the losses so far (last stage)
@@ -489,7 +489,6 @@ class LayerLoop:
     def _use(self, layer: int, micro: MicroState) -> None:
         """A layer's LoRA is the one that a micro-batch trains."""
         if self.spec.joined:
-            assert self.adapters is not None
             self.adapters.switch(layer, micro.batch.training)
 
     @contextmanager

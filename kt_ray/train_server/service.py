@@ -393,14 +393,15 @@ class TrainService:
                 self._run(work)
             return
         for work, result in zip(works, results, strict=True):
-            if work.promise is not None:
-                self.promises.settle(work.promise, pass_reply(result))
+            self._run(work, partial(pass_reply, result))
 
-    def _run(self, work: Work) -> None:
-        if work.run is None:
+    def _run(self, work: Work, made: Callable[[], Reply] | None = None) -> None:
+        """made: the reply, where it is known by now."""
+        run = made or work.run
+        if run is None:
             return
         try:
-            outcome: Reply | Failure = work.run()
+            outcome: Reply | Failure = run()
         except Exception as error:
             outcome = failure_of(error)
         if work.promise is not None:
