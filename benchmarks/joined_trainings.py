@@ -5,14 +5,15 @@
 
 A round is a pass with backward and an optimizer step of each of --trainings trainings, each with one row of
 so many tokens (--tokens: each number is measured), through the train server's backend in this process. Rounds
-of both ways take turns. Records, medians over rounds:
+of both ways take turns, and of a third: one training has all the rows, the least that joined passes can take.
+Records, medians over rounds:
 
     median_s  a whole round; tokens_per_s: of all trainings together
     pass_s    the passes; the rest are steps and what moves trainings in and out of place
     experts_s the expert actors' calls within the passes, of the slowest actor: with attention on a GPU, the
               larger part of a pass
-    ratio     tokens/s joined by tokens/s one after the other; ratio_of_passes, ratio_of_experts: of those
-              seconds
+    ratio     by how much a way has more tokens/s than one after the other; ratio_of_passes,
+              ratio_of_experts: of those seconds
 
 Steps are of learning rate 0, so all rounds compute the same: losses and gradient norms of both ways must be
 equal to the bit.
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,13 +147,19 @@ def one_round(backend: ClusterBackend, parts: Sequence[Sequence[Pass]]) -> Round
 def measured(
     backend: ClusterBackend, passes: Sequence[Pass], tokens: int, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The records of both ways, and a line about them."""
-    ways = {"one after the other": [[work] for work in passes], "joined": [passes]}
+    """The records of all ways, and a line about each."""
+    rows = [datum for work in passes for datum in work.data]
+    ways = {
+        "one after the other": [[work] for work in passes],
+        "joined": [passes],
+        "one training": [[replace(passes[0], data=rows)]],
+    }
     rounds: dict[str, list[Round]] = {name: [] for name in ways}
     for number in range(args.rounds + 1):  # the first is not counted
         for name in ways if number % 2 == 0 else reversed(ways):
             rounds[name].append(one_round(backend, ways[name]))
-    (results,) = {tuple(one.found) for of_way in rounds.values() for one in of_way}  # equal to the bit
+    both = rounds["one after the other"] + rounds["joined"]
+    (results,) = {tuple(one.found) for one in both}  # equal to the bit
     total, made = tokens * len(passes), dict[str, dict[str, Any]]()
     for name, of_way in rounds.items():
         seconds, in_passes, in_experts = (statistics.median(one[i] for one in of_way[1:]) for i in range(3))
@@ -168,17 +176,17 @@ def measured(
             "rounds": args.rounds,
             "loss": results[0],
         }
-    before, now = made.values()
-    now["ratio"] = round(before["median_s"] / now["median_s"], 2)
-    now["ratio_of_passes"] = round(before["pass_s"] / now["pass_s"], 2)
-    now["ratio_of_experts"] = round(before["experts_s"] / now["experts_s"], 2)
-    print(
-        f"{len(passes)} trainings of {tokens} tokens: {before['tokens_per_s']:.1f} tokens/s one after the "
-        f"other, {now['tokens_per_s']:.1f} joined: {now['ratio']:.2f} times; passes {before['pass_s']:.2f} "
-        f"and {now['pass_s']:.2f} s: {now['ratio_of_passes']:.2f} times; their experts "
-        f"{before['experts_s']:.2f} and {now['experts_s']:.2f} s: {now['ratio_of_experts']:.2f} times",
-        flush=True,
-    )
+    before = made["one after the other"]
+    for name, record in made.items():
+        ratios = [before[key] / record[key] for key in ("median_s", "pass_s", "experts_s")]
+        names = ("ratio", "ratio_of_passes", "ratio_of_experts")
+        record |= {key: round(value, 2) for key, value in zip(names, ratios, strict=True)}
+        print(
+            f"{len(passes)} x {tokens} tokens, {name}: {record['tokens_per_s']:.1f} tokens/s "
+            f"({ratios[0]:.2f} times); passes {record['pass_s']:.2f} s ({ratios[1]:.2f} times), experts in "
+            f"them {record['experts_s']:.2f} s ({ratios[2]:.2f} times)",
+            flush=True,
+        )
     return list(made.values())
 
 

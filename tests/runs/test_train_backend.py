@@ -34,6 +34,9 @@ LAYOUTS = {
 }
 
 
+COPIES = ("rule.replicas=2", "rule.attention_hosts=all", "rule.experts.copies=2")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(ensure_demo_model("demo", 0, tmp_path_factory.mktemp("cache")))
@@ -329,12 +332,13 @@ def several() -> list[Pass]:
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [("one", "float32"), ("two", "float32"), ("two", "bfloat16"), ("replicas", "bfloat16")],
+    [("two", "float32"), ("two", "bfloat16"), ("replicas", "bfloat16"), ("copies", "float32")],
 )
 def test_joined_passes_have_the_bits_of_each_alone(
     model: Path, exact: Path, tmp_path: Path, layout: str, dtype: str
 ) -> None:
-    how = (*LAYOUTS[layout], f"model.dtype={dtype}", "trainer.micro_batch_size=1", "data.max_length=128")
+    layouts = {**LAYOUTS, "copies": ("rule=multi_node", "rule.device=cpu", *COPIES)}
+    how = (*layouts[layout], f"model.dtype={dtype}", "trainer.micro_batch_size=1", "data.max_length=128")
     with backend_on(exact if dtype == "float32" else model, tmp_path, *how) as backend:
         spec = passes_of(backend)
         seen: dict[bool, list[Any]] = {}
