@@ -34,6 +34,8 @@ class MicroBatch:
     positions_BS: np.ndarray | None = None
     # float32 [b, s] each, what a TokenLoss reads: at a position, for the label behind it
     loss_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    # whose LoRA these rows train: True = the present training's, a name = that of one of `PassSpec.joined`
+    training: bool | str = True
 
     @property
     def tokens(self) -> int:
@@ -116,6 +118,12 @@ class PassSpec:
     # train only: gradient of the load-balancing loss in a probability of each expert
     router_slopes: tuple[float, ...] | None = None
     noise_alpha: float = 0.0  # NEFTune's, where `dropout` is on (kt_ray.model.embedding_noise)
+    # train only: trainings put aside in the actors whose micro-batches are in the wave, too, and their losses
+    joined: Mapping[str, TokenLoss] = field(default_factory=dict)
+
+    def objective_of(self, micro: MicroBatch) -> Objective | TokenLoss | None:
+        """The loss of a micro-batch's rows."""
+        return self.objective if micro.training is True else self.joined[str(micro.training)]
 
     @property
     def dropout(self) -> bool:

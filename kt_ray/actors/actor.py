@@ -272,8 +272,8 @@ class PlainActor(ABC):
                 put aside.
         """
         self.claim_thread()
-        if seed is None and name not in self._aside:
-            raise RuntimeError(f"{self.title} has no training {name!r} put aside")
+        if seed is None:
+            self._put_aside(name)
         state = self._training_state()
         other = None if seed is not None else self._aside.pop(name)
         if before is not None:
@@ -289,6 +289,12 @@ class PlainActor(ABC):
             tensor.copy_(value)
         self._set_step(step)
         self._committed = step - 1
+
+    def _put_aside(self, name: str) -> list[Tensor]:
+        """The state of a training that was put aside, live."""
+        if name not in self._aside:
+            raise RuntimeError(f"{self.title} has no training {name!r} put aside")
+        return self._aside[name][0]
 
     def end_training(self, name: str) -> None:
         """Forget one that was put aside."""

@@ -221,8 +221,24 @@ class AttentionWorker(PlainActor):
 
     def run_pass(self, spec: PassSpec) -> WorkerPassReport:
         """Walk this worker's program of the pass."""
-        with self._profiled(spec), self._gpu_memory():
+        with self._profiled(spec), self._gpu_memory(), self._joined(spec.joined):
             return self._run_pass(spec)
+
+    @contextmanager
+    def _joined(self, trainings: Iterable[str]) -> Iterator[None]:
+        """Inside, layers may also train the LoRA of trainings that were put aside: there, or in copies on a
+        GPU, whose gradients go back at the end."""
+        names, count = list(self.stage.parameters), len(self.stage.parameters)
+        others: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+        for training in trainings:
+            own = [tensor.to(self.spec.device) for tensor in self._put_aside(training)[: 2 * count]]
+            values, grads = own[:count], own[count:]
+            others[training] = dict(zip(names, values, strict=True)), dict(zip(names, grads, strict=True))
+        with self.stage.adapters.lent(others):
+            yield
+        for training, (_, copies) in others.items() if self._on_gpu else ():
+            for kept, copied in zip(self._put_aside(training)[count:], copies.values(), strict=False):
+                kept.copy_(copied)
 
     def _run_pass(self, spec: PassSpec) -> WorkerPassReport:
         self.check_restored()

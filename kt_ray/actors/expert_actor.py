@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor, worker_of_layer
@@ -109,7 +110,10 @@ class ExpertActor(PlainActor):
         # torch only counts here; waiting OpenMP threads would spin on the engine's cores.
         self.claim_thread(1)
         self.port.release_all()
-        self.experts.begin_pass(spec.step, spec.dropout, spec.adapters)
+        self.experts.begin_pass(
+            spec.step, spec.dropout, spec.adapters, [self._put_aside(name) for name in spec.joined]
+        )
+        trainings = self._trainings_of(spec)
         leases: dict[tuple[int, int], Lease] = {}  # (replica, group) -> the last reply
         engine = self.experts.engine
         busy = engine.busy_seconds
@@ -136,7 +140,8 @@ class ExpertActor(PlainActor):
                     self.experts.count_elsewhere(layer, group, elsewhere)
             with recorder.span(direction, "compute", layer, group):
                 keep = spec.kind == "train" and layer >= self.plan.backward.lowest
-                answers = self._compute(direction, layer, group, inputs, keep=keep)
+                of_rows = trainings[group] if trainings else None
+                answers = self._compute(direction, layer, group, inputs, keep=keep, trainings=of_rows)
             start_row = 0
             for replica, request in zip(self._replicas, requests, strict=True):
                 end_row = start_row + next(iter(request.tensors.values())).shape[0]
@@ -160,6 +165,17 @@ class ExpertActor(PlainActor):
             activity=recorder.activity(self.name, self.host_name, engine.threads, engine.busy_seconds - busy),
         )
 
+    def _trainings_of(self, spec: PassSpec) -> list[Tensor]:
+        """By group int64 [T]: whose LoRA each token trains, 0 = the present training's, then in the order of
+        `spec.joined`; empty where there is only one."""
+        numbers: dict[bool | str, int] = {True: 0, **{name: i for i, name in enumerate(spec.joined, 1)}}
+        groups = range(self.plan.groups) if spec.joined else ()
+        micro = [[m for r in self._replicas for m in spec.wave[r][group]] for group in groups]
+        return [
+            torch.tensor([numbers[m.training] for m in own for _ in range(m.tokens)], dtype=torch.int64)
+            for own in micro
+        ]
+
     def _add_gradients(self, number: int, recorder: SpanRecorder, calls: Iterable[tuple[int, int]]) -> None:
         """What attention workers computed of these backward calls, in the order of the replicas."""
         for layer, group in calls:
@@ -176,14 +192,14 @@ class ExpertActor(PlainActor):
                         self.experts.add_gradients(layer, group, ids, values)
 
     def _compute(
-        self, direction: str, layer: int, group: int, inputs: dict[str, list[Tensor]], *, keep: bool
+        self, direction: str, layer: int, group: int, inputs: dict[str, list[Tensor]], **how: Any
     ) -> dict[str, Tensor]:
         """One engine call: y_TH of forward, dx_TH and dw_TK of backward (as `LocalExperts` has them), all
-        replicas' rows in one block."""
+        replicas' rows in one block. how: a forward is computed, as `LocalExperts.forward` has it."""
         workers = [worker_of_layer(self.plan, layer, replica) for replica in self._replicas]
         alloc: Alloc = self.port.alloc if any(map(self.port.shares, workers)) else new_memory
         if direction == "forward":
-            return self._forward(layer, group, inputs, alloc, keep=keep)
+            return self._forward(layer, group, inputs, alloc, **how)
         wanted = layer >= self.plan.backward.inputs
         dx_TH, dw_TK = self.experts.backward(layer, group, inputs["dy"], alloc=alloc, input_grad=wanted)
         return {"dx": dx_TH, "dw": dw_TK}

@@ -12,10 +12,10 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -81,6 +81,13 @@ class _Kept:
         return own + sum(part.bytes for part in (self.engine, *self.lane) if part is not None)
 
 
+class _State(NamedTuple):
+    """A training's LoRA and its gradients, by layer."""
+
+    lora: dict[int, ExpertLora]
+    grads: dict[int, ExpertLora]
+
+
 class LocalExperts:
     """Load, forward, backward, LoRA and optimizer step of one socket's experts."""
 
@@ -119,6 +126,7 @@ class LocalExperts:
         self._elsewhere: dict[tuple[int, int], int] = {}
         self._dropout: DropoutSpec | None = None
         self._adapter: bool | str = True  # which one the present pass uses
+        self._beside: list[_State] = []  # trainings that the present pass joins to the present one
         self._optimizer: LoraOptimizer | None = None
         self._parameters: dict[int, dict[str, torch.nn.Parameter]] = {}
 
@@ -257,8 +265,22 @@ class LocalExperts:
 
     # -- computing ---------------------------------------------------------------------------
 
-    def begin_pass(self, step: int, dropout: bool, adapters: bool | str = True) -> None:
-        """Forget kept activations. dropout: whether LoRA's is on. adapters: as `adapter` of `forward`."""
+    def begin_pass(
+        self,
+        step: int,
+        dropout: bool,
+        adapters: bool | str = True,
+        beside: Iterable[Sequence[Tensor]] = (),
+    ) -> None:
+        """Forget kept activations.
+
+        Args:
+            dropout: whether LoRA's is on. adapters: as `adapter` of `forward`.
+            beside: states of trainings that take part beside the present one, as `training_state` gives
+                them; their gradients are added to. Not with a lane.
+        """
+        self._beside = [self._state_of(state) for state in beside]
+        assert self.lane is None or not self._beside, "a lane computes with one training's LoRA"
         self._kept.clear()
         self._elsewhere.clear()
         self.forget_calls()
@@ -324,6 +346,7 @@ class LocalExperts:
         keep: bool,
         alloc: Alloc = new_memory,
         adapter: bool | str | None = None,
+        trainings: Tensor | None = None,
     ) -> Tensor:
         """Weighted sum over the local experts.
 
@@ -333,6 +356,8 @@ class LocalExperts:
             keys_T: int64 dropout keys. keep: a backward of (layer, group) follows.
             alloc: where y is to lie. adapter: with LoRA or without; a name = what `keep` stored under it;
                 None = as begin_pass said.
+            trainings: int64 [T], whose LoRA each token has: 0 = the present training's, then in the order of
+                `begin_pass`; None = the present one's.
 
         Returns:
             y [T, H] in the type of `spec.answers`.
@@ -370,7 +395,8 @@ class LocalExperts:
                     x_TH,
                     engine_ids_TK,
                     weights_TK,
-                    lora=_first(lora, weights.E),
+                    lora=self._with_beside(lora, layer, "lora"),
+                    adapter_of_token=trainings if self._beside and lora is not None else None,
                     dropout=self._dropout,
                     keys=keys_T,
                     save=keep and _SAVED.get(self.spec.activations, True),
@@ -469,8 +495,8 @@ class LocalExperts:
                     weights,
                     kept.engine,
                     dy_TH,
-                    lora=_first(lora, weights.E),
-                    lora_grads=_first(grads, weights.E),
+                    lora=self._with_beside(lora, layer, "lora"),
+                    lora_grads=self._with_beside(grads, layer, "grads"),
                     input_grad=input_grad,
                     out=(dx_TH, dw_TK),
                 )
@@ -586,6 +612,30 @@ class LocalExperts:
                     for kind in state_kinds(self.spec.optim):
                         yield self._optimizer.state(parameter, kind)
 
+    def _state_of(self, state: Iterable[Tensor]) -> _State:
+        """What `training_state` gave, by layer."""
+        found, own, rest = _State({}, {}), set(self._updated()), iter(state)
+        for layer, matrices in self._parameters.items():
+            values, grads = {}, {}
+            for key in matrices:
+                values[key], grads[key] = next(rest), next(rest)
+                if layer in own:
+                    for _ in state_kinds(self.spec.optim):
+                        next(rest)
+            found.lora[layer] = _adapter(values, self.spec.lora.scale)
+            found.grads[layer] = _adapter(grads, self.spec.lora.scale)
+        return found
+
+    def _with_beside(
+        self, present: ExpertLora | None, layer: int, what: str
+    ) -> ExpertLora | list[ExpertLora] | None:
+        """The engine's part of a layer's LoRA ("lora") or gradients ("grads"), of all trainings in a pass."""
+        if present is None:
+            return None
+        count = self.weights[layer].E
+        own = present.map(lambda tensor: tensor[:count])
+        return [own, *(getattr(state, what)[layer] for state in self._beside)] if self._beside else own
+
     def set_step(self, step: int) -> None:
         """Number of updates taken so far, on resume."""
         if self._optimizer is not None:
@@ -613,11 +663,6 @@ def bind_to_cpus(cpus: tuple[int, ...]) -> None:
     allowed = set(cpus) & os.sched_getaffinity(0)
     if allowed:
         os.sched_setaffinity(0, allowed)
-
-
-def _first(lora: ExpertLora | None, experts: int) -> ExpertLora | None:
-    """The engine's part of all experts' matrices, as views."""
-    return None if lora is None else lora.map(lambda tensor: tensor[:experts])
 
 
 def _adapter(matrices: Mapping[str, Tensor], scale: float) -> ExpertLora:

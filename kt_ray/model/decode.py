@@ -183,10 +183,9 @@ class DecodeLoop(LayerLoop):
         stages: StageExchange | None,
     ) -> None:
         spec = PassSpec(step.number, 0, "generate", 0, (), 0)
-        own = (stage.model, stage.scales, stage.dropout, stage.head)
+        own = (stage.model, stage.scales, stage.adapters, stage.dropout, stage.head)
         super().__init__(*own, spec, groups, experts, stages, Clock(stage.device))
         self.step = step
-        self.adapters = stage.adapters
 
     def program(self, layers: tuple[int, int], *, first: bool, last: bool) -> Iterator[Op]:
         """The operations of this step on a stage with `layers` (half-open): layer by layer, all batches."""

@@ -40,6 +40,7 @@ from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.hidden_shelf import HostShelf, Kept, KeptOnDevice
 from kt_ray.model.known_outputs import KnownOutputs
 from kt_ray.model.layer_calls import Handler
+from kt_ray.model.lora import AdapterSwitch
 from kt_ray.model.policy_losses import token_loss
 from kt_ray.model.preference_losses import preference_loss
 from kt_ray.model.routing import RouterWatch
@@ -76,6 +77,7 @@ class LayerLoop:
     shelf: where hidden states wait for backward; None = on the device. slots: of streamed layers.
     whole_groups: `recompute` runs a whole group; else its first micro-batch, and `backward` the others.
     known: by layer, of which products a recomputed layer need not repeat. passed: what backward passes.
+    adapters: which LoRA the layers use.
     """
 
     # Kind -> method. Names, since bound methods kept in the loop would keep a finished pass alive until the
@@ -92,6 +94,7 @@ class LayerLoop:
         self,
         model: StageModel,
         scales: dict[int, float | None],
+        adapters: AdapterSwitch,
         dropout: DropoutContext,
         head: Head | None,
         spec: PassSpec,
@@ -107,6 +110,7 @@ class LayerLoop:
         passed: BackwardPart = ALL_LAYERS,
     ) -> None:
         self.model, self.device = model, model.device
+        self.adapters = adapters
         self.scales, self.dropout, self.head = scales, dropout, head
         self.spec = spec
         self.groups = groups
@@ -196,10 +200,10 @@ class LayerLoop:
         state, spec = self.groups[group], self.spec
         hidden = require(state.hidden, "loss", layer, group)
         scale = 1.0 / max(spec.loss_tokens, 1) if self.train else None
-        objective = spec.objective
         grads, logits = [], []
         with self.clock.device("loss"):
             for micro, h in zip(state.micro, hidden, strict=True):
+                objective = spec.objective_of(micro.batch)
                 if isinstance(objective, TokenLoss):
                     value, grad, logps_BS, top = token_loss(
                         self.head, h, micro.batch, objective, scale, spec.return_top
@@ -404,16 +408,21 @@ class LayerLoop:
                 dx, dw = (d.split(state.sizes) for d in self.tokens.join_backward(layer, group))
         else:
             dx = dw = (None,) * len(grads)
-        graphs, state.grads = state.graphs[layer], None
+        state.grads = None
         if layer >= self.passed.inputs:
             state.grads = [
-                self._differentiated(
-                    graphs.pop(0) if graphs else self._recomputed(layer, group, i), *gradients
-                )
+                self._differentiated(self._graph(layer, group, i), *gradients)
                 for i, gradients in enumerate(zip(grads, dx, dw, strict=True))
             ]
         state.drop(layer)
         self.slots.release(layer)
+
+    def _graph(self, layer: int, group: int, number: int) -> Graph:
+        """A micro-batch's recomputed layer, whose LoRA is in use: autograd reads it from the parameters."""
+        state = self.groups[group]
+        self._use(layer, state.micro[number])
+        held = state.graphs[layer]
+        return held.pop(0) if held else self._recomputed(layer, group, number)
 
     def _differentiated(self, graph: Graph, grad: Tensor, dx: Tensor | None, dw: Tensor | None) -> Tensor:
         """The gradient at a recomputed layer's input; what the graph held is free again."""
@@ -473,8 +482,14 @@ class LayerLoop:
 
     def _run(self, layer: int, micro: MicroState, hidden: Tensor) -> Tensor:
         """One call of one layer on one micro-batch."""
+        self._use(layer, micro)
         with self._rows_of(micro):
             return micro.calls[layer].run(self.model.layers[layer], hidden)
+
+    def _use(self, layer: int, micro: MicroState) -> None:
+        """A layer's LoRA is the one that a micro-batch trains."""
+        if self.spec.joined:
+            self.adapters.switch(layer, micro.batch.training)
 
     @contextmanager
     def _rows_of(self, micro: MicroState) -> Iterator[None]:

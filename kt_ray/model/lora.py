@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -244,7 +245,11 @@ class AdapterSwitch:
             index: {names[id(p)]: p for p in layer.parameters() if id(p) in names}
             for index, layer in layers.items()
         }
-        self._values: dict[bool | str, dict[str, Tensor]] = {True: {n: p.data for n, p in parameters.items()}}
+        self._trained = dict(parameters)
+        self._values: dict[bool | str, Mapping[str, Tensor]] = {
+            True: {n: p.data for n, p in parameters.items()}
+        }
+        self._grads: dict[bool | str, Mapping[str, Tensor]] = {}
         self._state: dict[int, bool | str] = dict.fromkeys(layers, True)
         self._loaded: dict[int, bool | str] = dict.fromkeys(layers, True)
 
@@ -256,6 +261,23 @@ class AdapterSwitch:
         """Forget a kept adapter, if it is there, that no layer uses: after `switch_all(True)`."""
         self._values.pop(name, None)
 
+    @contextmanager
+    def lent(self, others: Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]) -> Iterator[None]:
+        """Inside, layers may also train other adapters: their values, and gradients to add to."""
+        if not others:
+            yield
+            return
+        self._grads = {True: {n: p.grad for n, p in self._trained.items() if p.grad is not None}}
+        for name, (values, grads) in others.items():
+            self._values[name], self._grads[name] = values, grads
+        try:
+            yield
+        finally:
+            self.switch_all(True)
+            self._grads = {}
+            for name in others:
+                self.drop(name)
+
     def switch(self, layer: int, which: bool | str) -> None:
         """Use an adapter from the next call of a layer on."""
         if self._state[layer] == which:
@@ -264,9 +286,11 @@ class AdapterSwitch:
             # not enable_adapters(): that sets requires_grad of the parameters, too
             module._disable_adapters = which is False
         if which is not False and self._loaded[layer] != which:
-            values = self._values[which]
+            values, grads = self._values[which], self._grads.get(which)
             for name, parameter in self._parameters[layer].items():
                 parameter.data = values[name]
+                if grads is not None:
+                    parameter.grad = grads[name]
             self._loaded[layer] = which
         self._state[layer] = which
 

@@ -212,7 +212,7 @@ class Stage:
                 GroupState([self._record(MicroState.create(mb, self.device), spec) for mb in group])
                 for group in spec.wave[replica]
             ]
-        own = (self.model, self.scales, self.dropout, self.head)
+        own = (self.model, self.scales, self.adapters, self.dropout, self.head)
         links = (experts, stages, clock, self._watch)
         if self.ranges and self.loop is LayerLoop:
             assert self.shelf is not None

@@ -471,7 +471,9 @@ def worker_items(
         + worker.slots * max(away, default=0)
         + element * (dims.outside_params if last else 0),
         "embedding and head": element * dims.embedding_params * (ends - looked_up),
-        "LoRA": lora_bytes(config) * adapters + (8 * reduced if root else 0),
+        # On a GPU a pass that joins trainings has copies of the others' values and gradients.
+        "LoRA": (lora_bytes(config) + (8 * max(0, config.trainings - 1) if gpu else 0)) * adapters
+        + (8 * reduced if root else 0),
         "optimizer": 8 * reduced if root else 0,
         "kept activations": kept,
         "hidden states": states if load.on_host else 0,

@@ -12,11 +12,11 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,11 +30,12 @@ from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
 from kt_ray.optim.optimizers import AdamStep
+from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.generation import PreparedGeneration, Revivals, generator_on
 from kt_ray.runs.saving import lora_fields, write_adapter
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.reports import PassReport
-from kt_ray.train_server.backend import AdamParams, Datum, PassResult, SamplingSession, Scores
+from kt_ray.train_server.backend import AdamParams, Datum, Pass, PassResult, SamplingSession, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class ClusterBackend:
         shutil.rmtree(directory, ignore_errors=True)  # of a server that was killed
         self._unpadded = unpadded
         self._numbers = itertools.count(1)  # of passes and of snapshots
+        self._room = _room_for_several(generation.config, generation.plan)
         self._trainings: dict[str, _Training] = {}
         self._present: str | None = SCRATCH  # None = what the actors hold is nobody's
         self._files: dict[str, Path] = {}  # samplers from disk
@@ -142,12 +144,13 @@ class ClusterBackend:
 
     # -- after a death ------------------------------------------------------------------------
 
-    def _surely(self, work: Callable[[], T], *, changes: bool = False) -> T:
+    def _surely(self, work: Callable[[], T], *, changes: bool = False, models: Sequence[str] = ()) -> T:
         """`work()`, again from the state before it whenever an actor is lost in it. Another error changes
         nothing, either.
 
         Args:
             changes: whether it changes parameters or moments, in several actors one by one.
+            models: whose gradients it adds to, beside the present training's.
         """
         while True:
             try:
@@ -155,17 +158,24 @@ class ClusterBackend:
             except ActorLost as lost:
                 self._revivals.bring_back(lost)
             except Exception:
-                self._undo(changes)
+                self._undo(changes, models)
                 raise
 
-    def _undo(self, changes: bool = False) -> None:
+    def _undo(self, changes: bool = False, models: Sequence[str] = ()) -> None:
         """After an error in a call: its messages are forgotten, gradients that wait for a step made again."""
         try:
             self._cluster.discard()
             if changes or self._present is None:  # the latter: between two trainings
                 self._cluster.restart()
                 self._rebuild()
-            elif (training := self._trainings.get(self._present)) is not None:
+                return
+            for model in dict.fromkeys((self._present, *models)):
+                if model not in self._trainings:
+                    continue
+                if model != self._present:
+                    self._take_up(model)
+                    self._cluster.discard()
+                training = self._trainings[model]
                 for repeat in training.journal[training.waiting :]:
                     repeat()
         except ActorLost as lost:
@@ -236,22 +246,36 @@ class ClusterBackend:
         self._present = model
 
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
-        def work() -> PassResult:
-            training = self._take_up(model)
-            total, logprobs = 0.0, [np.zeros(0, dtype=np.float32)] * len(data)
-            for wave in self._waves(data):
-                kind = "train" if backward else "eval"
-                report = self._cluster.run_pass(self._pass(wave, kind, loss, step=training.steps))
-                total += report.loss
-                for micro, values in self._micro(wave, report):
-                    for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
-                        logprobs[index] = values[0][row, : n - 1]
-            return PassResult(logprobs, total)
-
-        result = self._surely(work)
+        work = Pass(model, data, loss)
         if backward:
-            self._trainings[model].journal.append(work)
-        return result
+            return self.join([work])[0]
+        return self._surely(lambda: self._passed([work], "eval"))[0]
+
+    def join(self, passes: Sequence[Pass]) -> list[PassResult]:
+        models = [work.model for work in passes]
+        results = self._surely(lambda: self._passed(passes, "train"), models=models)
+        for work in passes:  # a rebuild repeats each alone: the same bits
+            self._trainings[work.model].journal.append(partial(self._passed, [work], "train"))
+        return results
+
+    def _passed(self, passes: Sequence[Pass], kind: str) -> list[PassResult]:
+        totals = [0.0] * len(passes)
+        logprobs = [[np.zeros(0, dtype=np.float32)] * len(work.data) for work in passes]
+        for waves in _joined([self._waves(work.data) for work in passes], self._room):
+            models = {passes[number].model: number for number in waves}
+            present = self._present if self._present in models else next(iter(models))
+            training = self._take_up(present)
+            losses = {model: passes[number].loss for model, number in models.items()}
+            loss = losses.pop(present)
+            wave = _side_by_side({model: waves[number] for model, number in models.items()}, present)
+            spec = self._pass(wave, kind, loss, step=training.steps, joined=losses)
+            report = self._cluster.run_pass(spec)
+            for micro, value, values in self._micro(wave, report):
+                number = models[present if micro.training is True else str(micro.training)]
+                totals[number] += value
+                for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
+                    logprobs[number][index] = values[0][row, : n - 1]
+        return [PassResult(*each) for each in zip(logprobs, totals, strict=True)]
 
     def discard(self, model: str) -> None:
         def work() -> None:
@@ -333,14 +357,16 @@ class ClusterBackend:
             for wave in waves
         ]
 
-    def _micro(self, wave: Wave, report: PassReport) -> Iterator[tuple[MicroBatch, tuple[np.ndarray, ...]]]:
-        """Every micro-batch with its log-probabilities, and with the most probable tokens where asked for."""
+    def _micro(
+        self, wave: Wave, report: PassReport
+    ) -> Iterator[tuple[MicroBatch, float, tuple[np.ndarray, ...]]]:
+        """Every micro-batch, its loss and log-probabilities, and the most probable tokens where asked for."""
         for replica, rank in enumerate(self._cluster.coordinators):
             worker = report.workers[rank]
             for number, group in enumerate(wave[replica]):
                 for i, micro in enumerate(group):
                     tops = worker.tops[number][i] if worker.tops else ()
-                    yield micro, (worker.token_logps[number][i], *tops)
+                    yield micro, worker.losses[number][i], (worker.token_logps[number][i], *tops)
 
     # -- on disk ------------------------------------------------------------------------------
 
@@ -421,7 +447,7 @@ class ClusterBackend:
             for wave in self._waves(data):
                 spec = self._pass(wave, "eval", TokenLoss("cross_entropy"), adapters=sampler, return_top=top)
                 report = self._cluster.run_pass(spec)
-                for micro, (logprobs, *tops) in self._micro(wave, report):
+                for micro, _, (logprobs, *tops) in self._micro(wave, report):
                     for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
                         ids, values = (part[row, : n - 1] for part in tops) if tops else _no_tops(n - 1, 0)
                         scores[rows[index]] = Scores(logprobs[row, : n - 1], ids, values)
@@ -482,6 +508,64 @@ class _Session:
         for adapter in {request.adapter for request in requests}:
             self.backend.check(adapter)
         return list(self.generator.submit_all(requests, listeners))
+
+
+class Room(NamedTuple):
+    """Positions, padding included, that a pass of several trainings may have."""
+
+    group: int  # of a replica's group
+    replica: int
+
+
+def _room_for_several(config: Config, plan: Plan) -> Room:
+    """What the plan counts memory for; none where a pass has one LoRA: GPU lanes, attention by ranges."""
+    lanes = [*(worker.lane for worker in plan.workers), *(actor.lane for actor in plan.experts)]
+    if plan.activations == "ranges" or any(lane is not None for lane in lanes):
+        return Room(0, 0)
+    multiple = config.data.pad_to_multiple_of
+    micro = config.micro_batch_rows(plan.replicas) * math.ceil(config.data.max_length / multiple) * multiple
+    return Room(math.ceil(plan.wave / plan.groups) * micro, plan.wave * micro)
+
+
+def _joined(waves: Sequence[Sequence[Wave]], room: Room) -> Iterator[dict[int, Wave]]:
+    """The waves of each training in their order, in as few passes as there is room for: waves of a pass by
+    number of their training. One alone always fits."""
+    left = [list(own) for own in waves]
+
+    def fits(chosen: Sequence[Wave]) -> bool:
+        for replicas in zip(*chosen, strict=True):  # of each wave one replica's groups
+            groups = [
+                sum(micro.input_ids.size for group in of_waves for micro in group)
+                for of_waves in zip(*replicas, strict=True)
+            ]
+            if max(groups) > room.group or sum(groups) > room.replica:
+                return False
+        return True
+
+    while any(left):
+        chosen: dict[int, Wave] = {}
+        for number, own in enumerate(left):
+            if own and (not chosen or fits([*chosen.values(), own[0]])):
+                chosen[number] = own.pop(0)
+        yield chosen
+
+
+def _side_by_side(waves: Mapping[str, Wave], present: str) -> Wave:
+    """One wave of several trainings': a group has what it has of each, so that each adds up as alone."""
+
+    def own(model: str, micro: MicroBatch) -> MicroBatch:
+        return micro if model == present else replace(micro, training=model)
+
+    each = [
+        [[[own(model, micro) for micro in group] for group in groups] for groups in wave]
+        for model, wave in waves.items()
+    ]
+    return tuple(
+        tuple(
+            tuple(micro for group in of_waves for micro in group) for of_waves in zip(*replicas, strict=True)
+        )
+        for replicas in zip(*each, strict=True)
+    )
 
 
 def _row(datum: Datum, index: int) -> Row:

@@ -31,6 +31,15 @@ class Datum:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """Forward and backward over all rows, for one model."""
+
+    model: str
+    data: Sequence[Datum]
+    loss: TokenLoss
+
+
+@dataclass(frozen=True)
 class PassResult:
     """What a forward pass, or forward and backward, found."""
 
@@ -110,6 +119,9 @@ class Backend(Protocol):
 
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
         """One pass over all rows; `backward` adds to the model's gradients."""
+
+    def join(self, passes: Sequence[Pass]) -> list[PassResult]:
+        """Several models' passes with backward at once: each as `run` makes it. An error changes nothing."""
 
     def discard(self, model: str) -> None:
         """Throw away the gradients that wait for a step."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.serve.api_errors import ApiError, shutting_down
-from kt_ray.train_server.backend import AdamParams, Backend, Datum
+from kt_ray.train_server.backend import AdamParams, Backend, Datum, Pass
 from kt_ray.train_server.futures import Failure, Promise, Promises, Reply
 from kt_ray.train_server.sample_requests import sample_of
 from kt_ray.train_server.sample_rounds import SampleJob, Sampler, SampleRounds, failure_of
@@ -234,7 +234,8 @@ class TrainService:
                 spoil()
                 raise
 
-        return self._submit(model, number, run)
+        part = Pass(model.name, data, loss) if backward else None
+        return self._submit(model, number, run, part=part)
 
     def optim_step(self, request: Any) -> Promise:
         model, number = self._ordered(request)
@@ -375,15 +376,32 @@ class TrainService:
             work = None if self._closing else self._queue.take(party)
             if work is None:
                 return
-            self._run(work)
+            if work.part is not None and (others := self._queue.take_parts(party)):
+                self._run_joined([work, *others])
+            else:
+                self._run(work)
             if work.ends_turn:
                 return
 
-    def _run(self, work: Work) -> None:
-        if work.run is None:
+    def _run_joined(self, works: list[Work]) -> None:
+        try:
+            results = self.backend.join([work.part for work in works if work.part is not None])
+        except Exception as error:
+            # Nothing has changed: alone, only the one whose fault it is fails.
+            logger.warning("passes of %d models are repeated one by one: %s", len(works), error)
+            for work in works:
+                self._run(work)
+            return
+        for work, result in zip(works, results, strict=True):
+            self._run(work, partial(pass_reply, result))
+
+    def _run(self, work: Work, made: Callable[[], Reply] | None = None) -> None:
+        """made: the reply, where it is known by now."""
+        run = made or work.run
+        if run is None:
             return
         try:
-            outcome: Reply | Failure = work.run()
+            outcome: Reply | Failure = run()
         except Exception as error:
             outcome = failure_of(error)
         if work.promise is not None:
@@ -530,7 +548,13 @@ class TrainService:
             raise
 
     def _submit(
-        self, model: Model, number: int, run: Callable[[], Reply], *, ends_turn: bool = False
+        self,
+        model: Model,
+        number: int,
+        run: Callable[[], Reply],
+        *,
+        ends_turn: bool = False,
+        part: Pass | None = None,
     ) -> Promise:
         name = f"{model.name}:{number}"
         with self._open():
@@ -542,7 +566,7 @@ class TrainService:
             if self._queue.passed(model.name, number):
                 promise.settle(Failure(f"request {number} of this model ended long ago, or was refused"))
             else:
-                self._queue.submit(model.name, number, Work(promise, run, ends_turn))
+                self._queue.submit(model.name, number, Work(promise, run, ends_turn, part))
                 self.promises.add(promise)
             return promise
 

@@ -1,7 +1,8 @@
 """Whose work is next. Each model's requests run in the order of their numbers, models take turns.
 
 A turn ends with an optimizer step, or when nothing of the model is ready: several trainings advance step by
-step. All samples that wait are one more party.
+step. All samples that wait are one more party. Passes of models that wait when one has its turn are joined to
+its pass: that hastens them, and delays nobody's step by more than their tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kt_ray.serve.api_errors import ApiError
+from kt_ray.train_server.backend import Pass
 from kt_ray.train_server.futures import Failure, Promise, Promises, Reply
 
 GAP = 600.0  # seconds that a request waits for those before it: the SDK repeats what failed for 300
@@ -28,11 +30,13 @@ class Work:
     Attributes:
         promise: None = nothing waits for it: a request that was refused holds its place in the order.
         ends_turn: whether another model comes after it.
+        part: a pass that may be one of several models' at once; None = it runs by itself.
     """
 
     promise: Promise | None
     run: Callable[[], Reply] | None = None
     ends_turn: bool = False
+    part: Pass | None = None
 
 
 @dataclass
@@ -132,6 +136,17 @@ class WorkQueue:
             order.next += 1
             order.moved = time.monotonic()
             return work
+
+    def take_parts(self, model: str) -> list[Work]:
+        """The next work of every other model whose next work may be part of a pass of several."""
+        with self.changed:
+            orders = {party: self._orders[party] for party in self._parties if party in self._orders}
+            others = [
+                other
+                for other, order in orders.items()
+                if other != model and order.ready and order.waiting[order.next].part is not None
+            ]
+            return [work for other in others if (work := self.take(other)) is not None]
 
     def sweep(self) -> None:
         """Requests that waited too long for one before them fail."""

@@ -26,6 +26,7 @@ STARTS = {
     "first_night": "--scratch {tmp}/night --rows 24 --json {out} cluster=local plan.rates=nominal "
     "data.eval_fraction=0.1 trainer.batch_size=2 generate.max_new_tokens=4",
     "int8_products": "--hidden 256 --inter 128 --tokens 8 --threads 1 --json {out}",
+    "joined_trainings": "--trainings 2 --tokens 4 --rounds 1 --json {out} -- model=demo_random",
     "kept_activations": "--hidden 256 --inter 128 --tokens 8 --threads 1 --json {out}",
     "lane_products": "--hidden 256 --inter 128 --tokens 8 --threads 1 --json {out}",
     "network": "--gbit= --links 1 --repeats 1 --steps 0 --json {out}",

@@ -16,7 +16,7 @@ from kt_ray.batch import TokenLoss
 from kt_ray.errors import TryAgain, UserError
 from kt_ray.generate.generator import Answer
 from kt_ray.generate.requests import Request, Token
-from kt_ray.train_server.backend import AdamParams, Datum, PassResult, Scores
+from kt_ray.train_server.backend import AdamParams, Datum, Pass, PassResult, Scores
 
 VOCAB = 50
 EOS = 1
@@ -141,6 +141,10 @@ class FakeBackend:
         if backward:
             weight.gradient += sum(float(slope.sum()) for slope in slopes)
         return PassResult(logprobs, total, {"tokens:sum": float(sum(len(datum.tokens) for datum in data))})
+
+    def join(self, passes: Sequence[Pass]) -> list[PassResult]:
+        self._call("join", *(work.model for work in passes))
+        return [self.run(work.model, work.data, work.loss, backward=True) for work in passes]
 
     def discard(self, model: str) -> None:
         self._call("discard", model)

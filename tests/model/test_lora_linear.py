@@ -244,6 +244,48 @@ def test_a_disabled_adapter_and_other_values(everywhere: list[Any]) -> None:
     assert torch.equal(layer.q_proj(x), twice)
 
 
+@pytest.mark.parametrize("in_parts", [True, False], ids=["parts", "peft"])
+def test_trainings_that_a_pass_joins(everywhere: list[Any], in_parts: bool) -> None:
+    """Two graphs of one layer at once, each of another training's LoRA: gradients go to whose they are."""
+    x = normal(3, 2, 9, 48)
+    x = x.bfloat16() if in_parts else x
+    base = base_of("plain", 48, 40)
+    layer, parameters = adapted(base if in_parts else base.float())
+    own = {name: p.detach().clone() for name, p in parameters.items()}
+    other = {name: 2 * value for name, value in own.items()}
+    expected = {}
+    for which, values in ((True, own), ("other", other)):
+        for name, parameter in parameters.items():
+            parameter.data = values[name].clone()
+        expected[which] = passed(layer, x, parameters)
+    for name, parameter in parameters.items():
+        parameter.data, parameter.grad = own[name], torch.zeros_like(own[name])
+    switch = AdapterSwitch({0: layer}, parameters)
+    grads = {name: torch.zeros_like(value) for name, value in other.items()}
+    mine = {name: p.grad for name, p in parameters.items()}
+    order: tuple[bool | str, ...] = (True, "other")
+    with switch.lent({"other": (other, grads)}):
+        graphs = {}
+        for which in order:
+            switch.switch(0, which)
+            leaf = x.clone().requires_grad_()
+            graphs[which] = leaf, layer.q_proj(leaf)
+        for which in order:
+            switch.switch(0, which)
+            leaf, y = graphs[which]
+            torch.autograd.backward(y, normal(11, *y.shape).to(y))
+            assert leaf.grad is not None
+            for found, want in zip((y, leaf.grad), expected[which], strict=False):
+                assert torch.equal(found.detach().float(), want)
+    for which, found_grads in ((True, mine), ("other", grads)):
+        for found, want in zip(found_grads.values(), expected[which][2:], strict=True):
+            assert found is not None and torch.equal(found, want)
+    assert all(p.data_ptr() == own[name].data_ptr() for name, p in parameters.items())
+    assert all(p.grad is mine[name] for name, p in parameters.items())
+    with pytest.raises(KeyError):
+        switch.switch(0, "other")
+
+
 def test_the_rest_is_pefts(everywhere: list[Any]) -> None:
     """Dropout and DoRA by the class; float32 and float16, and every CPU, by the input."""
     plain = base_of("plain", 16, 16)

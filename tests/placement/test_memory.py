@@ -80,6 +80,18 @@ def test_trainings_over_one_base() -> None:
     assert others < 1.1 * 2 * 16 * params
 
 
+def test_a_gpu_has_the_lora_of_all_trainings_that_a_pass_joins() -> None:
+    def on_first(adapters: int) -> int:
+        server = {"mode": "train_server", "train_server": {"adapters": adapters}}
+        config = make_config(rule=FOUR_GPUS, **TOKENS_8K, **server)
+        plan = make_plan(V3, config, nominal_hardware(config.rule))
+        own = sum(lora_params(V3, LoraConfig(), layer) for layer in range(*plan.workers[0].layers))
+        return items(plan, "cuda:0")["LoRA"] // own
+
+    # Values and gradients; each training has two samplers more.
+    assert on_first(3) - on_first(1) == 2 * 8 + 4 * 4
+
+
 def test_workspace_of_an_expert_actor() -> None:
     """One backward of a group on AMX: act and its gradients in BF16, 48 threads with 4 MiB of scratch."""
     tokens, rows = 4096, 4096 * 8 // 2

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import ray
 
+from kt_ray.batch import PassSpec
 from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.runs import train_backend as module
 from kt_ray.runs.train_backend import ClusterBackend
 from kt_ray.train.cluster_protocol import ActorLost
+from kt_ray.train_server.backend import Pass
 from tests.helpers.ray_place import ray_place
 from tests.helpers.train_backend import ADAM, ENTROPY, backend_on, data_of, rows
 
@@ -88,6 +90,36 @@ def test_everything_ends_as_if_nobody_had_died(
 
         assert script(backend, disturb) == expected
         assert len(backend._revivals._begun) >= len(deaths)
+
+
+def test_a_death_in_a_joined_pass_repeats_it_for_all(tmp_path: Path, on_ray: None) -> None:
+    model = Path(ensure_demo_model("demo", 0, tmp_path / "cache"))
+    works = [Pass(name, data_of(rows(seed)), ENTROPY) for seed, name in enumerate("abc")]
+    with backend_on(model, tmp_path, *LAYOUT, *RAY) as backend:
+        seen: list[list[Any]] = []
+        for deaths in (0, 1):
+            for seed, work in enumerate(works):
+                backend.create(work.model, seed)
+            found = [backend.run(works[1].model, works[1].data, ENTROPY, backward=True).loss]
+            found += [result.loss for result in backend.join(works)]  # gradients that wait, of all
+            run_pass = backend._cluster.run_pass
+            pid = pid_of(backend, "experts-0")
+
+            def dying(spec: PassSpec, run_pass: Any = run_pass, pid: int = pid) -> Any:
+                del backend._cluster.run_pass
+                threading.Timer(0.02, os.kill, (pid, signal.SIGKILL)).start()
+                return run_pass(spec)
+
+            if deaths:
+                backend._cluster.run_pass = dying  # type: ignore[method-assign]
+            found += [result.loss for result in backend.join(works[::-1])]
+            found += [backend.step(work.model, ADAM) for work in works]
+            assert len(backend._revivals._begun) == deaths
+            found += [backend.run(work.model, work.data, ENTROPY, backward=False).loss for work in works]
+            seen.append(found)
+            for work in works:
+                backend.forget(work.model)
+        assert seen[0] == seen[1]
 
 
 def test_a_session_that_a_death_ended_is_followed_by_another(tmp_path: Path, on_ray: None) -> None:

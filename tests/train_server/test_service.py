@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinker.proto import tinker_public_pb2 as proto
 
 from kt_ray.train_server import work_queue
-from tests.helpers.fake_train_backend import FakeBackend
+from tests.helpers.fake_train_backend import FakeBackend, wrong
 from tests.helpers.train_server import Raw, Running, running, until
 
 
@@ -64,6 +65,44 @@ def test_models_take_turns_step_by_step(raw: Raw) -> None:
         raw.result(one)
     stepped = [models.index(call[1]) for call in raw.calls("step")]
     assert stepped == [0, 1, 0, 1, 0, 1, 0, 1]
+
+
+def test_passes_that_wait_are_joined_and_each_fails_by_itself(raw: Raw) -> None:
+    models, backend = [raw.model(number) for number in range(3)], raw.server.backend
+    numbers = dict.fromkeys(models, 0)
+
+    def next_of(model: str) -> int:
+        numbers[model] += 1
+        return numbers[model]
+
+    def held() -> Any:
+        """A pass that runs until the gate opens."""
+        backend.gate.clear()
+        running, promise = len(raw.calls("backward")), raw.passed(models[0], next_of(models[0]))
+        until(lambda: len(raw.calls("backward")) > running)
+        return promise
+
+    promises = [held()]
+    first = [raw.passed(model, next_of(model), rows=rows) for rows, model in enumerate(models, 1)]
+    for model in models:
+        promises += [raw.step(model, next_of(model)), raw.passed(model, next_of(model))]
+        promises.append(raw.step(model, next_of(model)))
+    backend.gate.set()
+    replies = [proto.ForwardBackwardOutput.FromString(raw.result(promise)) for promise in first]
+    assert [reply.metrics["tokens:sum"] for reply in replies] == [2.0, 4.0, 6.0]
+    assert all(isinstance(reply, bytes) or "metrics" in reply for reply in map(raw.result, promises))
+    assert raw.calls("join") == [("join", *models)] * 2
+    assert [call[1] for call in raw.calls("step")] == models * 2
+
+    other = held()
+    passes = [raw.passed(model, next_of(model)) for model in models]
+    steps = [raw.step(model, next_of(model)) for model in models]
+    backend.faults |= {"join": wrong("a batch is wrong"), "backward": wrong("this batch is wrong")}
+    backend.gate.set()
+    assert raw.result(other) and "this batch is wrong" in raw.result(passes[0])["error"]
+    assert "no step was taken" in raw.result(steps[0])["error"]
+    for promise, step in zip(passes[1:], steps[1:], strict=True):
+        assert isinstance(raw.result(promise), bytes) and raw.result(step)["metrics"]["grad_norm"] > 0
 
 
 def test_samples_end_before_a_training_that_waits_and_none_is_added(raw: Raw) -> None:
