@@ -4,8 +4,8 @@
     python benchmarks/joined_trainings.py --json out.json -- model=custom model.path=DIR
 
 A round is a pass with backward and an optimizer step of each of --trainings trainings, each with one row of
-so many tokens (--tokens: each number is measured), through the train server's backend in this process. Rounds
-of both ways take turns, and of a third: one training has all the rows, the least that joined passes can take.
+so many tokens (--tokens: each number is measured), through the train server's backend in this process. A
+third way takes turns with these two: one training has all the rows, the least that joined passes can take.
 Records, medians over rounds:
 
     median_s  a whole round; tokens_per_s: of all trainings together
