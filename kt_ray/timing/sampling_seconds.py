@@ -34,6 +34,10 @@ STEP_OPS = (
 )
 HEAD_OPS = 12.0  # final norm and logits
 ROW_OPS = 30.0  # transformers' logits processors and the draw, row by row on the host
+# Passes over the keys and values of all heads that a layer makes of fewer cached elements: repeated heads are
+# written and read; of latent ones each head's key gets its rotated part, all are laid out anew, and keys and
+# values of two widths go through products (torch.profiler on a layer of the demo, one thread).
+REPEATED, FROM_LATENT = 1.5, 5.0
 DRAWN = 2.0  # passes of such a row over the vocabulary, each like a log-softmax
 
 
@@ -138,12 +142,12 @@ class _Steps:
         near = min(context, kept.window)
         tokens, seen = rows * context, rows * (context if kept.token else near)
         copied = kept.token * tokens + kept.near * rows * near
-        expanded = sum(work.heads) * seen  # one key for every head
-        passes = copied + (1.5 * expanded if expanded > copied else 0.5 * copied)
-        total = Counts(passes=passes)
-        for name, n_in, n_out, rank, _ in work.modules:
-            if name.endswith("kv_b_proj"):
-                total = total.plus(work.linear(n_in, n_out, rank, tokens)._replace(operations=0.0))
+        heads = sum(work.heads) * seen
+        latent = [module for module in work.modules if module[0].endswith("kv_b_proj")]
+        again = (FROM_LATENT if latent else REPEATED) * heads if heads > copied else 0.5 * copied
+        total = Counts(passes=copied + again)
+        for _, n_in, n_out, rank, _ in latent:
+            total = total.plus(work.linear(n_in, n_out, rank, tokens)._replace(operations=0.0))
         return seconds(total, self.durations.device, self.durations.host, self.plan.dtype, max(1, tokens))
 
     def _experts(self, worker: WorkerPlan, layer: int, tokens: int) -> float:
