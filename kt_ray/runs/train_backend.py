@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.batch import IGNORE, MicroBatch, PassSpec, TokenLoss, Wave
+from kt_ray.batch import IGNORE, WHOLE, LoraPart, MicroBatch, PassSpec, TokenLoss, Wave
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves
@@ -29,6 +29,7 @@ from kt_ray.data.row_types import Row
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
+from kt_ray.model.lora_part import changes
 from kt_ray.optim.optimizers import AdamStep
 from kt_ray.runs.generation import PreparedGeneration, Revivals, generator_on
 from kt_ray.runs.saving import lora_fields, write_adapter
@@ -56,6 +57,7 @@ class _Training:
     """One training, and how its state comes back after a death: a snapshot, and what followed.
 
     Attributes:
+        part: of the LoRA that it changes.
         steps: optimizer steps taken. snapshot: directory and steps; None = initial LoRA of `seed`.
         journal: backward passes, steps and kept copies since then, as calls that repeat them.
         waiting: where in the journal the entries after the last optimizer step begin.
@@ -63,6 +65,7 @@ class _Training:
     """
 
     seed: int
+    part: LoraPart
     steps: int = 0
     snapshot: tuple[Path, int] | None = None
     journal: list[Callable[[], object]] = field(default_factory=list)
@@ -180,7 +183,7 @@ class ClusterBackend:
         for model in self._trainings:
             self._cluster.end_training(model)
         for model, training in self._trainings.items():
-            self._switch(model, training.seed)
+            self._switch(model, training)
             if training.snapshot is not None:
                 directory, steps = training.snapshot
                 self._cluster.restore(str(directory), steps)
@@ -211,9 +214,32 @@ class ClusterBackend:
 
     # -- trainings ----------------------------------------------------------------------------
 
-    def create(self, model: str, seed: int) -> None:
-        self._surely(lambda: self._switch(model, seed))
-        self._trainings[model] = _Training(seed)
+    def create(self, model: str, seed: int, part: LoraPart) -> None:
+        self._check_part(part)
+        if part.rank == self.rank:  # modules may have ranks of their own
+            part = replace(part, rank=None)
+        training = _Training(seed, part)
+        self._surely(lambda: self._switch(model, training))
+        self._trainings[model] = training
+
+    def _check_part(self, part: LoraPart) -> None:
+        """Raises UserError: a part that this server's LoRA does not have."""
+        lora = self._generation.config.lora
+        if part.rank not in (None, lora.rank) and (lora.rank_pattern or lora.alpha_pattern):
+            raise UserError(
+                "modules have ranks of their own here, so all trainings have one",
+                observed=f"rank {part.rank}",
+                required=f"rank {lora.rank}",
+                remedy=f"ask for rank={lora.rank}, or start the server without lora.rank_pattern and "
+                "lora.alpha_pattern",
+            )
+        if not any(changes(part, name) for name in self._cluster.parameter_shapes()):
+            raise UserError(
+                "nothing would be trained",
+                observed=f"train_attn={part.attn}, train_mlp={part.mlp}",
+                required="a part that the LoRA of this server has",
+                remedy="ask for more, or start the server with other lora.target_modules and lora.experts",
+            )
 
     def forget(self, model: str) -> None:
         self._forget_snapshot(self._trainings.pop(model))
@@ -228,11 +254,11 @@ class ClusterBackend:
             self._switch(model)
         return self._trainings[model]
 
-    def _switch(self, model: str, seed: int | None = None) -> None:
-        """seed: of a new training."""
+    def _switch(self, model: str, new: _Training | None = None) -> None:
+        """new: begins from its initial LoRA."""
         before = self._present if self._present in self._trainings else None
         self._present = None  # an error leaves it open
-        self._cluster.switch_training(model, before, seed)
+        self._cluster.switch_training(model, before, *(() if new is None else (new.seed, new.part)))
         self._present = model
 
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
@@ -369,9 +395,9 @@ class ClusterBackend:
 
     def save_adapter(self, model: str, directory: Path) -> None:
         def work() -> None:
-            self._take_up(model)
+            training = self._take_up(model)
             shutil.rmtree(directory, ignore_errors=True)
-            write_adapter(self._generation, directory, self._cluster)
+            write_adapter(self._generation, directory, self._cluster, part=training.part)
 
         self._surely(work)
 
@@ -400,8 +426,8 @@ class ClusterBackend:
         self._files[sampler] = directory
 
     def _load_sampler(self, sampler: str, directory: Path) -> None:
-        self._switch(SCRATCH, 0)
-        self._cluster.load_adapter(str(directory))
+        self._switch(SCRATCH, _Training(0, WHOLE))
+        self._cluster.load_adapter(str(directory), one_of_several=True)  # it may be a part of the LoRA
         self._cluster.keep_adapter(sampler)
         self._samplers.add(sampler)
 

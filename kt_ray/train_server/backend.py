@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kt_ray.batch import TokenLoss
+from kt_ray.batch import LoraPart, TokenLoss
 from kt_ray.generate.requests import Request
 
 
@@ -80,7 +80,7 @@ class Backend(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of every LoRA that is trained here."""
+        """The largest of a LoRA that is trained here."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -101,8 +101,8 @@ class Backend(Protocol):
     def slots(self) -> int:
         """Models that there is memory for."""
 
-    def create(self, model: str, seed: int) -> None:
-        """A new training from initial LoRA."""
+    def create(self, model: str, seed: int, part: LoraPart) -> None:
+        """A new training from initial LoRA, of which it changes a part."""
 
     def forget(self, model: str) -> None: ...
 

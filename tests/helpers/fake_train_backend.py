@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kt_ray.batch import TokenLoss
+from kt_ray.batch import LoraPart, TokenLoss
 from kt_ray.errors import TryAgain, UserError
 from kt_ray.generate.generator import Answer
 from kt_ray.generate.requests import Request, Token
@@ -109,12 +109,14 @@ class FakeBackend:
         self.gate = threading.Event()
         self.gate.set()
         self.models: dict[str, Weight] = {}
+        self.parts: dict[str, LoraPart] = {}
         self.samplers: dict[str, float] = {}
         self._sampling = False
         self._thread: threading.Thread | None = None
 
-    def create(self, model: str, seed: int) -> None:
+    def create(self, model: str, seed: int, part: LoraPart) -> None:
         self._call("create", model)
+        self.parts[model] = part
         assert len(self.models) < self.slots and model not in self.models
         self.models[model] = Weight(seed % 7)
 
