@@ -65,6 +65,7 @@ class TrainService:
         self._rounds = SampleRounds(backend, self._queue, self.promises, most_samplers, self._sweep)
         self._idle = idle
         self._queue.on_gap = self._spoil
+        backend.busy = self._queue.busy
         self._lock = self._queue.changed
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
@@ -503,10 +504,10 @@ class TrainService:
         if silent < min(GONE, self._idle):
             raise ApiError(
                 400,
-                f"this server has room for {self.backend.slots} model(s), and all their clients live (the "
+                f"this server takes {self.backend.slots} model(s), and all their clients live (the "
                 f"most silent was heard {silent:.0f} s ago; after {GONE:.0f} s it makes room). To fix: end "
                 'one with ServiceClient.close("success"), or start the server with '
-                f"train_server.adapters={self.backend.slots + 1}",
+                f"train_server.trainings={self.backend.slots + 1}",
                 code="no_slot",
             )
         logger.warning("session %s ends: silent for %.0f s, and another needs its room", session.name, silent)

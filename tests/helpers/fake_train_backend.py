@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ class FakeBackend:
         self.gate = threading.Event()
         self.gate.set()
         self.models: dict[str, Weight] = {}
+        self.busy: Callable[[], AbstractSet[str]] = frozenset
         self.parts: dict[str, LoraPart] = {}
         self.samplers: dict[str, float] = {}
         self._sampling = False

@@ -225,6 +225,61 @@ def test_parts_that_this_lora_does_not_have(model: Path, tmp_path: Path) -> None
             backend.create("other", 1, LoraPart(3))
 
 
+def test_trainings_that_wait_on_disk_come_back_to_the_bit(model: Path, tmp_path: Path) -> None:
+    """Five over two places; gradients wait meanwhile, a sampler stays, and a death comes."""
+    names = "abcde"
+    given = {name: data_of(rows(seed, 2)) for seed, name in enumerate(names)}
+    seen = []
+    for adapters in (5, 2):
+        with backend_on(model, tmp_path / str(adapters), f"train_server.adapters={adapters}") as backend:
+            found: list[Any] = []
+            for seed, name in enumerate(names):
+                backend.create(name, seed, WHOLE)
+            for turn in range(2):
+                for name in names:
+                    found.append(backend.run(name, given[name], ENTROPY, backward=True).loss)
+                    held = [handle.actor._aside for handle in backend._cluster.handles]  # type: ignore[attr-defined]
+                    assert max(map(len, held)) < adapters  # one is present
+                if turn:
+                    backend._undo(changes=True)  # what follows a death, too
+                for name in names:
+                    found.append(backend.step(name, ADAM)["grad_norm"])
+                backend.keep("a", f"sampler {turn}")
+            backend.forget("c")
+            for name in "bde":
+                found.append(backend.run(name, given[name], ENTROPY, backward=False).loss)
+            backend._undo(changes=True)
+            found.append(backend.score("sampler 1", [given["a"][0].tokens], 0)[0].logprobs.tolist())
+            found.append(backend.run("a", given["a"], ENTROPY, backward=False).loss)
+            seen.append(found)
+    assert seen[0] == seen[1]
+
+
+def test_who_goes_to_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with backend_on(model, tmp_path, "train_server.adapters=2") as backend:
+        backend.create("a", 1, WHOLE)
+        backend.create("b", 2, WHOLE)
+        backend.busy = lambda: {"a"}
+        backend.create("c", 3, WHOLE)  # not the one with work that waits
+        assert {name: own.on_disk for name, own in backend._trainings.items()} == {
+            "a": False,
+            "b": True,
+            "c": False,
+        }
+        assert not list(backend._directory.glob("*"))  # nothing to write: b is as it began
+        backend.run("a", data_of(rows(1)), ENTROPY, backward=True)
+        backend.step("a", ADAM)
+        backend.busy = lambda: {"c"}
+        monkeypatch.setattr("kt_ray.runs.disk_room.free_bytes", lambda path: 0)
+        with pytest.raises(UserError, match="no room for an idle training"):
+            backend.create("d", 4, WHOLE)
+        monkeypatch.undo()
+        loss = backend.run("a", data_of(rows(1)), ENTROPY, backward=False).loss
+        backend.create("d", 4, WHOLE)
+        assert backend._trainings["a"].on_disk and len(list(backend._directory.glob("*"))) == 1
+        assert backend.run("a", data_of(rows(1)), ENTROPY, backward=False).loss == loss
+
+
 def test_gradients_that_are_not_finite_change_nothing(model: Path, tmp_path: Path) -> None:
     given = data_of(rows(4))
     broken = Datum(
