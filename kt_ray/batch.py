@@ -58,6 +58,18 @@ def trained_tokens(wave: Wave) -> int:
 
 
 @dataclass(frozen=True)
+class LoraPart:
+    """What one of several trainings changes of the LoRA: see kt_ray.model.lora_part."""
+
+    rank: int | None = None  # rows of every A, columns of every B; None = all
+    attn: bool = True  # modules of attention, and what stands in its place (linear attention, Mamba)
+    mlp: bool = True  # routed experts, shared experts, dense MLPs
+
+
+WHOLE = LoraPart()
+
+
+@dataclass(frozen=True)
 class Objective:
     """A preference loss: see kt_ray.model.preference_losses."""
 

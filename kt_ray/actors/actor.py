@@ -15,11 +15,12 @@ from kt_ray.actors.watch import Status
 from kt_ray.adapter.adapter_dir import write_tensors
 from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.adapter.peft_config import WEIGHTS
-from kt_ray.batch import REFERENCE
+from kt_ray.batch import REFERENCE, WHOLE, LoraPart
 from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
 from kt_ray.experts import LocalExpertsSpec
+from kt_ray.model.lora_part import limit
 from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.optim.optimizers import gradient_norms, state_kinds, use_torch_threads
 from kt_ray.placement.plan_types import Plan
@@ -263,13 +264,16 @@ class PlainActor(ABC):
     def _training_state(self) -> list[Tensor]:
         """All tensors that are the present training's own, in one order: values, gradients, moments."""
 
-    def switch_training(self, name: str, before: str | None, seed: int | None) -> None:
+    def switch_training(
+        self, name: str, before: str | None, seed: int | None, part: LoraPart = WHOLE
+    ) -> None:
         """Put the present training aside and go on with another one.
 
         Args:
             before: the present one's name; None = it ends.
             seed: of a new one's initial LoRA, whose masters follow as after `restart`; None = one that was
                 put aside.
+            part: that a new one is limited to.
         """
         self.claim_thread()
         if seed is None:
@@ -281,6 +285,8 @@ class PlainActor(ABC):
             self._aside[before] = mine, self._committed + 1
         if other is None:
             self._restart_lora(seed)
+            for own, value in self.lora("param").items():
+                limit(part, own, value)
             self._begin_from(0)
             self._set_step(0)
             return
@@ -343,8 +349,13 @@ class PlainActor(ABC):
         return self.lora("param")
 
     def write_adapter(self, directory: str, layout: Any) -> int:
-        """Write this actor's byte ranges of the adapter file. Returns the number of tensors."""
-        tensors = self.adapter()
+        """Write this actor's byte ranges of the adapter file: of every tensor what it has room for, from the
+        beginning. Returns the number of tensors."""
+        tensors = {
+            name: value[tuple(map(slice, layout.shapes[name]))]
+            for name, value in self.adapter().items()
+            if name in layout.shapes
+        }
         if tensors:
             write_tensors(directory, layout, tensors)
         return len(tensors)

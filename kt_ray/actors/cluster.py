@@ -25,7 +25,7 @@ from kt_ray.actors.actor import title
 from kt_ray.actors.generation_session import GenerationReport
 from kt_ray.actors.specs import ActorSpecs, lent_experts, share_weights
 from kt_ray.actors.watch import FROZEN, ActorDied, Standstill, Status, Watch
-from kt_ray.batch import PassSpec
+from kt_ray.batch import WHOLE, LoraPart, PassSpec
 from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, SessionSpec
 from kt_ray.optim.optimizers import AdamStep, largest
@@ -517,13 +517,16 @@ class ActorCluster(ABC):
         """For the tokens of a session; None = the driver polls coordinators."""
         return None
 
-    def load_adapter(self, directory: str) -> int:
+    def load_adapter(self, directory: str, one_of_several: bool = False) -> int:
         """Every actor takes its own tensors of a PEFT adapter; returns how many there were.
+
+        Args:
+            one_of_several: modules that the adapter does not have get zeros.
 
         Raises:
             UserError: the file lacks one, or has another shape for it.
         """
-        count = int(sum(self._all("load_adapter", directory)))
+        count = int(sum(self._all("load_adapter", directory, one_of_several)))
         self._publish()
         return count
 
@@ -661,13 +664,15 @@ class ActorCluster(ABC):
 
     # -- several trainings over one base ------------------------------------------------------
 
-    def switch_training(self, name: str, before: str | None, seed: int | None = None) -> None:
+    def switch_training(
+        self, name: str, before: str | None, seed: int | None = None, part: LoraPart = WHOLE
+    ) -> None:
         """Put the present training aside under the name `before` (None = it ends), go on with another one.
 
         Args:
-            seed: of a new one's initial LoRA; None = one that was put aside.
+            seed: of a new one's initial LoRA; None = one that was put aside. part: that it is limited to.
         """
-        self._all("switch_training", name, before, seed)
+        self._all("switch_training", name, before, seed, part)
         if seed is not None:
             self._begin()
 

@@ -114,7 +114,7 @@ _KEYS_OF_BOUNDS = {
         data.limit trainer.max_steps trainer.batch_size trainer.micro_batch_size trainer.log_every
         generate.max_new_tokens generate.batch_size generate.prefill_tokens generate.cache_tokens
         generate.limit serve.max_batch serve.max_tokens serve.max_body train_server.adapters
-        grpo.steps_per_rollout grpo.iterations
+        grpo.steps_per_rollout grpo.iterations train_server.trainings
     """,
     Bound(1, 8): "rule.groups",
     Bound(1, 64): "rule.nodes",

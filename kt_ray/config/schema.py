@@ -367,6 +367,7 @@ class TrainServerConfig:
     """The server of the Tinker API: `mode=train_server`. Where it listens, `ServeConfig` says."""
 
     adapters: int = 4
+    trainings: int = 32
     directory: str | None = None
 
     @property

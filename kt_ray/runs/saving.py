@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
+from kt_ray.batch import WHOLE, LoraPart
 from kt_ray.checkpoint.housekeeping import best_checkpoint, prune_checkpoints, set_aside_later
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo, step_name
 from kt_ray.checkpoint.safetensors_file import writing
@@ -19,6 +20,7 @@ from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
+from kt_ray.model.lora_part import changes, shape_in
 from kt_ray.model.pissa import doubled_shape
 from kt_ray.optim.optimizers import learning_rate, number_of_steps
 from kt_ray.placement.balance import owners_of, residents_of
@@ -195,14 +197,26 @@ def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
 
 
 def write_adapter(
-    prepared: PreparedModel, directory: Path, cluster: Cluster, notes: tuple[str, ...] = ()
+    prepared: PreparedModel,
+    directory: Path,
+    cluster: Cluster,
+    notes: tuple[str, ...] = (),
+    part: LoraPart = WHOLE,
 ) -> Path:
-    """The PEFT directory: laid out by the driver, filled by every actor, then published."""
-    shapes = cluster.parameter_shapes()
+    """The PEFT directory: laid out by the driver, filled by every actor, then published.
+
+    Args:
+        part: that was trained; the adapter has nothing else. Not of a PiSSA run.
+    """
+    shapes = {
+        name: shape_in(part, name, shape)
+        for name, shape in cluster.parameter_shapes().items()
+        if changes(part, name)
+    }
     if prepared.config.lora.init.startswith("pissa"):
         shapes = {name: doubled_shape(name, shape) for name, shape in shapes.items()}
     about = (prepared.model_dir, shapes, prepared.plan.dims, notes, prepared.expert_modules)
-    info = adapter_info(prepared.config, *about)
+    info = adapter_info(replace(prepared.config, lora=lora_of(part, prepared.config.lora)), *about)
     layout = adapter_layout(shapes, info.model_type)
     with writing("adapter", directory, layout.size):
         create_adapter(directory, layout)
@@ -210,6 +224,14 @@ def write_adapter(
         return finish_adapter(
             directory, layout, info, modules=(*prepared.module_names, *prepared.other_names)
         )
+
+
+def lora_of(part: LoraPart, lora: LoraConfig) -> LoraConfig:
+    """The settings of an adapter that is a part of the LoRA: another rank, the same scale."""
+    rank = lora.rank if part.rank is None else part.rank
+    share = rank / lora.rank
+    alpha = lora.alpha * (share**0.5 if lora.rslora else share)
+    return replace(lora, rank=rank, alpha=alpha, experts=lora.experts and part.mlp)
 
 
 # Values of lora's keys that earlier versions did not have

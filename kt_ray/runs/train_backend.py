@@ -13,6 +13,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.batch import IGNORE, MicroBatch, PassSpec, TokenLoss, Wave
+from kt_ray.batch import IGNORE, WHOLE, LoraPart, MicroBatch, PassSpec, TokenLoss, Wave
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves
@@ -29,8 +30,11 @@ from kt_ray.data.row_types import Row
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
+from kt_ray.model.lora_part import changes
 from kt_ray.optim.optimizers import AdamStep
+from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.placement.plan_types import Plan
+from kt_ray.runs.disk_room import require_room
 from kt_ray.runs.generation import PreparedGeneration, Revivals, generator_on
 from kt_ray.runs.saving import lora_fields, write_adapter
 from kt_ray.train.cluster_protocol import ActorLost
@@ -57,18 +61,23 @@ class _Training:
     """One training, and how its state comes back after a death: a snapshot, and what followed.
 
     Attributes:
+        part: of the LoRA that it changes.
         steps: optimizer steps taken. snapshot: directory and steps; None = initial LoRA of `seed`.
         journal: backward passes, steps and kept copies since then, as calls that repeat them.
         waiting: where in the journal the entries after the last optimizer step begin.
         steps_since: optimizer steps since a snapshot was tried.
+        used: grows with every use. on_disk: snapshot and journal are all that there is of it.
     """
 
     seed: int
+    part: LoraPart
     steps: int = 0
     snapshot: tuple[Path, int] | None = None
     journal: list[Callable[[], object]] = field(default_factory=list)
     waiting: int = 0
     steps_since: int = 0
+    used: int = 0
+    on_disk: bool = False
 
 
 class ClusterBackend:
@@ -106,7 +115,9 @@ class ClusterBackend:
         self._present: str | None = SCRATCH  # None = what the actors hold is nobody's
         self._files: dict[str, Path] = {}  # samplers from disk
         self._samplers: set[str] = set()  # those that the actors hold
-        self._wanted: set[str] = set()  # those of trainings
+        self._wanted: dict[str, str] = {}  # those of trainings -> the training
+        self._uses = itertools.count(1)
+        self.busy: Callable[[], AbstractSet[str]] = frozenset
         self._lost: ActorLost | None = None  # what ended the last session
         self._revivals = Revivals(generation, cluster, self._rebuild)
 
@@ -140,7 +151,7 @@ class ClusterBackend:
 
     @property
     def slots(self) -> int:
-        return self._generation.config.train_server.adapters
+        return self._generation.config.train_server.trainings
 
     # -- after a death ------------------------------------------------------------------------
 
@@ -189,27 +200,55 @@ class ClusterBackend:
             self._cluster.drop_adapter(sampler)
         for model in self._trainings:
             self._cluster.end_training(model)
+        for model in set(self._wanted.values()):
+            if self._trainings[model].on_disk:
+                self._keep_again(model)
         for model, training in self._trainings.items():
-            self._switch(model, training.seed)
-            if training.snapshot is not None:
-                directory, steps = training.snapshot
-                self._cluster.restore(str(directory), steps)
-            for repeat in training.journal:
-                repeat()
+            if not training.on_disk:
+                self._begin_again(model)
         # Those of files follow when they are needed. What was kept before its training's snapshot is gone.
 
+    def _begin_again(self, model: str) -> None:
+        """From the training's snapshot, and what was asked of it since."""
+        training = self._trainings[model]
+        self._switch(model, training)
+        self._present = None  # until it is whole
+        if training.snapshot is not None:
+            directory, steps = training.snapshot
+            self._cluster.restore(str(directory), steps)
+        self._present, training.on_disk = model, False
+        for repeat in training.journal:
+            repeat()
+
+    def _keep_again(self, model: str) -> None:
+        """Samplers of a training on disk, where it stays."""
+        try:
+            self._begin_again(model)
+        except ActorLost:
+            raise
+        except Exception:
+            logger.warning("samplers of a training on disk are lost: it cannot be read", exc_info=True)
+        finally:
+            self._present, self._trainings[model].on_disk = None, True
+
     def _snapshot(self, model: str) -> None:
+        """`_write_snapshot`, whose failure only means that a death would repeat more."""
+        try:
+            self._write_snapshot(model)
+        except Exception as error:  # what it is taken after has been done
+            reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            logger.warning("no snapshot of a training, a death would repeat more: %s", reason)
+
+    def _write_snapshot(self, model: str) -> None:
         """What a death makes to be repeated begins anew here, but for gradients that wait for a step."""
         training = self._trainings[model]
         training.steps_since = 0
         directory = self._directory / f"{next(self._numbers):08d}"
         try:
             self.save_state(model, directory)
-        except Exception as error:  # what it is taken after has been done
+        except Exception:
             shutil.rmtree(directory, ignore_errors=True)
-            reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            logger.warning("no snapshot of a training, a death would repeat more: %s", reason)
-            return
+            raise
         self._forget_snapshot(training)
         training.snapshot = (directory, training.steps)
         training.journal = training.journal[training.waiting :]
@@ -221,28 +260,84 @@ class ClusterBackend:
 
     # -- trainings ----------------------------------------------------------------------------
 
-    def create(self, model: str, seed: int) -> None:
-        self._surely(lambda: self._switch(model, seed))
-        self._trainings[model] = _Training(seed)
+    def create(self, model: str, seed: int, part: LoraPart) -> None:
+        self._check_part(part)
+        if part.rank == self.rank:  # modules may have ranks of their own
+            part = replace(part, rank=None)
+        training = _Training(seed, part, used=next(self._uses))
 
-    def forget(self, model: str) -> None:
-        self._forget_snapshot(self._trainings.pop(model))
+        def work() -> None:
+            self._make_room()
+            self._switch(model, training)
+
+        self._surely(work)
+        self._trainings[model] = training
+
+    def _make_room(self) -> None:
+        """In memory, for one more training: another goes to disk, one that waits for nothing if there is one,
+        the one that was not used for longest."""
+        held = {name: training for name, training in self._trainings.items() if not training.on_disk}
+        if len(held) < self._generation.config.train_server.adapters:
+            return
+        busy = self.busy()
+        model = min(held, key=lambda m: (m in busy, len(held[m].journal) > held[m].waiting, held[m].used))
+        if held[model].waiting:  # else its snapshot is what it is
+            config, dims = self._generation.config, self._generation.plan.dims
+            where = "train_server.directory to another disk"
+            require_room(
+                "no room for an idle training", checkpoint_bytes(dims, config), self._directory, where
+            )
+            self._write_snapshot(model)
         if self._present == model:
             self._present = None
         else:
+            self._cluster.end_training(model)
+        held[model].on_disk = True
+
+    def _check_part(self, part: LoraPart) -> None:
+        """Raises UserError: a part that this server's LoRA does not have."""
+        lora = self._generation.config.lora
+        if part.rank not in (None, lora.rank) and (lora.rank_pattern or lora.alpha_pattern):
+            raise UserError(
+                "modules have ranks of their own here, so all trainings have one",
+                observed=f"rank {part.rank}",
+                required=f"rank {lora.rank}",
+                remedy=f"ask for rank={lora.rank}, or start the server without lora.rank_pattern and "
+                "lora.alpha_pattern",
+            )
+        if not any(changes(part, name) for name in self._cluster.parameter_shapes()):
+            raise UserError(
+                "nothing would be trained",
+                observed=f"train_attn={part.attn}, train_mlp={part.mlp}",
+                required="a part that the LoRA of this server has",
+                remedy="ask for more, or start the server with other lora.target_modules and lora.experts",
+            )
+
+    def forget(self, model: str) -> None:
+        training = self._trainings.pop(model)
+        self._forget_snapshot(training)
+        self._wanted = {sampler: own for sampler, own in self._wanted.items() if own != model}
+        if self._present == model:
+            self._present = None
+        elif not training.on_disk:
             self._surely(lambda: self._cluster.end_training(model))
 
     def _take_up(self, model: str) -> _Training:
         """Make a training the present one."""
-        if self._present != model:
+        training = self._trainings[model]
+        training.used = next(self._uses)
+        if training.on_disk:
+            self._make_room()
+            self._begin_again(model)
+        elif self._present != model:
             self._switch(model)
-        return self._trainings[model]
+        return training
 
-    def _switch(self, model: str, seed: int | None = None) -> None:
-        """seed: of a new training."""
+    def _switch(self, model: str, new: _Training | None = None) -> None:
+        """new: begins from its initial LoRA."""
         before = self._present if self._present in self._trainings else None
         self._present = None  # an error leaves it open
-        self._cluster.switch_training(model, before, seed)
+        self._cluster.switch_training(model, before, *(() if new is None else (new.seed, new.part)))
         self._present = model
 
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
@@ -252,11 +347,21 @@ class ClusterBackend:
         return self._surely(lambda: self._passed([work], "eval"))[0]
 
     def join(self, passes: Sequence[Pass]) -> list[PassResult]:
-        models = [work.model for work in passes]
-        results = self._surely(lambda: self._passed(passes, "train"), models=models)
-        for work in passes:  # a rebuild repeats each alone: the same bits
-            self._trainings[work.model].journal.append(partial(self._passed, [work], "train"))
-        return results
+        # One on disk comes into memory in another's place: it does not join.
+        together: list[Pass] = []
+        apart: list[Pass] = []
+        for work in passes:
+            (apart if self._trainings[work.model].on_disk else together).append(work)
+        results: dict[str, PassResult] = {}
+        for works in ([together] if together else []) + [[work] for work in apart]:
+            models = [work.model for work in works]
+            done = self._surely(partial(self._passed, works, "train"), models=models)
+            results.update(zip(models, done, strict=True))
+            for work in works:  # a rebuild repeats each alone: the same bits
+                training = self._trainings[work.model]
+                training.used = next(self._uses)
+                training.journal.append(partial(self._passed, [work], "train"))
+        return [results[work.model] for work in passes]
 
     def _passed(self, passes: Sequence[Pass], kind: str) -> list[PassResult]:
         totals = [0.0] * len(passes)
@@ -395,9 +500,9 @@ class ClusterBackend:
 
     def save_adapter(self, model: str, directory: Path) -> None:
         def work() -> None:
-            self._take_up(model)
+            training = self._take_up(model)
             shutil.rmtree(directory, ignore_errors=True)
-            write_adapter(self._generation, directory, self._cluster)
+            write_adapter(self._generation, directory, self._cluster, part=training.part)
 
         self._surely(work)
 
@@ -418,7 +523,7 @@ class ClusterBackend:
                 work()
 
         self._surely(work)
-        self._wanted.add(sampler)
+        self._wanted[sampler] = model
         self._trainings[model].journal.append(again)
 
     def load_sampler(self, sampler: str, directory: Path) -> None:
@@ -426,14 +531,14 @@ class ClusterBackend:
         self._files[sampler] = directory
 
     def _load_sampler(self, sampler: str, directory: Path) -> None:
-        self._switch(SCRATCH, 0)
-        self._cluster.load_adapter(str(directory))
+        self._switch(SCRATCH, _Training(0, WHOLE))
+        self._cluster.load_adapter(str(directory), one_of_several=True)  # it may be a part of the LoRA
         self._cluster.keep_adapter(sampler)
         self._samplers.add(sampler)
 
     def drop(self, sampler: str) -> None:
         self._samplers.discard(sampler)
-        self._wanted.discard(sampler)
+        self._wanted.pop(sampler, None)
         self._files.pop(sampler, None)
         self._surely(lambda: self._cluster.drop_adapter(sampler))
 

@@ -9,6 +9,7 @@ Legend: n tokens of a datum.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kt_ray.batch import TokenLoss
+from kt_ray.batch import LoraPart, TokenLoss
 from kt_ray.generate.requests import Request
 
 
@@ -79,7 +80,13 @@ class SamplingSession(Protocol):
 
 class Backend(Protocol):
     """All names are the service's own; every call raises UserError for what a client can mend, ActorLost for
-    a death."""
+    a death.
+
+    Attributes:
+        busy: models with work that waits; they stay in memory if they can. The service's to set.
+    """
+
+    busy: Callable[[], AbstractSet[str]]
 
     @property
     def base_model(self) -> str:
@@ -91,7 +98,7 @@ class Backend(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of every LoRA that is trained here."""
+        """The largest of a LoRA that is trained here."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -110,10 +117,10 @@ class Backend(Protocol):
 
     @property
     def slots(self) -> int:
-        """Models that there is memory for."""
+        """Models that there may be, in memory or on disk."""
 
-    def create(self, model: str, seed: int) -> None:
-        """A new training from initial LoRA."""
+    def create(self, model: str, seed: int, part: LoraPart) -> None:
+        """A new training from initial LoRA, of which it changes a part."""
 
     def forget(self, model: str) -> None: ...
 

@@ -190,8 +190,7 @@ def _add_training(app: FastAPI, service: TrainService) -> None:
                 "type": "get_info",
                 "model_id": model.name,
                 "model_name": backend.base_model,
-                "is_lora": True,
-                "lora_rank": backend.rank,
+                **model.run.lora_card,
                 "model_data": {"model_name": backend.base_model, "tokenizer_id": backend.tokenizer},
             }
         )
@@ -284,10 +283,8 @@ def _add_records(app: FastAPI, service: TrainService) -> None:
         heard = live.heard.isoformat() if live else max([run.created, *(one.created for one in checkpoints)])
         return {
             "training_run_id": run.run,
-            "base_model": run.base_model,
+            **run.lora_card,
             "model_owner": "kt_ray",
-            "is_lora": True,
-            "lora_rank": run.rank,
             "last_request_time": heard,
             "last_checkpoint": last[TRAINING],
             "last_sampler_checkpoint": last[SAMPLER],
@@ -297,16 +294,7 @@ def _add_records(app: FastAPI, service: TrainService) -> None:
     @app.post("/api/v1/weights_info")
     async def weights_info(request: Request) -> Response:
         one = saved.find((await _body(request, WeightsPath)).tinker_path)
-        return JSONResponse(
-            {
-                "base_model": one.base_model,
-                "is_lora": True,
-                "lora_rank": one.rank,
-                "train_unembed": False,
-                "train_mlp": True,
-                "train_attn": True,
-            }
-        )
+        return JSONResponse(one.lora_card)
 
     @app.get("/api/v1/training_runs")
     def training_runs(limit: int = 20, offset: int = 0) -> Response:

@@ -21,6 +21,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
 
+from kt_ray.batch import LoraPart
 from kt_ray.serve.api_errors import ApiError
 
 TRAINING, SAMPLER = "weights", "sampler_weights"
@@ -29,8 +30,27 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,199}")  # no separator, no le
 LONGEST_TTL = 10 * 366 * 24 * 3600
 
 
+class _OfLora:
+    """What of the LoRA a training changes."""
+
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+
+    @property
+    def part(self) -> LoraPart:
+        return LoraPart(self.rank, self.train_attn, self.train_mlp)
+
+    @property
+    def lora_card(self) -> dict[str, Any]:
+        """As the SDK's records have it."""
+        card = {"base_model": self.base_model, "is_lora": True, "lora_rank": self.rank}
+        return {**card, "train_unembed": False, "train_mlp": self.train_mlp, "train_attn": self.train_attn}
+
+
 @dataclass(frozen=True)
-class Run:
+class Run(_OfLora):
     """A training."""
 
     run: str
@@ -38,10 +58,12 @@ class Run:
     rank: int
     created: str  # ISO 8601
     user_metadata: dict[str, Any] | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(_OfLora):
     """One checkpoint."""
 
     run: str
@@ -54,6 +76,8 @@ class Saved:
     bytes: int = 0
     expires: str | None = None
     user_metadata: dict[str, str] | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
 
     @property
     def path(self) -> str:

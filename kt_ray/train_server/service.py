@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kt_ray.batch import LoraPart
 from kt_ray.serve.api_errors import ApiError, shutting_down
 from kt_ray.train_server.backend import AdamParams, Backend, Datum, Pass
 from kt_ray.train_server.futures import Failure, Promise, Promises, Reply
@@ -64,6 +65,7 @@ class TrainService:
         self._rounds = SampleRounds(backend, self._queue, self.promises, most_samplers, self._sweep)
         self._idle = idle
         self._queue.on_gap = self._spoil
+        backend.busy = self._queue.busy
         self._lock = self._queue.changed
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
@@ -134,24 +136,23 @@ class TrainService:
             raise bad("lora_config is missing: this server trains LoRA only", "lora_config")
         self._check_base(request.base_model)
         self._check_optimizer(request.optimizer_config)
-        if config.rank != self.backend.rank:
+        most = self.backend.rank
+        if not 1 <= config.rank <= most:
             raise bad(
-                f"LoRA of rank {config.rank} is asked for; this server trains rank {self.backend.rank}. To "
-                f"fix: ask for rank={self.backend.rank}, or start the server with lora.rank={config.rank}",
+                f"LoRA of rank {config.rank} is asked for; this server trains ranks 1 to {most}. To fix: ask "
+                f"for rank={most}, or start the server with lora.rank={config.rank}",
                 "lora_config.rank",
             )
-        for name in ("train_mlp", "train_attn"):
-            if not getattr(config, name):
-                raise bad(f"{name}=False is not supported: lora.* of the server says what is trained", name)
+        part = LoraPart(config.rank, config.train_attn, config.train_mlp)
         if config.seed is not None and not 0 <= config.seed < 2**63:
             raise bad(f"seed is {config.seed}, required 0 to 2**63 - 1", "lora_config.seed")
         seed = secrets.randbits(31) if config.seed is None else config.seed
 
         def create(model: Model) -> Reply:
-            self.backend.create(model.name, seed)
+            self.backend.create(model.name, seed, part)
             return plain({"type": "create_model", "model_id": model.name})
 
-        return self._new_model(request, create)
+        return self._new_model(request, part, create)
 
     def load_weights(self, request: Any) -> Promise:
         """Into a new model, or into one that there is."""
@@ -171,20 +172,26 @@ class TrainService:
             model, number = self._ordered(request)
             with self._numbered(model, number):
                 saved = self._training_state(request.path)
+                if saved.part != model.run.part:
+                    raise bad(
+                        f"{saved.path} is of {saved.part}; this model is of {model.run.part}. To fix: make a "
+                        "model from it (create_training_client_from_state), or one with the same LoraConfig",
+                        "path",
+                    )
             return self._submit(model, number, lambda: load(model, saved))
         if request.model_seq_id is None:
             raise bad("model_seq_id is missing beside session_id", "model_seq_id")
         saved = self._training_state(request.path)
 
         def create(model: Model) -> Reply:
-            self.backend.create(model.name, 0)
+            self.backend.create(model.name, 0, saved.part)
             try:
                 return load(model, saved)
             except BaseException:
                 self.backend.forget(model.name)
                 raise
 
-        return self._new_model(request, create)
+        return self._new_model(request, saved.part, create)
 
     def model(self, name: str | None) -> Model:
         """Raises ApiError: there is none of this name."""
@@ -471,7 +478,7 @@ class TrainService:
         if config.type != "adamw":
             raise bad(f"the optimizer '{config.type}' is not supported by this server; use adamw")
 
-    def _new_model(self, request: Any, create: Callable[[Model], Reply]) -> Promise:
+    def _new_model(self, request: Any, part: LoraPart, create: Callable[[Model], Reply]) -> Promise:
         with self._open():
             session = self.hear(request.session_id)
             if request.model_seq_id < 0:
@@ -484,7 +491,9 @@ class TrainService:
                 raise bad(f"there is a model {name}", "model_seq_id")
             if len(self._models) >= self.backend.slots:
                 self._make_slot()
-            run = Run(name, self.backend.base_model, self.backend.rank, now(), request.user_metadata)
+            assert part.rank is not None
+            about = (part.rank, now(), request.user_metadata, part.attn, part.mlp)
+            run = Run(name, self.backend.base_model, *about)
             model = self._models[name] = Model(run, session)
             session.models.append(name)
             self._queue.add_model(name)
@@ -513,10 +522,10 @@ class TrainService:
         if silent < min(GONE, self._idle):
             raise ApiError(
                 400,
-                f"this server has room for {self.backend.slots} model(s), and all their clients live (the "
+                f"this server takes {self.backend.slots} model(s), and all their clients live (the "
                 f"most silent was heard {silent:.0f} s ago; after {GONE:.0f} s it makes room). To fix: end "
                 'one with ServiceClient.close("success"), or start the server with '
-                f"train_server.adapters={self.backend.slots + 1}",
+                f"train_server.trainings={self.backend.slots + 1}",
                 code="no_slot",
             )
         logger.warning("session %s ends: silent for %.0f s, and another needs its room", session.name, silent)
@@ -585,20 +594,21 @@ class TrainService:
             write = self.backend.save_state if kind == TRAINING else self.backend.save_adapter
             run = model.run
             about = (run.base_model, run.rank, self.backend.settings, now())
-            saved = Saved(run.run, kind, name, *about, 0, expires, request.user_metadata)
+            more = (request.user_metadata, run.train_attn, run.train_mlp)
+            saved = Saved(run.run, kind, name, *about, 0, expires, *more)
             saved = self.saved.save(run, saved, lambda directory: write(model.name, directory))
             return plain({"path": saved.path})
 
         return self._submit(model, number, save)
 
     def _fitting(self, path: str) -> Saved:
-        """A checkpoint of this server's base model and rank."""
+        """A checkpoint of this server's base model, of a rank that it can hold."""
         saved = self.saved.find(path)
-        ours = self.backend.base_model, self.backend.rank
-        if (saved.base_model, saved.rank) != ours:
+        base, rank = self.backend.base_model, self.backend.rank
+        if saved.base_model != base or saved.rank > rank:
             raise bad(
                 f"{saved.path} is of {saved.base_model} with LoRA of rank {saved.rank}; this server has "
-                f"{ours[0]} with rank {ours[1]}",
+                f"{base} with ranks up to {rank}",
                 "path",
             )
         return saved

@@ -112,6 +112,11 @@ class WorkQueue:
         with self.changed:
             return bool(self._control) or any(order.ready for order in self._orders.values())
 
+    def busy(self) -> frozenset[str]:
+        """Models with work that waits."""
+        with self.changed:
+            return frozenset(model for model, order in self._orders.items() if order.waiting)
+
     def turn(self) -> str | None:
         """The party whose turn is next; None = nobody has anything."""
         with self.changed:

@@ -6,13 +6,14 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kt_ray.batch import TokenLoss
+from kt_ray.batch import LoraPart, TokenLoss
 from kt_ray.errors import TryAgain, UserError
 from kt_ray.generate.generator import Answer
 from kt_ray.generate.requests import Request, Token
@@ -112,12 +113,15 @@ class FakeBackend:
         self.gate = threading.Event()
         self.gate.set()
         self.models: dict[str, Weight] = {}
+        self.busy: Callable[[], AbstractSet[str]] = frozenset
+        self.parts: dict[str, LoraPart] = {}
         self.samplers: dict[str, float] = {}
         self._sampling = False
         self._thread: threading.Thread | None = None
 
-    def create(self, model: str, seed: int) -> None:
+    def create(self, model: str, seed: int, part: LoraPart) -> None:
         self._call("create", model)
+        self.parts[model] = part
         assert len(self.models) < self.slots and model not in self.models
         self.models[model] = Weight(seed % 7)
 

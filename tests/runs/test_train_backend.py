@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.batch import MicroBatch, PassSpec, TokenLoss, Wave
+from kt_ray.batch import WHOLE, LoraPart, MicroBatch, PassSpec, TokenLoss, Wave
 from kt_ray.data.batches import step_waves
 from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.errors import UserError
@@ -74,7 +78,7 @@ def test_the_bits_of_mode_train(model: Path, tmp_path: Path, layout: tuple[str, 
             trainer.step(step)
         expected, losses, norms = cluster.parameters(), trainer.summary.losses, trainer.summary.grad_norms
         backend._numbers = iter(range(100, 200))  # type: ignore[assignment]  # passes go on
-        backend.create("mine", config.seed)
+        backend.create("mine", config.seed, WHOLE)
         for step in range(3):
             result = backend.run("mine", data_of(steps[step]), ENTROPY, backward=True)
             assert result.loss == pytest.approx(losses[step], rel=1e-6)  # its weights are float32
@@ -86,7 +90,7 @@ def test_the_bits_of_mode_train(model: Path, tmp_path: Path, layout: tuple[str, 
 def test_rows_keep_their_places_whatever_their_lengths(exact: Path, tmp_path: Path) -> None:
     given = data_of(rows(1, 9))
     with backend_on(exact, tmp_path, *LAYOUTS["replicas"], "rule.wave=1") as backend:
-        backend.create("mine", 1)
+        backend.create("mine", 1, WHOLE)
         together = backend.run("mine", given, ENTROPY, backward=False)
         for datum, found in zip(given, together.logprobs, strict=True):
             alone = backend.run("mine", [datum], ENTROPY, backward=False).logprobs[0]
@@ -99,7 +103,7 @@ def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dty
     prompt = np.arange(10, 22)
     model = exact if dtype == "float32" else model
     with backend_on(model, tmp_path, *LAYOUTS["two"], f"model.dtype={dtype}") as backend:
-        backend.create("mine", 1)
+        backend.create("mine", 1, WHOLE)
         backend.run("mine", data_of(rows(2)), ENTROPY, backward=True)
         backend.step("mine", ADAM)
         backend.keep("mine", "sampler")
@@ -125,13 +129,13 @@ def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dty
 def test_state_and_adapter_come_back(model: Path, tmp_path: Path) -> None:
     given = data_of(rows(3))
     with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
-        backend.create("mine", 1)
+        backend.create("mine", 1, WHOLE)
         backend.run("mine", given, ENTROPY, backward=True)
         backend.step("mine", ADAM)
         backend.save_state("mine", tmp_path / "state")
         backend.save_adapter("mine", tmp_path / "adapter")
         backend.keep("mine", "kept")
-        backend.create("other", 2)
+        backend.create("other", 2, WHOLE)
         backend.load_state("other", tmp_path / "state", optimizer=True)
         backend.load_sampler("loaded", tmp_path / "adapter")
         prompts = [datum.tokens for datum in given]
@@ -151,13 +155,143 @@ def test_state_and_adapter_come_back(model: Path, tmp_path: Path) -> None:
         assert backend.run("other", given, ENTROPY, backward=False).loss == ends[1].loss
 
 
+PARTS = {
+    "rank": LoraPart(2),
+    "attention": LoraPart(2, mlp=False),
+    "experts": LoraPart(None, attn=False),
+}
+
+
+def part_of(values: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: values[name][tuple(map(slice, like[name].shape))] for name in like}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_a_part_of_the_lora_trains_as_if_there_were_no_more(exact: Path, tmp_path: Path, part: Any) -> None:
+    """Compared with a server of that rank and those modules, and of the same scale."""
+    decay, given = replace(ADAM, weight_decay=0.1, eps=1e-3), [data_of(rows(seed)) for seed in range(2)]
+    rank = part.rank or 4
+    seen, prompt = [], [given[0][0].tokens]
+    less = [f"lora.rank={rank}", f"lora.alpha={2 * rank}", f"lora.experts={str(part.mlp).lower()}"]
+    if not (part.attn and part.mlp):
+        less.append(f"lora.target_modules=.*{'self_attn' if part.attn else 'mlp'}.*")
+    with backend_on(exact, tmp_path / "small", *LAYOUTS["two"], *less) as backend:
+        backend.create("mine", 1, WHOLE)
+        for data in given:
+            backend.run("mine", data, ENTROPY, backward=True)
+            seen.append(backend.step("mine", decay)["grad_norm"])
+        expected = backend._cluster.parameters()
+    with backend_on(exact, tmp_path, *LAYOUTS["two"]) as backend:
+        backend.create("mine", 1, part)
+        norms = []
+        for data in given:
+            backend.run("mine", data, ENTROPY, backward=True)
+            norms.append(backend.step("mine", decay)["grad_norm"])
+        values = backend._cluster.parameters()
+        inside = part_of(values, expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(inside[name], value, rtol=1e-5, atol=1e-6)
+        assert norms == pytest.approx(seen, rel=1e-5)
+        trained = sum(int(value.count_nonzero()) for value in inside.values())
+        assert sum(int(value.count_nonzero()) for value in values.values()) == trained > 0
+
+        backend.keep("mine", "kept")
+        backend.save_adapter("mine", tmp_path / "adapter")
+        backend.load_sampler("loaded", tmp_path / "adapter")
+        kept, loaded = (backend.score(name, prompt, 0)[0].logprobs for name in ("kept", "loaded"))
+        np.testing.assert_array_equal(kept, loaded)
+        backend._undo(changes=True)  # what follows a death, too
+        backend._take_up("mine")
+        again = backend._cluster.parameters()
+        assert all(torch.equal(again[name], value) for name, value in values.items())
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.") for name in stored} == expected.keys()
+    base = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PEFT warns of keys that it leaves out
+        warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+        peft = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert sum(int(p.count_nonzero()) for name, p in peft.named_parameters() if ".lora_" in name) == trained
+    tokens = torch.tensor(np.array(prompt))
+    with torch.no_grad():
+        logprobs = peft(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+    np.testing.assert_allclose(kept, logprobs, atol=1e-4)
+
+
+def test_parts_that_this_lora_does_not_have(model: Path, tmp_path: Path) -> None:
+    attention = ("lora.experts=false", "lora.target_modules=.*self_attn.*")
+    error = pytest.raises(UserError, match="nothing would be trained")
+    with backend_on(model, tmp_path, *attention) as backend, error:
+        backend.create("mine", 1, LoraPart(attn=False))
+    with backend_on(model, tmp_path, "lora.rank_pattern={o_proj: 2}") as backend:
+        backend.create("mine", 1, LoraPart(4))
+        with pytest.raises(UserError, match="modules have ranks of their own"):
+            backend.create("other", 1, LoraPart(3))
+
+
+def test_trainings_that_wait_on_disk_come_back_to_the_bit(model: Path, tmp_path: Path) -> None:
+    """Five over two places; gradients wait meanwhile, a sampler stays, and a death comes."""
+    names = "abcde"
+    given = {name: data_of(rows(seed, 2)) for seed, name in enumerate(names)}
+    seen = []
+    for adapters in (5, 2):
+        with backend_on(model, tmp_path / str(adapters), f"train_server.adapters={adapters}") as backend:
+            found: list[Any] = []
+            for seed, name in enumerate(names):
+                backend.create(name, seed, WHOLE)
+            for turn in range(2):
+                for name in names:
+                    found.append(backend.run(name, given[name], ENTROPY, backward=True).loss)
+                    held = [handle.actor._aside for handle in backend._cluster.handles]  # type: ignore[attr-defined]
+                    assert max(map(len, held)) < adapters  # one is present
+                if turn:
+                    backend._undo(changes=True)  # what follows a death, too
+                for name in names:
+                    found.append(backend.step(name, ADAM)["grad_norm"])
+                backend.keep("a", f"sampler {turn}")
+            backend.forget("c")
+            for name in "bde":
+                found.append(backend.run(name, given[name], ENTROPY, backward=False).loss)
+            backend._undo(changes=True)
+            found.append(backend.score("sampler 1", [given["a"][0].tokens], 0)[0].logprobs.tolist())
+            found.append(backend.run("a", given["a"], ENTROPY, backward=False).loss)
+            seen.append(found)
+    assert seen[0] == seen[1]
+
+
+def test_who_goes_to_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with backend_on(model, tmp_path, "train_server.adapters=2") as backend:
+        backend.create("a", 1, WHOLE)
+        backend.create("b", 2, WHOLE)
+        backend.busy = lambda: {"a"}
+        backend.create("c", 3, WHOLE)  # not the one with work that waits
+        assert {name: own.on_disk for name, own in backend._trainings.items()} == {
+            "a": False,
+            "b": True,
+            "c": False,
+        }
+        assert not list(backend._directory.glob("*"))  # nothing to write: b is as it began
+        backend.run("a", data_of(rows(1)), ENTROPY, backward=True)
+        backend.step("a", ADAM)
+        backend.busy = lambda: {"c"}
+        monkeypatch.setattr("kt_ray.runs.disk_room.free_bytes", lambda path: 0)
+        with pytest.raises(UserError, match="no room for an idle training"):
+            backend.create("d", 4, WHOLE)
+        monkeypatch.undo()
+        loss = backend.run("a", data_of(rows(1)), ENTROPY, backward=False).loss
+        backend.create("d", 4, WHOLE)
+        assert backend._trainings["a"].on_disk and len(list(backend._directory.glob("*"))) == 1
+        assert backend.run("a", data_of(rows(1)), ENTROPY, backward=False).loss == loss
+
+
 def test_gradients_that_are_not_finite_change_nothing(model: Path, tmp_path: Path) -> None:
     given = data_of(rows(4))
     broken = Datum(
         given[0].tokens, given[0].targets, {"weights": np.full_like(given[0].inputs["weights"], 1e38)}
     )
     with backend_on(model, tmp_path) as backend:
-        backend.create("mine", 1)
+        backend.create("mine", 1, WHOLE)
         before = backend._cluster.parameters()
         backend.run("mine", [broken], ENTROPY, backward=True)
         with pytest.raises(UserError, match="not finite"):
@@ -174,12 +308,12 @@ def test_a_pass_that_fails_leaves_gradients_that_wait(model: Path, tmp_path: Pat
     with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
         norms = []
         for name in ("undisturbed", "disturbed"):
-            backend.create(name, 1)
+            backend.create(name, 1, WHOLE)
             backend.run(name, given, ENTROPY, backward=True)
             if name == "disturbed":
                 with pytest.raises(ValueError, match="needs loss_inputs"):
                     backend.run(name, lacking, TokenLoss("ppo"), backward=True)
-                backend.create("thrown away", 2)
+                backend.create("thrown away", 2, WHOLE)
                 backend.run("thrown away", given, ENTROPY, backward=True)
                 backend.discard("thrown away")
                 assert backend.step("thrown away", ADAM)["grad_norm"] == 0.0
@@ -209,7 +343,7 @@ def test_samples_and_scores_leave_gradients_that_wait(model: Path, tmp_path: Pat
     with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
         seen = []
         for name in ("undisturbed", "disturbed"):
-            backend.create(name, 1)
+            backend.create(name, 1, WHOLE)
             backend.run(name, given, ENTROPY, backward=True)
             backend.step(name, ADAM)
             backend.keep(name, "sampler")
@@ -234,7 +368,7 @@ def test_what_a_rebuild_cannot_find_leaves_the_rest_whole(model: Path, tmp_path:
     given = data_of(rows(7))
     with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
         for seed, name in enumerate(("one", "two")):
-            backend.create(name, seed)
+            backend.create(name, seed, WHOLE)
             backend.run(name, given, ENTROPY, backward=True)
             backend.step(name, ADAM)
         backend.keep("one", "kept")
@@ -260,7 +394,7 @@ def test_a_load_that_fails_halfway_changes_nothing(model: Path, tmp_path: Path) 
     given = data_of(rows(8))
     with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
         for seed, name in enumerate(("mine", "other")):
-            backend.create(name, seed)
+            backend.create(name, seed, WHOLE)
             backend.run(name, given, ENTROPY, backward=True)
             backend.step(name, ADAM)
         backend.save_state("other", tmp_path / "state")
@@ -278,7 +412,7 @@ def test_a_step_counts_although_its_snapshot_cannot_be_written(
     given = data_of(rows(9))
     monkeypatch.setattr(train_backend, "SNAPSHOT_STEPS", 1)
     with backend_on(model, tmp_path) as backend:
-        backend.create("mine", 1)
+        backend.create("mine", 1, WHOLE)
         (tmp_path / "snapshots").write_text("in the way")
         for _ in range(4):
             backend.run("mine", given, ENTROPY, backward=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 
-from kt_ray.batch import PassSpec
+from kt_ray.batch import WHOLE, PassSpec
 from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.runs import train_backend as module
@@ -41,7 +41,7 @@ def script(backend: ClusterBackend, disturb: Callable[[str], None]) -> list[Any]
     """Two trainings that take turns, samplers of both, a state on disk; returns all that was seen."""
     seen: list[Any] = []
     for seed, name in enumerate("ab"):
-        backend.create(name, seed)
+        backend.create(name, seed, WHOLE)
     data = {name: data_of(rows(seed)) for seed, name in enumerate("ab")}
     for turn in range(3):
         for name in "ab":
@@ -126,7 +126,7 @@ def test_a_session_that_a_death_ended_is_followed_by_another(tmp_path: Path, on_
     model = Path(ensure_demo_model("demo", 0, tmp_path / "cache"))
     request = Request(tuple(range(10, 20)), Sampling(max_new_tokens=30, temperature=1.0, seed=3), "sampler")
     with backend_on(model, tmp_path, *LAYOUT, *RAY) as backend:
-        backend.create("mine", 1)
+        backend.create("mine", 1, WHOLE)
         backend.run("mine", data_of(rows(2)), ENTROPY, backward=True)
         backend.step("mine", ADAM)
         backend.keep("mine", "sampler")

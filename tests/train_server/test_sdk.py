@@ -15,6 +15,7 @@ import pytest
 import tinker
 from tinker import types
 
+from kt_ray.batch import LoraPart
 from kt_ray.errors import TryAgain
 from kt_ray.train_server.sample_rounds import MOST_TRIES
 from tests.helpers.fake_train_backend import FakeBackend, token_after, wrong
@@ -209,6 +210,26 @@ def test_a_training_goes_on_from_a_saved_state(server: Running) -> None:
     assert models[fresh.model_id].steps == 0
 
 
+@pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
+def test_a_part_of_the_lora(server: Running) -> None:
+    """Rank and modules of a training reach the backend, the records, and a training from its state."""
+    client = server.client()
+    training = client.create_lora_training_client("demo/model", rank=3, train_mlp=False).result()
+    path = training.save_state("a").result().path
+    again = client.create_training_client_from_state(path).result()
+    for one in (training, again):
+        assert server.backend.parts[one.model_id] == LoraPart(3, True, False)
+        assert one.get_info().lora_rank == 3
+        answer = httpx.post(
+            f"{server.url}/api/v1/get_info", json={"model_id": one.model_id}, headers={"X-API-Key": KEY}
+        )
+        assert (answer.json()["train_mlp"], answer.json()["train_attn"]) == (False, True)
+    weights = server.rest().get_weights_info_by_tinker_path(path).result()
+    assert (weights.lora_rank, weights.train_mlp, weights.train_attn) == (3, False, True)
+    with pytest.raises(tinker.BadRequestError, match="this model is of LoraPart"):
+        trained(client).load_state(path).result()
+
+
 def test_checkpoints_outlive_the_server(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         training = trained(server.client(), user_metadata={"of": "tests"})
@@ -279,8 +300,7 @@ def test_what_is_not_served_is_refused_at_once(server: Running) -> None:
     client = server.client()
     for wanted, changes in (
         ("base_model 'other' is not served here", {"base_model": "other"}),
-        ("rank 8.*lora.rank=32", {"rank": 32}),
-        ("train_mlp=False is not supported", {"train_mlp": False}),
+        ("rank=8.*lora.rank=32", {"rank": 32}),
     ):
         arguments = {"base_model": "demo/model", "rank": 8, **changes}
         with pytest.raises(tinker.BadRequestError, match=wanted):

@@ -189,7 +189,7 @@ def test_a_silent_client_makes_room_for_another(tmp_path: Path, monkeypatch: pyt
         model = first.model()
         asked = {"session_id": second.session, "model_seq_id": 0, "base_model": "demo/model"}
         refused = second.http.post("create_model", json={**asked, "lora_config": {"rank": 8}})
-        assert refused.status_code == 400 and "train_server.adapters=2" in refused.text
+        assert refused.status_code == 400 and "train_server.trainings=2" in refused.text
         monkeypatch.setattr("kt_ray.train_server.service.GONE", 0.0)
         assert second.model() != model
         assert [call[0] for call in server.backend.calls] == ["create", "forget", "create"]
