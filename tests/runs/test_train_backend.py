@@ -480,7 +480,7 @@ def test_joined_passes_have_the_bits_of_each_alone(
         for joins in (False, True):
             found = seen[joins] = []
             for seed, work in enumerate(several()):
-                backend.create(work.model, seed)
+                backend.create(work.model, seed, WHOLE)
             del spec[:]
             for _ in range(2):  # values that a step has moved, too
                 if joins:
@@ -514,8 +514,8 @@ def test_a_joined_pass_that_fails_leaves_all_gradients_that_wait(model: Path, tm
         norms = []
         for disturbed in (False, True):
             for seed, work in enumerate(works):
-                backend.create(work.model, seed)
-            backend.create("other", 3)
+                backend.create(work.model, seed, WHOLE)
+            backend.create("other", 3, WHOLE)
             backend.join(works)
             if disturbed:
                 backend._take_up("other")
@@ -525,6 +525,24 @@ def test_a_joined_pass_that_fails_leaves_all_gradients_that_wait(model: Path, tm
             norms.append([backend.step(work.model, ADAM) for work in works])
             for name in (*(work.model for work in works), "other"):
                 backend.forget(name)
+        assert norms[0] == norms[1]
+
+
+def test_trainings_on_disk_take_their_passes_apart(model: Path, tmp_path: Path) -> None:
+    works = several()[:3]
+    with backend_on(model, tmp_path, *LAYOUTS["two"], "train_server.adapters=2") as backend:
+        spec, norms = passes_of(backend), []
+        for joins in (False, True):
+            for seed, work in enumerate(works):
+                backend.create(work.model, seed, WHOLE)
+            assert [backend._trainings[work.model].on_disk for work in works] == [True, False, False]
+            del spec[:]
+            for each in [works] if joins else [[work] for work in works]:
+                assert len(backend.join(each)) == len(each)
+            assert sum(bool(one.joined) for one in spec) == joins
+            norms.append([backend.step(work.model, ADAM) for work in works])
+            for work in works:
+                backend.forget(work.model)
         assert norms[0] == norms[1]
 
 
