@@ -4,7 +4,8 @@
 
 - engine.json: the engine's results by instruction set, bit for bit. They depend on nothing else: the engine
   calls no libm, its compiler contracts nothing, and neither the CPU's vendor nor the number of threads
-  matters. The program above adds this machine's instruction sets and keeps the others.
+  matters (Zen4's `vdpbf16ps` does what Intel's manual says: of a pair the odd product first, both fused).
+  The program above adds this machine's instruction sets and keeps the others.
 - training.json: a short run in float32 with overruled routers (tests/helpers/golden.py). Rows, tokens, calls,
   and what the routers would choose are exact, except choices that rounding can turn. Losses and gradient
   norms depend on the kernels that torch picks for a CPU; their bound is how far they move when every weight
@@ -30,7 +31,16 @@ import torch
 from kt_ray.native import available_isas
 from kt_ray.transport.links import ExpertLink
 from kt_ray.transport.messages import Address, Message
-from tests.helpers.golden import ENGINE_CASES, UNIT, Record, engine_digests, spread, train, write_model
+from tests.helpers.golden import (
+    ENGINE_CASES,
+    UNIT,
+    Record,
+    engine_digests,
+    row_digests,
+    spread,
+    train,
+    write_model,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 NUDGES = ("a", "b", "c")  # runs with weights off by rounding
@@ -51,13 +61,29 @@ def runs(model_dir: Path) -> dict[str, Record]:
     return {isa: train(model_dir, isa) for isa in available_isas()}
 
 
+RECORDED = pytest.mark.parametrize("isa", sorted({*recorded("engine"), *available_isas()}))
+
+
 @pytest.mark.parametrize("case", ENGINE_CASES)
-@pytest.mark.parametrize("isa", available_isas())
+@RECORDED
 def test_engine_bits(isa: str, case: str) -> None:
+    golden = engine_bits(isa)
+    assert engine_digests(isa, case) == golden[case]
+
+
+@RECORDED
+def test_engine_bits_by_rows(isa: str) -> None:
+    golden = engine_bits(isa)
+    assert row_digests(isa) == golden["rows"]
+
+
+def engine_bits(isa: str) -> Any:
     golden = recorded("engine")
+    if isa not in available_isas():
+        pytest.skip(f"this CPU has no {isa}")
     if isa not in golden:
         pytest.skip(f"no bits of {isa} are recorded: python -m tests.test_golden, on this CPU")
-    assert engine_digests(isa, case) == golden[isa][case]
+    return golden[isa]
 
 
 @pytest.mark.parametrize("isa", available_isas())
@@ -152,7 +178,10 @@ def test_answers_are_added_in_rank_order() -> None:
 
 def write() -> None:
     """Records what this machine computes."""
-    digests = {isa: {case: engine_digests(isa, case) for case in ENGINE_CASES} for isa in available_isas()}
+    digests = {
+        isa: {case: engine_digests(isa, case) for case in ENGINE_CASES} | {"rows": row_digests(isa)}
+        for isa in available_isas()
+    }
     _write("engine", recorded("engine") | digests if (GOLDEN / "engine.json").is_file() else digests)
     with tempfile.TemporaryDirectory() as folder:
         run = train(write_model(Path(folder) / "model"), "reference")

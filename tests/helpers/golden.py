@@ -37,6 +37,7 @@ from kt_ray.config.compose import compose
 from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.model.dropout import CounterDropout
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertMatrix, ExpertWeights
+from kt_ray.native.matrix import GGUF_BLOCKS
 from kt_ray.runs.prepare import prepare
 from kt_ray.train.trainer import Events, Trainer
 from tests.helpers.integers import integers, uniform
@@ -45,38 +46,22 @@ from tests.helpers.reference.routing import find_router
 # ------------------------------------------------------------------ the engine
 
 T, K, E, H, I, R = 37, 2, 5, 96, 64, 5  # tokens, slots, experts, hidden, intermediate, rank
-ENGINE_CASES = ("f32", "bf16", "fp8", "mxfp4", "int4", "int8_products")
+GGUF = {"q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}  # where a block's half floats are
+ROW_CASES = ("f32", "bf16", "fp8", "mxfp4", "int8", "int4", *GGUF)
+ENGINE_CASES = (*ROW_CASES, "int8_products")
+ROW_SIZES = ((544, 160), (768, 256))  # whole steps of 128 elements and a rest; whole blocks of GGUF
 
 
 def engine_digests(isa: str, case: str) -> dict[str, str]:
     """SHA-256 (shortened) of every result of one forward and backward with two adapters and dropout."""
-    make = _MATRICES.get(case, _plain)
-    weights = ExpertWeights(
-        gate=make(case, "gate", I, H),
-        up=make(case, "up", I, H),
-        down=make(case, "down", H, I),
-        layer=3,
-        expert_ids=tuple(range(10, 10 + E)),
-    )
-    lora = [
-        ExpertLora(
-            *(
-                uniform(f"lora {a} {name}", shape, 0.25)
-                for name, shape in (
-                    *(("gate_a", (E, R, H)), ("gate_b", (E, I, R)), ("up_a", (E, R, H))),
-                    *(("up_b", (E, I, R)), ("down_a", (E, R, I)), ("down_b", (E, H, R))),
-                )
-            ),
-            scale=1.5,
-        )
-        for a in range(2)
-    ]
+    h, i = (256, 256) if case in GGUF else (H, I)
+    weights, lora = _weights(case, h, i), _lora(h, i)
     grads = [adapter.zeros_like() for adapter in lora]
     keys = (integers("sample", (T,), 1 << 20) << 32) + torch.arange(T)
     with Engine(isa, threads=2, int8_products=case == "int8_products") as engine:
         y, saved = engine.forward(
             weights,
-            uniform("x", (T, H)),
+            uniform("x", (T, h)),
             integers("ids", (T, K), E + 1),  # E: no expert
             uniform("router", (T, K)).abs(),
             lora=lora,
@@ -84,11 +69,58 @@ def engine_digests(isa: str, case: str) -> dict[str, str]:
             dropout=DropoutSpec(0.1, seed=7, step=2),
             keys=keys,
         )
-        dx, dw = engine.backward(weights, saved, uniform("dy", (T, H)), lora=lora, lora_grads=grads)
+        dx, dw = engine.backward(weights, saved, uniform("dy", (T, h)), lora=lora, lora_grads=grads)
     results = {"y": y, "dx": dx, "dw": dw}
     for a, adapter in enumerate(grads):
         results |= {f"{a}.{name}": tensor for name, tensor in adapter.named().items()}
     return {name: digest(tensor) for name, tensor in results.items()}
+
+
+def row_digests(isa: str) -> dict[str, str]:
+    """The same of forwards that go by rows of the weights, by format: up to 12 rows at an expert."""
+    tokens, found = 12, {}
+    with Engine(isa, threads=2) as engine:
+        for case in ROW_CASES:
+            h, i = ROW_SIZES[case in GGUF]
+            found[case] = digest(
+                engine.forward(
+                    _weights(case, h, i),
+                    uniform("x", (tokens, h)),
+                    integers("ids", (tokens, K), 3) * 2,
+                    uniform("router", (tokens, K)).abs(),
+                    lora=_lora(h, i),
+                    adapter_of_token=integers("adapter", (tokens,), 3) - 1,
+                    save=False,
+                )[0]
+            )
+    return found
+
+
+def _weights(case: str, h: int, i: int) -> ExpertWeights:
+    make = _gguf if case in GGUF else _MATRICES.get(case, _plain)
+    return ExpertWeights(
+        gate=make(case, "gate", i, h),
+        up=make(case, "up", i, h),
+        down=make(case, "down", h, i),
+        layer=3,
+        expert_ids=tuple(range(10, 10 + E)),
+    )
+
+
+def _lora(h: int, i: int) -> list[ExpertLora]:
+    return [
+        ExpertLora(
+            *(
+                uniform(f"lora {a} {name}", shape, 0.25)
+                for name, shape in (
+                    *(("gate_a", (E, R, h)), ("gate_b", (E, i, R)), ("up_a", (E, R, h))),
+                    *(("up_b", (E, i, R)), ("down_a", (E, R, i)), ("down_b", (E, h, R))),
+                )
+            ),
+            scale=1.5,
+        )
+        for a in range(2)
+    ]
 
 
 def digest(*tensors: Tensor) -> str:
@@ -105,8 +137,9 @@ def _plain(case: str, name: str, n: int, k: int) -> Tensor:
 def _fp8(case: str, name: str, n: int, k: int) -> ExpertMatrix:
     codes = integers(name, (E, n, k), 256)
     codes = torch.where(codes & 0x7F == 0x7F, 0, codes).to(torch.uint8)  # no NaN
-    scales = uniform(f"{name} scales", (E, -(-n // 32), -(-k // 32))).abs() * 2.0**-9
-    return ExpertMatrix.fp8(codes.view(torch.float8_e4m3fn), scales, (32, 32))
+    side = 32 if k < 128 else 128
+    scales = uniform(f"{name} scales", (E, -(-n // side), -(-k // side))).abs() * 2.0**-9
+    return ExpertMatrix.fp8(codes.view(torch.float8_e4m3fn), scales, (side, side))
 
 
 def _mxfp4(case: str, name: str, n: int, k: int) -> ExpertMatrix:
@@ -124,9 +157,19 @@ def _int8(case: str, name: str, n: int, k: int) -> ExpertMatrix:
     return ExpertMatrix.int8(codes, uniform(f"{name} scales", (E, n)).abs() * 2.0**-9)
 
 
+def _gguf(case: str, name: str, n: int, k: int) -> ExpertMatrix:
+    elements, size = GGUF_BLOCKS[case]
+    blocks = integers(name, (E, n, k // elements, size), 256).to(torch.uint8)
+    halves = (uniform(f"{name} scales", (E, n, k // elements)).abs() * 2.0**-9).half().view(torch.uint8)
+    for at in GGUF[case]:
+        blocks[..., at : at + 2] = halves.view(E, n, k // elements, 2)
+    return ExpertMatrix.gguf(case, blocks.view(E, n, -1))
+
+
 _MATRICES: dict[str, Callable[[str, str, int, int], Tensor | ExpertMatrix]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
+    "int8": _int8,
     "int4": _int4,
     "int8_products": _int8,
 }

@@ -41,6 +41,9 @@ void for_tiles(const Matrix& m, const RowRange& range, int64_t tokens, const Til
                 if (kMaxTokens >= 4 && tokens - t >= 4) {
                     tile(rows, Count<kMaxTokens>(), n, t, from);
                     t += 4;
+                } else if (kMaxTokens >= 4 && tokens - t == 3) {
+                    tile(rows, Count<kMaxTokens - 1>(), n, t, from);
+                    t += 3;
                 } else if (tokens - t >= 2) {
                     tile(rows, Count<2>(), n, t, from);
                     t += 2;
