@@ -99,7 +99,7 @@ def test_a_death_in_a_joined_pass_repeats_it_for_all(tmp_path: Path, on_ray: Non
         seen: list[list[Any]] = []
         for deaths in (0, 1):
             for seed, work in enumerate(works):
-                backend.create(work.model, seed)
+                backend.create(work.model, seed, WHOLE)
             found = [backend.run(works[1].model, works[1].data, ENTROPY, backward=True).loss]
             found += [result.loss for result in backend.join(works)]  # gradients that wait, of all
             run_pass = backend._cluster.run_pass

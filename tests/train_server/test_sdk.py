@@ -321,7 +321,7 @@ def test_more_models_than_there_is_room_for(tmp_path: Path) -> None:
         first = server.client()
         trained(first)
         second = server.client()
-        with pytest.raises(tinker.BadRequestError, match=r"room for 1 model.*ServiceClient\.close"):
+        with pytest.raises(tinker.BadRequestError, match=r"takes 1 model.*ServiceClient\.close"):
             trained(second)
         first.close("success").result()
         assert trained(second).get_info().lora_rank == 8
