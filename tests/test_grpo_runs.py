@@ -86,6 +86,11 @@ def test_a_run_is_resumed_amid_a_round_and_reported(capfd: pytest.CaptureFixture
     one, other = (load_file(f"runs/{name}/adapter/adapter_model.safetensors") for name in ("straight", "cut"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
+    answered = ("generate.temperature=0.5", "generate.max_new_tokens=4", "generate.answer=adapter")
+    assert cli.main(["resume=runs/straight", "mode=predict", "generate.limit=2", *answered]) == 0
+    assert cli.main(["resume=runs/straight", "mode=eval"]) == BAD_INPUT
+    assert "prompts without answers" in capfd.readouterr().err
+
     assert cli.main(["mode=report", "report.run=runs/straight"]) == 0
     page = Path("runs/straight/report.html").read_text()
     assert "training reward" in page and "held-out reward" in page and "training loss" not in page

@@ -175,11 +175,11 @@ def _rule(c: Config) -> Iterator[Fault]:
     several = bool(lanes) and all(map(_DEVICE.fullmatch, lanes)) and len(set(lanes)) == len(lanes)
     if lanes != ("auto",) and set(lanes) != {"cpu"} and not (several and "cpu" not in lanes):
         yield Fault("rule.experts.lane_device", "is not a device", "auto, cuda:1, [cuda:0,cuda:1], … or cpu")
-    if experts.activations == "int8" and c.has_reference:
+    if experts.activations == "int8" and (c.has_reference or c.trainer.stage == "grpo"):
         yield Fault(
             "rule.experts.activations",
-            "clashes with the stage's reference: gate and up are rounded only in passes that have a "
-            "backward, so that losses would compare two models",
+            "clashes with the stage's reference or sampler: gate and up are rounded only in passes that have "
+            "a backward, so that losses would compare two models",
             remedy="set rule.experts.activations=auto",
         )
     for key, off in (("rule.experts.gpu_resident", (0,)), ("rule.experts.stream", ("off", "auto"))):
@@ -501,6 +501,14 @@ def _trainer(c: Config) -> Iterator[Fault]:
 
 def _grpo(c: Config) -> Iterator[Fault]:
     grpo, rows = c.grpo, c.trainer.batch_size
+    if c.mode == "eval" and c.trainer.stage == "grpo":
+        yield Fault(
+            "trainer.stage",
+            "has prompts without answers, whose loss mode=eval cannot measure",
+            remedy="set trainer.stage=sft and data.path=<rows with answers>, or mode=predict",
+        )
+    if c.mode not in ("train", "plan", "preview"):
+        return
     if c.trainer.stage != "grpo":
         for key, given in (("reward", c.reward), ("grpo", None if grpo == GrpoConfig() else grpo)):
             if given is not None:
@@ -549,7 +557,11 @@ def _grpo(c: Config) -> Iterator[Fault]:
         ("generate.temperature", 0.0, "answers are drawn at temperature 1, held-out ones at 0"),
         ("generate.adapter", None, "the policy answers; what it starts from is lora.adapter"),
         ("trainer.aux_loss", 0.0, "answers are drawn from the policy, whose routers are frozen"),
+        ("trainer.spike", 0.0, "steps of equal rewards have next to no gradient to compare with"),
+        ("generate.min_new_tokens", 0, probabilities),
         ("data.packing", False, "an answer's loss is a row's"),
+        ("data.group_by_length", False, "how long answers get is not known before"),
+        ("data.train_on", "all", "nothing of a prompt is trained"),
         ("data.format", "auto", "a row's prompt is read, not its answer (docs/rl.md)"),
     ):
         if value_of(c, key) != plain:

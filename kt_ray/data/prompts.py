@@ -11,7 +11,7 @@ import numpy as np
 from kt_ray.batch import IGNORE
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.bad_rows import BadRows
-from kt_ray.data.row_types import Conversation, Row
+from kt_ray.data.row_types import Conversation, Row, Turn
 from kt_ray.data.template import ChatEncoder
 from kt_ray.data.token_counts import SplitReport
 from kt_ray.errors import UserError
@@ -31,6 +31,12 @@ def as_prompts(data: DataConfig) -> DataConfig:
     """The same rows read as prompts."""
     sources = data.sources and [{**source, "format": "prompts"} for source in data.sources]
     return replace(data, format="prompts", sources=sources)
+
+
+def with_answer(prompt: Conversation) -> Conversation:
+    """A conversation that ends with the row's `answer`, "" where it has none."""
+    answer: Turn = {"role": "assistant", "content": str((prompt.columns or {}).get("answer", ""))}
+    return replace(prompt, messages=(*prompt.messages, answer), columns=None)
 
 
 def encode_prompts(

@@ -21,7 +21,7 @@ from kt_ray.errors import Stopped, UserError
 from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
-from kt_ray.placement.render import experts_per_layer, plan_to_dict
+from kt_ray.placement.render import counted, experts_per_layer, plan_to_dict
 from kt_ray.rewards.reward import Reward, load_reward
 from kt_ray.runs.before_after import before_and_after, final_questions
 from kt_ray.runs.disk_room import disk_need, shortage
@@ -101,9 +101,14 @@ def _policy(prepared: Prepared) -> tuple[PreparedGeneration, Reward] | None:
         return None
     assert prepared.config.reward is not None
     reward = load_reward(prepared.config.reward)
-    for prompt in prepared.data.prompts.values():
+    prompts = prepared.data.prompts.values()
+    for prompt in prompts:
         reward.check_row(prompt.columns, prompt.where)
-    return generation_for(prepared), reward
+    generation = generation_for(prepared)
+    longest = max(prompts, key=lambda prompt: len(prompt.row.input_ids))
+    ids = tuple(longest.row.input_ids.tolist())
+    generation.request(ids, longest.where, adapter=True, seed=0)  # refused now, not amid the run
+    return generation, reward
 
 
 def _check_room(prepared: Prepared, resume: ResumePoint | None, seconds: float) -> None:
@@ -237,8 +242,13 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
     steps = prepared.batches.total_steps
     rows = f"{config.trainer.batch_size} rows"
     if config.trainer.stage == policy_steps.STAGE:
-        size = config.grpo.group_size
-        rows = f"{config.trainer.batch_size // size} prompts, {size} answers each"
+        size, of_round = config.grpo.group_size, config.grpo.steps_of_round
+        prompts = min(config.trainer.batch_size // size, len(prepared.data.train))
+        rows = f"{counted(prompts, 'prompt')}, {size} answers each"
+        if config.eval.after_training:
+            say("eval.after_training asks nothing here: evaluations answer the held-out prompts")
+        if rest := steps % of_round:
+            say(f"the last round of answers serves {rest} of {of_round} steps (trainer.max_steps)")
     say(f"{steps} steps of {rows}, {len(prepared.data.train)} rows in all")
     say(evaluation_line(prepared))
     if config.trainer.preview:

@@ -14,13 +14,13 @@ from kt_ray.data.prompts import Prompt
 from kt_ray.data.row_types import Row
 from kt_ray.disk import only_warned
 from kt_ray.errors import UserError
-from kt_ray.generate.generator import Answer
+from kt_ray.generate.generator import Answer, Generator
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.placement.generation_memory import within_training
 from kt_ray.rewards.reward import Completion, Reward
 from kt_ray.runs.generation import PreparedGeneration, generation_of, generator_on
 from kt_ray.runs.prepare import Prepared
-from kt_ray.train.cluster_protocol import GivenUp
+from kt_ray.train.cluster_protocol import ActorLost, GivenUp
 from kt_ray.train.rollouts import Rollout
 
 _POLL = 0.5  # seconds between looks whether the run is to end
@@ -35,6 +35,20 @@ def generation_for(prepared: Prepared) -> PreparedGeneration:
     """
     model = replace(prepared, config=within_training(prepared.config))
     return generation_of(model, prepared.data.tokenizer)
+
+
+def handed_in(generator: Generator, requests: Sequence[Request]) -> list[Answer]:
+    """All at once: which answers share a step then depends on nothing but the requests.
+
+    Raises:
+        ActorLost: an actor was found dead when the session opened.
+    """
+    try:
+        return generator.submit_all(requests)
+    except UserError as error:
+        if isinstance(generator.error, ActorLost):
+            raise generator.error from error
+        raise
 
 
 class PolicyRollouts:
@@ -86,8 +100,7 @@ class PolicyRollouts:
 
     def _answers(self, rows: Sequence[Row], requests: Sequence[Request]) -> tuple[list[Rollout], list[str]]:
         with generator_on(self._generation, self._cluster) as generator:
-            # At once: which answers share a step then depends on nothing but the requests.
-            answers = [self._wait(answer) for answer in generator.submit_all(requests)]
+            answers = [self._wait(answer) for answer in handed_in(generator, requests)]
         completions = [self._completion(row, answer) for row, answer in zip(rows, answers, strict=True)]
         rewards = self._reward(completions)
         rollouts = [

@@ -8,6 +8,7 @@ from itertools import takewhile
 from kt_ray.config.schema import Config
 from kt_ray.data.held_out_split import nothing_held_out
 from kt_ray.data.load import read_split
+from kt_ray.data.prompts import as_prompts, with_answer
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.errors import UserError
 from kt_ray.evaluate.answer_file import AnswerFile, AnswerRow
@@ -77,12 +78,14 @@ def questions_of(generation: PreparedGeneration) -> list[Question]:
 def held_out_rows(config: Config) -> list[Conversation]:
     """The rows that generate.split names, as training sees them.
 
-    The label of a preference pair is the better answer; rows with an unwanted answer (KTO) are left out.
+    The label of a preference pair is the better answer, a prompt's its column `answer`; rows with an unwanted
+    answer (KTO) are left out.
 
     Raises:
         UserError: there are none, or rows without a question.
     """
-    parts, _, held, _ = read_split(config.data, config.seed)
+    prompts = config.trainer.stage == "grpo"
+    parts, _, held, _ = read_split(as_prompts(config.data) if prompts else config.data, config.seed)
     if config.generate.split == "eval" and not held:
         count = sum(len(part.rows) for part in parts)
         raise nothing_held_out(config.data, count, "generate.split=eval", "generate.split=all")
@@ -95,7 +98,8 @@ def held_out_rows(config: Config) -> list[Conversation]:
             required="rows with a question and an answer",
             remedy="name such rows in data.path, or set data.format if the format was not meant",
         )
-    return [row for row in rows if row.label is not False][: config.generate.limit]
+    answered = map(with_answer, rows) if prompts else rows
+    return [row for row in answered if row.label is not False][: config.generate.limit]
 
 
 def _question(generation: PreparedGeneration, row: Conversation, options: Options | None) -> Question:

@@ -276,7 +276,9 @@ def _stage_fields(config: Config) -> dict[str, Any]:
     if stage == "sft":
         return {}
     if stage == policy_steps.STAGE:
-        answers = {"generate.max_new_tokens": config.generate.max_new_tokens}
+        generate = config.generate
+        answers = {"generate.max_new_tokens": generate.max_new_tokens, "generate.stop": list(generate.stop)}
+        answers["reward"] = config.reward
         return {"trainer.stage": stage, "grpo": asdict(config.grpo), **answers}
     if stage not in STAGES:
         return {"trainer.stage": stage}

@@ -11,6 +11,7 @@ GRPOTrainer.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from kt_ray.batch import IGNORE, REFERENCE, TokenLoss, Wave
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import with_loss_inputs
 from kt_ray.data.row_types import Row
+from kt_ray.errors import UserError
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train import rollouts as rollout_file
 from kt_ray.train.reports import PassReport, token_logps
@@ -61,7 +63,7 @@ def advantages(rewards: np.ndarray, *, scaled: bool) -> np.ndarray:
     """
     known = ~np.isnan(rewards)
     values = np.zeros(len(rewards))
-    if known.any():
+    if known.any() and np.ptp(rewards[known]) > 0:
         values[known] = rewards[known] - rewards[known].mean()
     if scaled and known.sum() > 1:
         values /= rewards[known].std(ddof=1) + _EPSILON
@@ -139,6 +141,7 @@ class Policy:
         low = self._variant.epsilon if own.epsilon is None else own.epsilon
         high = self._variant.epsilon_high if own.epsilon_high is None else own.epsilon_high
         self._loss = TokenLoss(self._variant.token_loss, clip_low=1 - low, clip_high=1 + high)
+        self._step_loss = self._loss  # of the step that was prepared last
         self._rounds: dict[int, list[Rollout]] = {}  # those that a recovery may come back to
         self._step: list[_Answer] = []  # the step that was prepared last
         self._on_policy = False  # whether it is the first of its round
@@ -160,7 +163,15 @@ class Policy:
                 for answer in range(self.config.grpo.group_size)
             ]
             begin = time.monotonic()
-            self._rounds[number] = self._rollouts.sample(asked, step)
+            rollouts = self._rollouts.sample(asked, step)
+            if all(math.isnan(rollout.reward) for rollout in rollouts):
+                raise UserError(
+                    "no answer of a round got a reward",
+                    where=f"reward={self.config.reward}, the answers before step {step + 1}",
+                    observed=f"{len(rollouts)} answers, all without one",
+                    remedy="look at rollouts.jsonl, and at what the reward wants of prompts and answers",
+                )
+            self._rounds[number] = rollouts
             self._seconds = time.monotonic() - begin
         return self._rounds[number]
 
@@ -187,6 +198,9 @@ class Policy:
         own = self.config.grpo
         number, within = divmod(step, own.steps_of_round)
         self._seconds, self._on_policy = 0.0, within == 0
+        # Where every ratio is 1 but for rounding, gspo's bounds would cut slopes by that rounding.
+        exact = self._on_policy and self._loss.name == "gspo"
+        self._step_loss = TokenLoss("importance_sampling") if exact else self._loss
         answers = self._round(number, step)
         first, part = number * own.steps_per_rollout, within % own.steps_per_rollout
         rows = self._prompts(first + part)
@@ -203,7 +217,7 @@ class Policy:
                     reference = np.zeros(len(logps) + 1, dtype=np.float32)
                     reference[:-1] = logps
                     inputs[sample]["reference_logprobs"] = reference
-        return with_loss_inputs(waves, inputs), self._loss
+        return with_loss_inputs(waves, inputs), self._step_loss
 
     def _answers(self, rows: Sequence[Row], rollouts: Sequence[Rollout]) -> list[_Answer]:
         own, longest = self.config.grpo, self.config.generate.max_new_tokens
@@ -232,7 +246,7 @@ class Policy:
             "logprobs": answer.inputs(answer.rollout.logprobs),
             "advantages": answer.inputs(answer.advantage * answer.weight),
         }
-        if self._loss.name == "gspo":
+        if self._step_loss.name == "gspo":
             inputs["sequence_ratio_mask"] = answer.inputs(1.0)
         if self.config.grpo.beta:
             inputs["kl_weights"] = answer.inputs(self.config.grpo.beta * answer.weight)
@@ -241,8 +255,8 @@ class Policy:
     def figures(self, waves: Sequence[Wave], reports: Sequence[PassReport]) -> dict[str, float]:
         """Of the prepared step.
 
-        reward: mean, nan left out. reward_std: mean deviation within groups. equal_groups: share of groups
-        whose answers have one reward. answer_tokens: mean. truncated: share. entropy: minus the mean
+        reward: mean as given, nan left out. reward_std: mean deviation within groups. equal_groups: share of
+        groups whose answers have one reward. answer_tokens: mean. truncated: share. entropy: minus the mean
         log-probability of the answers' tokens when drawn, an estimate of the policy's entropy in nats per
         token. clipped: share of trained tokens whose slope had ended. sampler_gap: mean difference of
         trainer's and sampler's log-probabilities, of a round's first step. kl: mean per trained token
@@ -283,7 +297,11 @@ class Policy:
                 gap = mine - answer.rollout.logprobs
                 gaps.append(np.abs(gap))
                 ratio = np.exp(gap.mean() if self._loss.name == "gspo" else gap) * np.ones(len(gap))
-                over = ratio > self._loss.clip_high if answer.advantage > 0 else ratio < self._loss.clip_low
+                low, high = self._step_loss.clip_low, self._step_loss.clip_high
+                if low is None or high is None:
+                    over = np.zeros(len(gap), dtype=bool)
+                else:
+                    over = ratio > high if answer.advantage > 0 else ratio < low
                 clipped.append(over & (answer.advantage != 0))
                 if sample in reference:
                     distance = reference[sample][:-1][at] - mine

@@ -259,7 +259,8 @@ class Trainer:
         if trainer.max_hours is not None and hours >= trainer.max_hours:
             reason = f"trainer.max_hours={trainer.max_hours:g} would pass in the next step"
         elif trainer.early_stopping and len(after) >= trainer.early_stopping:
-            reason = f"{len(after)} evaluations without a lower held-out loss (trainer.early_stopping)"
+            better = "lower held-out loss" if self.policy is None else "higher held-out reward"
+            reason = f"{len(after)} evaluations without a {better} (trainer.early_stopping)"
         if reason:
             self._last = taken
             self.summary.stopped = f"stopped after step {taken} of {self.batches.total_steps}: {reason}"
@@ -546,7 +547,8 @@ class Trainer:
     def _say_not_evaluated(self, taken: int, error: Exception) -> None:
         logger.info("the held-out loss was not computed", exc_info=error)
         reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        line = f"no held-out loss after step {taken}, training goes on: {' '.join(reason.split())}"
+        what = "loss" if self.policy is None else "reward"
+        line = f"no held-out {what} after step {taken}, training goes on: {' '.join(reason.split())}"
         logger.warning("%s", line)
 
     def _keep_best(self, taken: int, loss: float) -> None:

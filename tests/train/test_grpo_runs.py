@@ -22,6 +22,7 @@ from kt_ray.data.batches import step_waves
 from kt_ray.data.row_types import Row
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
+from kt_ray.runs.policy_rollouts import handed_in
 from kt_ray.train.rollouts import Rollout
 from kt_ray.train.trainer import Events, StepBatches, Trainer
 from tests.helpers.generation import random_prompts
@@ -65,7 +66,7 @@ class Sampler:
             for row, seed in asked
         ]
         with Generator(self.cluster, max_rows=5) as generator:
-            answers = [answer.result(120) for answer in generator.submit_all(requests)]
+            answers = [answer.result(120) for answer in handed_in(generator, requests)]
         return [
             Rollout(
                 np.array(answer.tokens),
@@ -226,6 +227,7 @@ DEATHS = {
         Death(("experts", 1), "generate", 4, "before"),
         Death(("experts", 0), "run_pass", 5, 3),
     ],
+    "a worker that is found dead when a session opens": [Death(("worker", 0), "open_outbox", 3, "before")],
     "amid a round that a checkpoint begins with": [Death(("worker", 1), "prepare", 4, "before")],
 }
 
