@@ -25,7 +25,7 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.batch import IGNORE, WHOLE, LoraPart, MicroBatch, PassSpec, TokenLoss, Wave
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
-from kt_ray.data.batches import step_waves
+from kt_ray.data.batches import step_waves, with_loss_inputs
 from kt_ray.data.row_types import Row
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
@@ -448,19 +448,7 @@ class ClusterBackend:
             unpadded=self._unpadded,
             budget=config.micro_batch_tokens(plan.replicas),
         )
-
-        def with_inputs(micro: MicroBatch) -> MicroBatch:
-            names = {name for index in micro.sample_ids for name in data[index].inputs}
-            inputs = {name: np.zeros(micro.input_ids.shape, dtype=np.float32) for name in names}
-            for row, index in enumerate(micro.sample_ids):
-                for name, values in data[index].inputs.items():
-                    inputs[name][row, : len(values)] = values
-            return replace(micro, loss_inputs=inputs)
-
-        return [
-            tuple(tuple(tuple(with_inputs(micro) for micro in group) for group in groups) for groups in wave)
-            for wave in waves
-        ]
+        return with_loss_inputs(waves, {index: datum.inputs for index, datum in enumerate(data)})
 
     def _micro(
         self, wave: Wave, report: PassReport
