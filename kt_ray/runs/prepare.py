@@ -447,13 +447,13 @@ def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool
         data: of the stage (`for_stage`).
         unpadded: rows of one length only in each micro-batch.
     """
-    if config.trainer.stage == policy_steps.STAGE:
-        return _policy_batches(config, plan, data, unpadded)
-    trainer = config.trainer
-    sizes = (trainer.batch_size, config.micro_batch_rows(plan.replicas), plan.replicas, plan.groups)
+    own = config.trainer.stage == policy_steps.STAGE  # answers, of which data.train has the prompts
+    rows = config.trainer.batch_size // (config.grpo.group_size if own else 1)
+    sizes = (config.micro_batch_rows(plan.replicas), plan.replicas, plan.groups)
     budget = config.micro_batch_tokens(plan.replicas)
     batches = Batches(
         data.train,
+        rows,
         *sizes,
         shuffle=config.data.shuffle,
         seed=config.seed,
@@ -464,13 +464,15 @@ def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool
         unpadded=unpadded,
         budget=budget,
     )
-    multiple = config.data.pad_to_multiple_of
+    if own:
+        return _policy_batches(config, batches, data)
     held_out = eval_waves(
         data.eval,
+        rows,
         *sizes,
         data.pad_id,
         largest=plan.wave,
-        multiple=multiple,
+        multiple=config.data.pad_to_multiple_of,
         unpadded=unpadded,
         budget=budget,
     )
@@ -490,23 +492,9 @@ def _total_steps(config: Config, steps_per_epoch: int) -> int:
     return max(1, math.ceil(config.trainer.epochs * steps_per_epoch))
 
 
-def _policy_batches(config: Config, plan: Plan, data: DataBundle, unpadded: bool) -> StepBatches:
+def _policy_batches(config: Config, batches: Batches, data: DataBundle) -> StepBatches:
     """Steps over prompts, whose answers are not known yet."""
     size, longest = config.grpo.group_size, config.generate.max_new_tokens
-    batches = Batches(
-        data.train,
-        config.trainer.batch_size // size,
-        config.micro_batch_rows(plan.replicas),
-        plan.replicas,
-        plan.groups,
-        shuffle=config.data.shuffle,
-        seed=config.seed,
-        pad_id=data.pad_id,
-        largest_wave=plan.wave,
-        multiple=config.data.pad_to_multiple_of,
-        unpadded=unpadded,
-        budget=config.micro_batch_tokens(plan.replicas),
-    )
 
     def longest_answers(number: int) -> Sequence[Wave]:
         ids = np.full(longest, data.pad_id, dtype=np.int64)
