@@ -58,7 +58,7 @@ def records(name: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_is_resumed_amid_a_round_and_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    own = ("reward=lengths.py", "trainer.eval_every=2", "grpo.beta=0.05")
+    own = ("reward=lengths.py", "trainer.eval_every=2", "grpo.kl_coef=0.05")
     run(*own, "trainer.max_steps=4", "run.name=straight")
     out = capfd.readouterr().out
     assert "4 steps of 2 prompts, 4 answers each, 8 rows in all" in out

@@ -126,7 +126,7 @@ _KEYS_OF_BOUNDS = {
         trainer.recoveries trainer.restarts trainer.timeline_every trainer.aux_loss trainer.early_stopping
         trainer.early_stopping_threshold trainer.spike trainer.neftune_noise_alpha preference.gamma
         generate.min_new_tokens generate.temperature generate.top_k serve.max_queue eval.samples
-        eval.after_training report.samples grpo.beta grpo.overlong_buffer
+        eval.after_training report.samples grpo.kl_coef grpo.overlong_buffer
     """,
     Bound(0, 1, open_low=True, open_high=True): "rule.experts.stream",
     Bound(0, 1, open_high=True): "lora.dropout",

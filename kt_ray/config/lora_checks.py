@@ -68,7 +68,11 @@ def lora_faults(c: Config) -> Iterator[Fault]:
             "trainer.stage",
             f"takes the model without adapters as its reference, which lora.init={lora.init} changes",
             remedy="set lora.init=default, or "
-            + ("grpo.beta=0" if c.trainer.stage == "grpo" else "trainer.stage=orpo or preference.loss=simpo")
+            + (
+                "grpo.kl_coef=0"
+                if c.trainer.stage == "grpo"
+                else "trainer.stage=orpo or preference.loss=simpo"
+            )
             + " (no reference)",
         )
 

@@ -223,7 +223,7 @@ class GrpoConfig:
     iterations: int = 1
     epsilon: float | None = None
     epsilon_high: float | None = None
-    beta: float = 0.0
+    kl_coef: float = 0.0
     mask_truncated: bool = False
     overlong_buffer: int = 0
 
@@ -425,7 +425,7 @@ class Config:
         """Whether the stage's loss compares with a reference."""
         stage = self.trainer.stage
         if stage == "grpo":
-            return self.grpo.beta > 0
+            return self.grpo.kl_coef > 0
         return stage == "kto" or (stage == "dpo" and self.preference.loss != "simpo")
 
     @property

@@ -207,10 +207,10 @@ class Policy:
         start = own.group_size * sum(len(self._prompts(first + i)) for i in range(part))
         self._step = self._answers(rows, answers[start : start + len(rows) * own.group_size])
         # Of a group of equal rewards nothing is learnt, but for the divergence.
-        teaching = [a for a in self._step if a.weight and (a.advantage or own.beta)] or self._step
+        teaching = [a for a in self._step if a.weight and (a.advantage or own.kl_coef)] or self._step
         waves = list(self._cut([answer.row for answer in teaching]))
         inputs = {answer.row.sample_id: self._inputs(answer) for answer in teaching}
-        if own.beta:
+        if own.kl_coef:
             for wave in waves:
                 report = self._forward(step, wave, self._reference)
                 for sample, logps in token_logps(self._plan, wave, report):
@@ -248,8 +248,8 @@ class Policy:
         }
         if self._step_loss.name == "gspo":
             inputs["sequence_ratio_mask"] = answer.inputs(1.0)
-        if self.config.grpo.beta:
-            inputs["kl_weights"] = answer.inputs(self.config.grpo.beta * answer.weight)
+        if self.config.grpo.kl_coef:
+            inputs["kl_weights"] = answer.inputs(self.config.grpo.kl_coef * answer.weight)
         return inputs
 
     def figures(self, waves: Sequence[Wave], reports: Sequence[PassReport]) -> dict[str, float]:

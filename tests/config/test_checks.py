@@ -219,7 +219,7 @@ def _grpo(**more: Any) -> dict[str, Any]:
         ({"generate": {"min_new_tokens": 2}}, "generate.min_new_tokens=2 cannot be set"),
         ({"rule": {"experts": {"activations": "int8"}}}, "clashes with the stage's reference or sampler"),
         ({"trainer": {"stage": "sft"}}, "reward=numeric has no meaning for trainer.stage=sft"),
-        ({"trainer": {"stage": "dpo"}, "reward": None, "grpo": {"beta": 0.1}}, "grpo has no meaning for"),
+        ({"trainer": {"stage": "dpo"}, "reward": None, "grpo": {"kl_coef": 0.1}}, "grpo has no meaning for"),
         ({"reward": " "}, "reward= is empty; required a verifier"),
     ],
 )

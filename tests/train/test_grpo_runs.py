@@ -125,7 +125,7 @@ def answer_logps(model: Reference, row: Row, n: int) -> Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_and_gradients(path: Path, layout: str) -> None:
     """Of DAPO with a divergence, off-policy: the answers are those of other weights."""
-    settings = ("grpo.loss=dapo", "grpo.beta=0.2", "grpo.epsilon=0.1", "grpo.epsilon_high=0.15")
+    settings = ("grpo.loss=dapo", "grpo.kl_coef=0.2", "grpo.epsilon=0.1", "grpo.epsilon_high=0.15")
     config = config_for(path, *LAYOUTS[layout], *GRPO, *settings)
     mine, base = Reference(path, LORA, seed=3), Reference(path, LORA, seed=3)
     mine.randomize_b(1)
@@ -165,7 +165,7 @@ class Run:
     def __init__(self, model: Path, root: Path, deaths: list[Death], first: int = 0) -> None:
         config = config_for(
             model,
-            *("rule=cpu_2workers_2sockets", "grpo.steps_per_rollout=2", "grpo.beta=0.1"),
+            *("rule=cpu_2workers_2sockets", "grpo.steps_per_rollout=2", "grpo.kl_coef=0.1"),
             *("trainer.eval_every=3", "trainer.save_every=3", *GRPO),
         )
         plan = plan_for(model, config)

@@ -129,7 +129,7 @@ def by_the_papers(kind: str, rollouts: Sequence[Rollout], rewards: Sequence[floa
             ratio = whole if kind == "gspo" else math.exp(a - b)
             clipped = min(max(ratio, 1 - low), 1 + high)
             divergence = math.exp(0.1) - 0.1 - 1
-            losses.append(-min(ratio * advantage, clipped * advantage) + own.beta * divergence)
+            losses.append(-min(ratio * advantage, clipped * advantage) + own.kl_coef * divergence)
         tokens += losses
         answers.append(sum(losses) / n)
     if kind == "dr_grpo":
@@ -137,7 +137,7 @@ def by_the_papers(kind: str, rollouts: Sequence[Rollout], rewards: Sequence[floa
     return sum(tokens) / len(tokens) if kind == "dapo" else sum(answers) / len(answers)
 
 
-@pytest.mark.parametrize("more", [(), ("grpo.beta=0.3",), ("grpo.mask_truncated=true",)], ids=str)
+@pytest.mark.parametrize("more", [(), ("grpo.kl_coef=0.3",), ("grpo.mask_truncated=true",)], ids=str)
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "gspo"])
 def test_losses_are_those_of_the_papers(kind: str, more: tuple[str, ...]) -> None:
     """Taken again, off-policy: on-policy there is nothing to clip."""
@@ -189,7 +189,7 @@ def test_equal_rewards_are_not_trained_on() -> None:
     assert samples == [0, 1, 2, 3]  # of the first group only
     figures = made.figures(waves, [reports(wave) for wave in waves])
     assert figures["reward"] == pytest.approx(np.mean(REWARDS)) and figures["equal_groups"] == 0.5
-    waves, _ = policy(config("grpo.beta=0.1"), Answers()).prepared(0)
+    waves, _ = policy(config("grpo.kl_coef=0.1"), Answers()).prepared(0)
     assert sum(len(micro.sample_ids) for micro in micros(waves)) == 8  # the divergence is theirs, too
     waves, _ = policy(config(), Answers([0.0])).prepared(0)
     assert sum(len(micro.sample_ids) for micro in micros(waves)) == 8  # a pass takes some rows
@@ -201,7 +201,7 @@ def reports(wave: Wave) -> Any:
 
 
 def test_figures_of_ratios() -> None:
-    made = policy(config("grpo.beta=0.1", "grpo.loss=dapo"), Answers())
+    made = policy(config("grpo.kl_coef=0.1", "grpo.loss=dapo"), Answers())
     waves, loss = made.prepared(0)
     figures = made.figures(waves, [reports(wave) for wave in waves])
     assert figures["kl"] == pytest.approx(math.exp(0.1) - 0.1 - 1, rel=1e-4)
