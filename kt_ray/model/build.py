@@ -22,6 +22,7 @@ from kt_ray.model.layer_calls import (
     is_experts,
 )
 from kt_ray.model.lora import linear_names
+from kt_ray.model.mamba_steps import exact_steps
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.streamed_weights import StreamedWeights
 
@@ -112,6 +113,7 @@ def build_stage_model(spec: StageSpec) -> StageModel:
         raise damaged("the checkpoint lacks weights of this model", spec.model_dir, observed)
     causal.requires_grad_(False)
     causal.eval()
+    exact_steps(model.layers.values())
     if model.device.type == "cuda":
         fuse_norms(model.layers.values())
     return model

@@ -22,12 +22,13 @@ def new_cache(config: Any, layers: Iterable[int]) -> Any:
     """An empty cache of a language model, of which `layers` are computed.
 
     The places of the others show the length of a layer of the same kind, as masks are made for the first
-    layer of each kind.
+    layer of each kind. A model of linear layers alone gets one more place, that of a layer with keys: inner
+    models make a causal mask of its length, which no layer takes.
 
     Raises:
         UserError: a kind of layer that transformers has no cache for.
     """
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
     own = list(layers)
     try:
@@ -43,6 +44,8 @@ def new_cache(config: Any, layers: Iterable[int]) -> Any:
         if index not in own:
             alike = (cache.layers[n] for n in own if _kind(cache.layers[n]) == _kind(layer))
             cache.layers[index] = next(alike, layer)
+    if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        cache.layers.append(DynamicLayer())
     return cache
 
 
