@@ -547,8 +547,9 @@ class Trainer:
     def _say_not_evaluated(self, taken: int, error: Exception) -> None:
         logger.info("the held-out loss was not computed", exc_info=error)
         reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        what = "loss" if self.policy is None else "reward"
-        line = f"no held-out {what} after step {taken}, training goes on: {' '.join(reason.split())}"
+        line = f"no held-out loss after step {taken}, training goes on: {' '.join(reason.split())}"
+        if self.policy is not None:
+            line = line.replace("loss", "reward", 1)
         logger.warning("%s", line)
 
     def _keep_best(self, taken: int, loss: float) -> None:
