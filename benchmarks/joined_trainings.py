@@ -40,7 +40,7 @@ from kt_ray import torch_environment
 
 torch_environment.apply()  # as the command line does: before torch is imported
 
-from kt_ray.batch import PassSpec, TokenLoss  # noqa: E402
+from kt_ray.batch import WHOLE, PassSpec, TokenLoss  # noqa: E402
 from kt_ray.config.compose import compose  # noqa: E402
 from kt_ray.data.template import load_tokenizer  # noqa: E402
 from kt_ray.runs.generation import generation_of  # noqa: E402
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         backend = ClusterBackend(generation, cluster, "base", "", Path(scratch, "snapshots"))
         models = [f"training {number}" for number in range(args.trainings)]
         for seed, model in enumerate(models):
-            backend.create(model, seed)
+            backend.create(model, seed, WHOLE)
         for tokens in args.tokens:
             passes = [one_row(model, tokens, seed, backend) for seed, model in enumerate(models)]
             records += measured(backend, passes, tokens, args)

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -225,9 +225,12 @@ class AttentionWorker(PlainActor):
             return self._run_pass(spec)
 
     @contextmanager
-    def _joined(self, trainings: Iterable[str]) -> Iterator[None]:
+    def _joined(self, trainings: Collection[str]) -> Iterator[None]:
         """Inside, layers may also train the LoRA of trainings that were put aside: there, or in copies on a
         GPU, whose gradients go back at the end."""
+        if not trainings:  # a stage that only stands for another has no LoRA to switch
+            yield
+            return
         names, count = list(self.stage.parameters), len(self.stage.parameters)
         others: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
         for training in trainings:

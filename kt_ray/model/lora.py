@@ -264,9 +264,6 @@ class AdapterSwitch:
     @contextmanager
     def lent(self, others: Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]) -> Iterator[None]:
         """Inside, layers may also train other adapters: their values, and gradients to add to."""
-        if not others:
-            yield
-            return
         self._grads = {True: {n: p.grad for n, p in self._trained.items() if p.grad is not None}}
         for name, (values, grads) in others.items():
             self._values[name], self._grads[name] = values, grads
