@@ -372,7 +372,7 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
     Raises:
         UserError: the rows are of another kind.
     """
-    if data.kind == "prompts":  # read for this stage
+    if stage == policy_steps.STAGE:  # whose rows were read as prompts
         return data
     fault = check_units(stage, [*data.train, *data.eval])
     if fault is not None:

@@ -41,7 +41,7 @@ from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.head_ranges import HeadRanges
 from kt_ray.model.known_outputs import KnownOutputs
-from kt_ray.model.lora import inject_lora, resolve_targets
+from kt_ray.model.lora import AdapterSwitch, inject_lora, resolve_targets
 from kt_ray.model.range_loop import RangeLoop
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
@@ -357,7 +357,7 @@ def _peaks(
         scales, clock = dict.fromkeys(model.experts, 1.0), Clock(torch.device("cpu"))
         # Two micro-batches: nothing of the first may be there when the second is differentiated.
         group = GroupState([micro, dataclasses.replace(micro)])
-        own = (model, scales, dropout, None, pass_spec, [group])
+        own = (model, scales, AdapterSwitch(model.layers, {}), dropout, None, pass_spec, [group])
         loop = RangeLoop(
             *(*own, host, None, clock),
             known=known,
