@@ -44,9 +44,7 @@ class DataBundle:
     # "sft", "pairs" (train and eval hold Pair instead of Row), "kto" (rows have signs) or "prompts" (rows end
     # where the answer begins, and nothing in them is trained)
     kind: str = "sft"
-    prompts: Mapping[int, Prompt] = field(
-        default_factory=dict
-    )  # sample id -> what kind "prompts" has besides
+    prompts: Mapping[int, Prompt] = field(default_factory=dict)  # of kind "prompts", by sample id
     dated: bool = False  # whether the template writes the date (data.date)
 
 

@@ -35,8 +35,7 @@ _CHILD = Path(__file__).with_name("code_child.py")
 _NOBODY = 65534
 _MOST_AT_ONCE = 32  # each may take Limits.memory
 # Another user without a network, whose processes end with the first: what the kernel lets us have, best
-# first.
-# Root itself has no limit on processes; its Python may lie where only root can read.
+# first. Root itself has no limit on processes; its Python may lie where only root can read.
 _NOBODY_S = ("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--pdeathsig=KILL")
 _READING = ("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search")
 _ALONE = ("unshare", "--net", "--pid", "--fork", "--kill-child")

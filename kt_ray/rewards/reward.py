@@ -30,6 +30,6 @@ def load_reward(text: str) -> Reward:
             "reward names neither a verifier nor a Python file",
             observed=text or "nothing",
             required=f"{', '.join(VERIFIERS)}, file.py or file.py:function",
-            remedy="set reward=",
+            remedy="set reward=numeric, or reward=FILE.py (docs/rewards.md)",
         )
     return FunctionReward(Path(path), function or "reward")

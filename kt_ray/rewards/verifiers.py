@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from kt_ray.rewards.number_text import Number, only_number, same_number, stated_
 NO_REWARD = float("nan")
 
 
-class Verifier:
+class Verifier(ABC):
     """A reward from 0 to 1 that depends on one text and one value of the column `answer` at a time.
 
     Attributes:
@@ -29,17 +30,17 @@ class Verifier:
     name: ClassVar[str]
     required: ClassVar[str]
 
+    @abstractmethod
     def check_answer(self, answer: Any) -> None:
         """Checks a value of the column.
 
         Raises:
             ValueError: texts cannot be compared with it.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, text: str, answer: Any) -> float:
         """The reward of a text, 0 to 1; nan = none."""
-        raise NotImplementedError
 
     def check_row(self, row: Mapping[str, Any], where: str) -> None:
         answer = row.get("answer")
@@ -59,7 +60,7 @@ class Verifier:
     def __call__(self, completions: Sequence[Completion]) -> np.ndarray:
         return np.array([self.score(c.text, c.row["answer"]) for c in completions], dtype=np.float64)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most verifiers keep nothing running
         pass
 
 

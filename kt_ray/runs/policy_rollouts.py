@@ -91,7 +91,6 @@ class PolicyRollouts:
             tuple(row.input_ids.tolist()),
             Sampling(
                 max_new_tokens=generate.max_new_tokens,
-                min_new_tokens=generate.min_new_tokens,
                 eos=self._generation.eos,
                 **sampling,  # type: ignore[arg-type]
             ),

@@ -144,8 +144,9 @@ class Policy:
         self._step_loss = self._loss  # of the step that was prepared last
         self._rounds: dict[int, list[Rollout]] = {}  # those that a recovery may come back to
         self._step: list[_Answer] = []  # the step that was prepared last
+        self._inputs: dict[int, dict[str, np.ndarray]] = {}  # what its loss reads, by sample id
         self._on_policy = False  # whether it is the first of its round
-        self._seconds = 0.0  # that its round took to sample
+        self._sampled = 0, 0.0  # tokens and seconds, where its round was drawn for it
 
     # -- rounds -------------------------------------------------------------------------------
 
@@ -172,7 +173,7 @@ class Policy:
                     remedy="look at rollouts.jsonl, and at what the reward wants of prompts and answers",
                 )
             self._rounds[number] = rollouts
-            self._seconds = time.monotonic() - begin
+            self._sampled = sum(len(r.ids) for r in rollouts), time.monotonic() - begin
         return self._rounds[number]
 
     def forget_before(self, step: int) -> None:
@@ -197,7 +198,7 @@ class Policy:
         """A step's waves with all that its loss reads, and the loss: its sum is the step's."""
         own = self.config.grpo
         number, within = divmod(step, own.steps_of_round)
-        self._seconds, self._on_policy = 0.0, within == 0
+        self._sampled, self._on_policy = (0, 0.0), within == 0
         # Where every ratio is 1 but for rounding, gspo's bounds would cut slopes by that rounding.
         exact = self._on_policy and self._loss.name == "gspo"
         self._step_loss = TokenLoss("importance_sampling") if exact else self._loss
@@ -209,15 +210,13 @@ class Policy:
         # Of a group of equal rewards nothing is learnt, but for the divergence.
         teaching = [a for a in self._step if a.weight and (a.advantage or own.kl_coef)] or self._step
         waves = list(self._cut([answer.row for answer in teaching]))
-        inputs = {answer.row.sample_id: self._inputs(answer) for answer in teaching}
+        self._inputs = {answer.row.sample_id: self._inputs_of(answer) for answer in teaching}
         if own.kl_coef:
             for wave in waves:
                 report = self._forward(step, wave, self._reference)
                 for sample, logps in token_logps(self._plan, wave, report):
-                    reference = np.zeros(len(logps) + 1, dtype=np.float32)
-                    reference[:-1] = logps
-                    inputs[sample]["reference_logprobs"] = reference
-        return with_loss_inputs(waves, inputs), self._step_loss
+                    self._inputs[sample]["reference_logprobs"] = logps
+        return with_loss_inputs(waves, self._inputs), self._step_loss
 
     def _answers(self, rows: Sequence[Row], rollouts: Sequence[Rollout]) -> list[_Answer]:
         own, longest = self.config.grpo, self.config.generate.max_new_tokens
@@ -240,7 +239,7 @@ class Policy:
             answers.append(_Answer(row, rollout, float(advantage), float(weights[i])))
         return answers
 
-    def _inputs(self, answer: _Answer) -> dict[str, np.ndarray]:
+    def _inputs_of(self, answer: _Answer) -> dict[str, np.ndarray]:
         # Losses are linear in advantages, so that a token's weight is a factor of its own.
         inputs = {
             "logprobs": answer.inputs(answer.rollout.logprobs),
@@ -278,10 +277,10 @@ class Policy:
             figures["reward_std"] = float(np.mean([group.std() for group in known]))
             figures["equal_groups"] = float(np.mean([np.ptp(group) == 0 for group in known]))
         figures |= self._ratios(waves, reports)
-        if self._seconds:
-            tokens = sum(len(r.ids) for r in self._rounds[max(self._rounds)])
-            figures["seconds_sampling"] = self._seconds
-            figures["sampled_tokens_per_s"] = tokens / self._seconds
+        tokens, seconds = self._sampled
+        if tokens:
+            figures["seconds_sampling"] = seconds
+            figures["sampled_tokens_per_s"] = tokens / seconds
         return figures
 
     def _ratios(self, waves: Sequence[Wave], reports: Sequence[PassReport]) -> dict[str, float]:
@@ -289,7 +288,6 @@ class Policy:
         by_sample = {answer.row.sample_id: answer for answer in self._step}
         gaps, clipped, kls = [], [], []
         for wave, report in zip(waves, reports, strict=True):
-            reference = _references(wave)
             for sample, logps in token_logps(self._plan, wave, report):
                 answer = by_sample[sample]
                 at = slice(len(logps) - len(answer.rollout.ids), None)
@@ -303,8 +301,8 @@ class Policy:
                 else:
                     over = ratio > high if answer.advantage > 0 else ratio < low
                 clipped.append(over & (answer.advantage != 0))
-                if sample in reference:
-                    distance = reference[sample][:-1][at] - mine
+                if (reference := self._inputs[sample].get("reference_logprobs")) is not None:
+                    distance = reference[at] - mine
                     kls.append(np.exp(distance) - distance - 1)
         figures = {"clipped": float(np.concatenate(clipped).mean())}
         if self._on_policy:
@@ -316,18 +314,6 @@ class Policy:
         rewards = np.array([rollout.reward for rollout in self._rollouts.most_probable(prompts)])
         known = rewards[~np.isnan(rewards)]
         return (float(known.mean()) if len(known) else float("nan")), len(known)
-
-
-def _references(wave: Wave) -> dict[int, np.ndarray]:
-    """Sample id -> reference log-probabilities [s], where micro-batches have them."""
-    return {
-        int(sample): micro.loss_inputs["reference_logprobs"][row, :n]
-        for replica in wave
-        for group in replica
-        for micro in group
-        if "reference_logprobs" in micro.loss_inputs
-        for row, (sample, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True))
-    }
 
 
 def _seed(*counters: int) -> int:
