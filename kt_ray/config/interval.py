@@ -23,9 +23,8 @@ def seconds_of(text: str) -> float | None:
 
 
 SPANS = 4  # that trainer.eval_every=auto cuts a run into, at the most
-_COST = (
-    1 / 3
-)  # of evaluating a row, a forward pass, over that of training on it; grpo's is answered as in a step
+_COST = 1 / 3  # of evaluating a row, a forward pass, over that of training on it
+_ANSWERED = 1.0  # the same with trainer.stage=grpo, where both draw an answer
 _SHARE = 1 / 20  # of the steps between two evaluations that one may take
 _ENDS = 1 / 4  # of a run that the evaluations at its start and end may take
 
@@ -40,7 +39,7 @@ def evaluation_interval(config: Config, total_steps: int, held_out: int) -> int 
         return 0
     if trainer.eval_every != "auto":
         return trainer.eval_every
-    cost = 1.0 if trainer.stage == "grpo" else _COST
+    cost = _ANSWERED if trainer.stage == "grpo" else _COST
     steps = cost * held_out / trainer.batch_size  # that one takes the time of
     asked = trainer.early_stopping or trainer.save_best or data.eval_path or data.eval_fraction != "auto"
     if not asked and 2 * steps > _ENDS * total_steps:

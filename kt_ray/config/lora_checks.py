@@ -64,16 +64,12 @@ def lora_faults(c: Config) -> Iterator[Fault]:
             remedy="set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards",
         )
     if c.has_reference:
+        grpo = c.trainer.stage == "grpo"
+        without = "grpo.kl_coef=0" if grpo else "trainer.stage=orpo or preference.loss=simpo"
         yield Fault(
             "trainer.stage",
             f"takes the model without adapters as its reference, which lora.init={lora.init} changes",
-            remedy="set lora.init=default, or "
-            + (
-                "grpo.kl_coef=0"
-                if c.trainer.stage == "grpo"
-                else "trainer.stage=orpo or preference.loss=simpo"
-            )
-            + " (no reference)",
+            remedy=f"set lora.init=default, or {without} (no reference)",
         )
 
 

@@ -69,12 +69,12 @@ def run_lines(config: Config, bundle: DataBundle) -> list[str]:
         rates = rates_for(config, hardware)
         batches = step_batches(config, plan, for_stage(config.trainer.stage, bundle))
         prediction = predicted_run(config, plan, rates, batches.train(0))
-        steps, round = batches.total_steps, None
+        steps, sampled = batches.total_steps, None
         lines.append(run_line(prediction, rates))
         if batches.prompts is not None:
-            round = sampling(config, plan, rates, batches.prompts(0))
-            lines += [] if round is None else [sampling_line(config, round, prediction.simulated.seconds)]
-        took = duration(steps * step_seconds(config, prediction, round))
+            sampled = sampling(config, plan, rates, batches.prompts(0))
+            lines += [] if sampled is None else [sampling_line(config, sampled, prediction.simulated.seconds)]
+        took = duration(steps * step_seconds(config, prediction, sampled))
         lines += [
             f"{counted(steps, 'step')} like the first: {took}, beside loading and held-out rows",
         ]

@@ -78,13 +78,13 @@ def run(config: Config) -> int:
     resume = resume_point(prepared, manifest)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
     prediction = predicted_run(config, prepared.plan, rates, prepared.batches.train(0))
-    round = None
+    sampled = None
     if prepared.batches.prompts is not None:
-        round = sampling(config, prepared.plan, rates, prepared.batches.prompts(0))
-    _check_room(prepared, resume, step_seconds(config, prediction, round))
+        sampled = sampling(config, prepared.plan, rates, prepared.batches.prompts(0))
+    _check_room(prepared, resume, step_seconds(config, prediction, sampled))
     rundir = RunDir.create(config, resume.directory if resume else None)
     try:
-        return _run(prepared, rundir, resume, prediction, round, rates, final, answering, began)
+        return _run(prepared, rundir, resume, prediction, sampled, rates, final, answering, began)
     finally:
         rundir.close()
         if answering is not None:
@@ -127,7 +127,7 @@ def _run(
     rundir: RunDir,
     resume: ResumePoint | None,
     prediction: Prediction,
-    round: SamplingTime | None,
+    sampled: SamplingTime | None,
     rates: Rates,
     final: tuple[PreparedGeneration, list[Question]] | None,
     answering: tuple[PreparedGeneration, Reward] | None,
@@ -140,8 +140,8 @@ def _run(
         logger.warning("%s", rundir.lock.note)
     _announce(prepared, rundir)
     say(run_line(prediction, rates))
-    if round is not None:
-        say(sampling_line(config, round, prediction.simulated.seconds))
+    if sampled is not None:
+        say(sampling_line(config, sampled, prediction.simulated.seconds))
     rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})
     rundir.write_env(environment())
     with started(prepared, rundir.path.name, run_dir=str(rundir.path)) as cluster:

@@ -110,21 +110,22 @@ def sampling(config: Config, plan: Plan, rates: Rates, prompts: Sequence[Row] = 
     )
 
 
-def sampling_line(config: Config, round: SamplingTime, step_seconds: float) -> str:
+def sampling_line(config: Config, sampled: SamplingTime, step_seconds: float) -> str:
     """How sampling and training divide the time."""
     steps = config.grpo.steps_of_round
-    share = round.seconds / (round.seconds + steps * step_seconds)
+    share = sampled.seconds / (sampled.seconds + steps * step_seconds)
     every = "each step" if steps == 1 else f"every {steps} steps"
     return (
-        f"sampling {_figure(round.tokens_per_s)} tokens/s, {round.seconds:.3g} s {every} "
-        f"({round.prefill:.3g} s of it for prompts), {share:.0%} of the time; answers as long as they may get"
+        f"sampling {_figure(sampled.tokens_per_s)} tokens/s, {sampled.seconds:.3g} s {every} "
+        f"({sampled.prefill:.3g} s of it for prompts), {share:.0%} of the time; answers as long as they may "
+        "get"
     )
 
 
-def step_seconds(config: Config, prediction: Prediction, round: SamplingTime | None) -> float:
+def step_seconds(config: Config, prediction: Prediction, sampled: SamplingTime | None) -> float:
     """Of an optimizer step with its share of the sampling."""
-    sampled = 0.0 if round is None else round.seconds / config.grpo.steps_of_round
-    return prediction.simulated.seconds + sampled
+    share = 0.0 if sampled is None else sampled.seconds / config.grpo.steps_of_round
+    return prediction.simulated.seconds + share
 
 
 def _shape(wave: Sequence[Sequence[Sequence[MicroBatch]]]) -> WaveShape:
@@ -190,9 +191,9 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
         f"loading    {duration(prediction.load_seconds)} at {rates.disk.value / 1e9:.2g} GB/s "
         f"({rates.disk.source})",
     ]
-    if (round := sampling(config, plan, rates)) is not None:
-        lines.insert(1, sampling_line(config, round, simulated.seconds))
-    steps, line = _length(config, step_seconds(config, prediction, round), rows)
+    if (sampled := sampling(config, plan, rates)) is not None:
+        lines.insert(1, sampling_line(config, sampled, simulated.seconds))
+    steps, line = _length(config, step_seconds(config, prediction, sampled), rows)
     lines += [line, *_disk(config, plan, prediction, steps)]
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))

@@ -179,7 +179,7 @@ class Policy:
     def forget_before(self, step: int) -> None:
         """Rounds that ended before `step` will not be asked for again."""
         first = step // self.config.grpo.steps_of_round
-        self._rounds = {number: round for number, round in self._rounds.items() if number >= first}
+        self._rounds = {number: drawn for number, drawn in self._rounds.items() if number >= first}
 
     def save(self, step: int, directory: Path) -> Path | None:
         """The answers that a run needs to go on from `step`, into a checkpoint; None = it needs none."""
