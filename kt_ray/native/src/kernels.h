@@ -136,13 +136,13 @@ struct Pass {
 
 // Steps of forward and backward: all tasks of one are done before the next begins.
 enum class Phase : int32_t {
-    store_x,   // task = kTokenChunk tokens: x -> S
+    store_x,   // task = kTokenChunk tokens: x -> S; y = 0
     lora_in,   // task = chunk: A_gate, A_up
     gate_up,   // task = (span, slab of I): gate, up, act
     shrink,    // task = chunk: gate, up to blocks of int8 and back; act from that
     lora_mid,  // task = chunk: A_down; INT8 products: act quantised
     down,      // task = (run of spans, slab of H): y
-    store_dy,  // task = kTokenChunk tokens
+    store_dy,  // task = kTokenChunk tokens: dy -> S; dx = 0
     restore,   // task = chunk: gate, up from blocks of int8
     lora_out,  // task = chunk: B_down^T
     dact,      // task = (span, slab of I): gradients of gate, up; parts of dw

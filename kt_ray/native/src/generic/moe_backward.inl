@@ -2,6 +2,7 @@
 
 void store_dy(int64_t task) const {
     const int64_t end = min_of(p.tokens, (task + 1) * kTokenChunk);
+    if (p.dx != nullptr) clear(task * kTokenChunk, end, p.dx);
     for (int64_t t = task * kTokenChunk; t < end; ++t)
         store_row(p.dy + t * p.hidden, static_cast<S*>(p.dy_stored) + t * p.hidden_pad);
 }
@@ -104,7 +105,6 @@ void deactivate_rows(const float* tile, const RowBlock& b, BlockRows rows, int64
 void dx(int64_t index) const {
     const ScatterTask task = scatter_task(p, index);
     const int64_t first = task.slab * p.hidden_slab, last = min_of(p.hidden, first + p.hidden_slab);
-    clear(task, p.dx, first, last);
     const Span* const spans = p.spans + first_span(p, task.run);
     const int64_t count = p.spans + first_span(p, task.run + 1) - spans;
     const int64_t panels = pieces(last - first, kColumns), part_slices = p.inter_pad / kSlice;

@@ -2,6 +2,7 @@
 
 void store_x(int64_t task) const {
     const int64_t end = min_of(p.tokens, (task + 1) * kTokenChunk);
+    clear(task * kTokenChunk, end, p.y);
     for (int64_t t = task * kTokenChunk; t < end; ++t) {
         S* kept = static_cast<S*>(p.x) + t * p.hidden_pad;
         if (p.x_in_bf16)
@@ -9,6 +10,12 @@ void store_x(int64_t task) const {
         else
             store_row(static_cast<const float*>(p.x_in) + t * p.hidden, kept);
     }
+}
+
+// Zeros in tokens [first, last) of y or dx, whole pages of it: slab by slab, all threads would meet at every
+// page that the system has yet to provide.
+void clear(int64_t first, int64_t last, float* table) const {
+    memset(table + first * p.hidden, 0, (last - first) * p.hidden * sizeof(float));
 }
 
 template <class From>
@@ -194,18 +201,10 @@ static void pad_packed(Element* base, const RowBlock& b, int64_t k, int64_t from
     for (int64_t j = from; j < to; ++j) *packed_at(base, b, k, j) = from_float<Element>(0.0f);
 }
 
-// Zeros in a slab of y or dx before the first run adds to it.
-void clear(const ScatterTask& task, float* table, int64_t first, int64_t last) const {
-    if (task.run > 0) return;
-    for (int64_t t = 0; t < p.tokens; ++t)
-        memset(table + t * p.hidden + first, 0, (last - first) * sizeof(float));
-}
-
 // y for a slab of H, from the experts of a run in order.
 void down(int64_t index) const {
     const ScatterTask task = scatter_task(p, index);
     const int64_t first = task.slab * p.hidden_slab, last = min_of(p.hidden, first + p.hidden_slab);
-    clear(task, p.y, first, last);
     const Span* const spans = p.spans + first_span(p, task.run);
     const int64_t count = p.spans + first_span(p, task.run + 1) - spans;
     const int64_t panels = pieces(last - first, kColumns);
