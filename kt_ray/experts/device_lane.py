@@ -40,6 +40,7 @@ from kt_ray.native import DropoutSpec, ExpertWeights
 from kt_ray.native.dropout_hash import dropout_hash
 from kt_ray.optim.optimizers import use_torch_threads
 from kt_ray.placement.lane_share import ahead_experts, batch_size, batches
+from kt_ray.turns import pass_on, turn
 
 Following = tuple[int, Sequence[int]]
 """(layer, local ids) of experts that are needed next."""
@@ -279,7 +280,7 @@ class DeviceLane:
     def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
         start = time.monotonic()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), turn(self.device.device):
                 made = work(*args)
         except BaseException:
             self.device.drain()  # the next call may overwrite what is still computed from
@@ -446,6 +447,7 @@ class DeviceLane:
                 number, tensors, buffer, ready = waiting
                 self.device.compute_after(ready)
                 yield number, tensors
+                pass_on()
                 buffer.free = self.device.computed()
             waiting = coming
 

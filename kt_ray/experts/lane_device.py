@@ -18,6 +18,7 @@ from torch import Tensor
 from kt_ray.errors import UserError
 from kt_ray.gpu import driver
 from kt_ray.pulse import beat
+from kt_ray.turns import paused
 
 FLOAT8_FROM = (8, 9)  # compute capability
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
@@ -114,13 +115,15 @@ class LaneDevice:
         if self._queues:
             with self.computing():
                 mark = self._driver.mark(self.device)
-            mark.synchronize()
+            with paused():
+                mark.synchronize()
 
     def drain(self) -> None:
         """The host waits for all queues: copies ahead outlive a call, and after an error all may."""
         if self._queues:
-            for queue in (self._copying, self._computing, self._returning):
-                queue.synchronize()
+            with paused():
+                for queue in (self._copying, self._computing, self._returning):
+                    queue.synchronize()
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A host tensor on the device, on the current queue; page-locked ones do not hold the host up."""
