@@ -3,8 +3,8 @@
     python benchmarks/dispatch_turns.py --device cuda:0 --json out.json
 
 Each thread calls a LoRA layer of small matrices, forward and backward, `--calls` times; in turns,
-`--per-turn` at a time. `us_per_call` is the time until all have ended over all their calls: the same for any number of
-threads where they do not hinder each other. Rounds take turns, the median counts.
+`--per-turn` at a time. `us_per_call` is the time until all have ended over all their calls: the same for any
+number of threads where they do not hinder each other. Rounds take turns, the median counts.
 """
 
 from __future__ import annotations

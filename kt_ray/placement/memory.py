@@ -127,7 +127,7 @@ def parts_bytes(config: Config, dtype: str, *, gpu: bool) -> int:
     answers, uses (kt_ray/model/lora_linear.py)."""
     if not in_parts(config.lora, dtype, gpu=gpu):
         return 0
-    samplers = config.train_server.samplers if config.trainings else len(config.serve.adapters)
+    samplers = config.train_server.samplers if config.trainings else len(config.serve.adapters or ())
     return 6 * max(1, config.trainings, samplers)
 
 
