@@ -28,16 +28,16 @@ from kt_ray.timing.layer_work import dispatch_seconds
 from kt_ray.timing.simulate import LaneCall
 
 # Kernels per batch (kt_ray.experts.lane_math with LoRA, gate, up and down, no dropout; views not counted).
-KERNELS = {"forward": 25.0, "backward": 71.0}
+KERNELS = {"forward": 33.0, "backward": 80.0}
 # activations=recompute: gate and up do not travel, and are computed once more
-KERNELS_AGAIN = {"forward": -4.0, "backward": 4.0}
+KERNELS_AGAIN = {"forward": -4.0, "backward": 2.0}
 # float8 products: each matrix that is rounded takes three kernels (5 of them in forward, 6 in backward, 3 for
 # gate and up once more), and a product two per expert (itself, and the conversion) in place of one for all
 FLOAT8_KERNELS = {"forward": 5 * 3 - 3.0, "backward": 6 * 3 - 3.0}
 FLOAT8_AGAIN = {"forward": 0.0, "backward": 3 * 3 - 2.0}
 FLOAT8_EACH = 2.0  # per product and expert; a call has three products, five where gate and up come again
-# And per expert: copies of three matrices and three adapters, and one that adds its rows to the tokens'.
-KERNELS_EACH = 10.0
+# And per expert: copies of its three matrices.
+KERNELS_EACH = 3.0
 # Bytes per element of what goes to every device (x in bfloat16; backward dy in float32 besides) and back, of
 # tokens that have a row there (y, or dx, in float32).
 ENTERING, BACK = {"forward": 2, "backward": 6}, 4
