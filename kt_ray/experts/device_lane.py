@@ -25,15 +25,22 @@ import torch
 from torch import Tensor
 
 from kt_ray.experts.lane_device import LaneDevice
-from kt_ray.experts.lane_math import DeviceExperts, Masks, backward, project_in, project_out
+from kt_ray.experts.lane_math import (
+    BatchLora,
+    Masks,
+    Projected,
+    backward,
+    project_in,
+    project_out,
+)
 from kt_ray.experts.lane_routing import Routed, RowPart, add_part, route
 from kt_ray.experts.lane_weights import (
     Adapter,
+    DeviceLora,
     HeldExperts,
     LayerKind,
     PackedExperts,
     adapter_bytes,
-    copy_adapter,
     expert_tensors,
 )
 from kt_ray.native import DropoutSpec, ExpertWeights
@@ -304,11 +311,12 @@ class DeviceLane:
             rows, keys = _DeviceRows.of(routed, self.device), self._keys(saved)
             y = torch.zeros(x[:-1].shape, dtype=torch.float32, device=device.device)
         leaving = _Leaving(device)
-        for i, experts in self._carry(here, routed.batches, lora, call.following):
+        for i, tensors, adapters in self._carry(here, routed.batches, lora, call.following):
             with device.computing():
+                experts = here.kind.unpack(tensors, next(adapters, None), float8=self._float8)
                 for part in routed.parts[i]:
                     masks = self._masks(here, saved, layer, i, keys, part, rows)
-                    gate, up = project_in(experts, rows.of_part(x, part), masks)
+                    gate, up, *_ = project_in(experts, rows.of_part(x, part), masks)
                     out = project_out(experts, gate, up, masks)
                     add_part(y, out, rows.bags(part), rows.weight_of(part))
                     if call.kept is not None and not self._recompute:
@@ -345,19 +353,20 @@ class DeviceLane:
             dw = torch.empty(len(routed.slots), dtype=torch.float32, device=device.device)
         grads: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         coming = _Coming(device, saved)
-        for i, experts in self._carry(here, routed.batches, lora, following):
+        for i, tensors, adapters in self._carry(here, routed.batches, lora, following):
             with device.computing():
+                experts = here.kind.unpack(tensors, next(adapters, None), float8=self._float8)
                 own: dict[str, Tensor] = {}
                 for part in routed.parts[i]:
                     masks = self._masks(here, saved, layer, i, keys, part, rows)
                     part_x = rows.of_part(x, part)
                     if self._recompute:
-                        gate, up = project_in(experts, part_x, masks)
+                        projected = project_in(experts, part_x, masks)
                     else:
-                        kept_gate, kept_up = coming.take()
-                        gate = None if kept_gate is None else rows.at_places(kept_gate, part)
-                        up = rows.at_places(kept_up, part)
-                    given = (experts, part_x, gate, up, rows.of_part(upstream, part), rows.weight_of(part))
+                        gate, up = coming.take()
+                        own_gate = None if gate is None else rows.at_places(gate, part)
+                        projected = Projected(own_gate, rows.at_places(up, part))
+                    given = (experts, part_x, projected, rows.of_part(upstream, part), rows.weight_of(part))
                     made = backward(*given, masks, input_grad=input_grad)
                     if made.dx is not None:
                         add_part(dx, made.dx, rows.bags(part), None)
@@ -413,13 +422,10 @@ class DeviceLane:
         order: Sequence[Sequence[int]],
         lora: Adapter | None,
         following: Following | None,
-    ) -> Iterator[tuple[int, DeviceExperts]]:
-        """(number, numbers on the device) of one batch after the other, the next one's copy under way; behind
-        the last one's, the copies of those that follow."""
-        chosen = [e for batch in order for e in batch]
-        adapters = self._fetch_adapter(lora, chosen)
-        with self.device.computing():
-            at, first = self.device.numbers(chosen), 0
+    ) -> Iterator[tuple[int, dict[str, Tensor], Iterator[BatchLora]]]:
+        """(number, tensors on the device) of one batch after the other, the next one's copy under way; behind
+        the last one's, the copies of those that follow. And adapters, of which each batch takes the next."""
+        adapters = self._fetch_adapter(lora, order)
         waiting: tuple[int, dict[str, Tensor], _Buffer, Any] | None = None
         for i in range(len(order) + 1):
             coming = None
@@ -434,47 +440,40 @@ class DeviceLane:
             if waiting is not None:
                 number, tensors, buffer, ready = waiting
                 self.device.compute_after(ready)
-                with self.device.computing():
-                    own = at[first : first + len(order[number])]
-                    of_batch = {name: t.index_select(0, own) for name, t in adapters.items()}
-                    scale = 1.0 if lora is None else lora.scale
-                    numbers = here.kind.unpack(tensors, of_batch, scale, float8=self._float8)
-                first += len(own)
-                yield number, numbers
-                del numbers, of_batch  # before there are the next one's
+                yield number, tensors, adapters
                 buffer.free = self.device.computed()
             waiting = coming
 
-    def _fetch_adapter(self, lora: Adapter | None, experts: Sequence[int]) -> dict[str, Tensor]:
-        """Start to copy a call's adapters; nothing of the call before is computed from any more."""
+    def _fetch_adapter(self, lora: Adapter | None, order: Sequence[Sequence[int]]) -> Iterator[BatchLora]:
+        """Start to copy a call's adapters, into memory that nothing is computed from any more."""
+        if lora is None:
+            return iter(())
         room = adapter_bytes(lora)
         with self.device.copying():
             if self._adapters is None or self._adapters.numel() < room:
                 self._adapters = torch.empty(room, dtype=torch.uint8, device=self.device.device)
-            made, carried = copy_adapter(lora, self._adapters, experts)
-        self.carried += carried
-        return made
+            there = DeviceLora(lora, self._adapters, order)
+        self.carried += there.carried
+        return there.batches(self.device)
 
     def _fetch(self, here: _Layer, experts: Sequence[int]) -> tuple[dict[str, Tensor], _Buffer]:
         """Start to copy a batch's weights into a buffer, one expert's after the other's. Those that lie so on
         the device already stay where they are."""
-        if experts[0] in here.resident.parcels:
-            held = here.resident
-        else:
-            with self.device.copying():
-                held, carried = self._held.get(here.number, here.streamable, experts, self.device.device)
-            self.carried += carried
         buffer = self._buffers[self._turn]
         self._turn = 1 - self._turn
-        there = held.in_place(experts)
-        if there is not None:
-            return there, buffer
-        room = held.nbytes * min(batch_size(1, here.kind.params), len(here.ids))
-        if buffer.bytes is None or buffer.bytes.numel() < room:
-            self.device.finish()  # what it held may still be computed from
-            with self.device.copying():
-                buffer.bytes = torch.empty(room, dtype=torch.uint8, device=self.device.device)
         with self.device.copying():
+            held = here.resident
+            if experts[0] not in held.parcels:
+                host = here.streamable
+                held, carried = self._held.get(here.number, host, experts, self.device.device)
+                self.carried += carried
+            there = held.in_place(experts)
+            if there is not None:
+                return there, buffer
+            room = held.nbytes * min(batch_size(1, here.kind.params), len(here.ids))
+            if buffer.bytes is None or buffer.bytes.numel() < room:
+                self.device.finish()  # what it held may still be computed from
+                buffer.bytes = torch.empty(room, dtype=torch.uint8, device=self.device.device)
             self.device.copy_after(buffer.free)
             return held.copy_into(buffer.bytes, experts, self.device), buffer
 

@@ -9,9 +9,9 @@ Nothing is dequantised on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kt_ray.experts.lane_device import LaneDevice
 from kt_ray.experts.lane_formats import matrix_values
-from kt_ray.experts.lane_math import PROJECTIONS, DeviceExperts
+from kt_ray.experts.lane_math import PROJECTIONS, BatchLora, DeviceExperts
 from kt_ray.gpu import driver
 from kt_ray.native import ExpertFormula, ExpertLora, ExpertMatrix, ExpertWeights
 from kt_ray.native.dropout_hash import DOWN, GATE, UP
@@ -284,39 +284,86 @@ def adapter_shapes(lora: Adapter | None) -> dict[str, tuple[int, ...]]:
     return {name: tuple(_parts(t)[0].shape[1:]) for name, t in ({} if lora is None else lora.named()).items()}
 
 
+_TOGETHER = {
+    "in_a": ("gate_a", "up_a"),
+    "in_b": ("gate_b", "up_b"),
+    "down_a": ("down_a",),
+    "down_b": ("down_b",),
+}
+
+
+def _together(lora: Adapter) -> dict[str, list[tuple[Tensor, ...]]]:
+    """Matrices that one kernel takes experts from: by name, those of each projection, of each owner."""
+    named = lora.named()
+    return {key: [_parts(named[name]) for name in names if name in named] for key, names in _TOGETHER.items()}
+
+
 def adapter_bytes(lora: Adapter | None) -> int:
-    """What `copy_adapter` takes."""
-    named = {} if lora is None else lora.named()
-    return sum(_aligned(sum(part.nbytes for part in _parts(t))) for t in named.values())
+    """What `DeviceLora` takes."""
+    every = {} if lora is None else _together(lora)
+    return sum(_aligned(sum(t.nbytes for parts in group for t in parts)) for group in every.values())
 
 
-def copy_adapter(
-    lora: Adapter | None, buffer: Tensor, experts: Iterable[int]
-) -> tuple[dict[str, Tensor], int]:
-    """Start to copy adapters of some local experts.
+class DeviceLora:
+    """LoRA of a layer's experts on the device, of which batches are taken.
 
-    Those between two that are wanted are copied, too, where that is faster than another copy.
+    Args:
+        lora: on the host; some of it begins to be copied, by the current queue.
+        buffer: uint8, at least adapter_bytes.
+        order: local ids of each batch.
 
-    Returns:
-        matrices [E, ...] of all local experts by name, numbers only where they were copied; and the bytes
-        that are carried.
+    Attributes:
+        carried: bytes that are copied. Experts between two that are wanted are copied, too, where that is
+            faster than another copy.
     """
-    wanted, made, at, carried = sorted(experts), {}, 0, 0
-    for name, t in ({} if lora is None else lora.named()).items():
-        parts = _parts(t)
-        size = sum(part.nbytes for part in parts)
-        shape = sum(map(len, parts)), *parts[0].shape[1:]
-        made[name] = buffer[at : at + size].view(parts[0].dtype).view(shape)
-        at += _aligned(size)
+
+    def __init__(self, lora: Adapter, buffer: Tensor, order: Sequence[Sequence[int]]) -> None:
+        self.scale, self.carried = lora.scale, 0
+        self._made: dict[str, Tensor] = {}  # [P E, ...], one projection's after the other's
+        wanted, at = sorted(e for batch in order for e in batch), 0
+        for key, group in _together(lora).items():
+            first = group[0][0]
+            size = sum(t.nbytes for parts in group for t in parts)
+            to = buffer[at : at + size].view(first.dtype).view(-1, *first.shape[1:])
+            self._made[key] = to
+            at += _aligned(size)
+            for matrices, own in zip(group, to.chunk(len(group)), strict=True):
+                self._copy(matrices, own, wanted)
+        self._inputs = len(_together(lora)["in_a"])
+        self._experts = len(self._made["down_a"])
+        self._order = order
+
+    def _copy(self, parts: Sequence[Tensor], to: Tensor, wanted: Sequence[int]) -> None:
         begin = 0
         for part in parts:
             own = [e - begin for e in wanted if begin <= e < begin + len(part)]
             for run in _runs(own, _COPY_BYTES // part[0].nbytes if own else 0):
                 source = part[run.start : run.stop]
-                driver().copy_in(made[name][begin + run.start : begin + run.stop], source)
-                carried += source.nbytes
+                driver().copy_in(to[begin + run.start : begin + run.stop], source)
+                self.carried += source.nbytes
             begin += len(part)
-    return made, carried
+
+    def batches(self, device: LaneDevice) -> Iterator[BatchLora]:
+        """Of every batch, once it is there, by the queue that is current at the first one."""
+        numbers = []
+        for batch in self._order:
+            apart = [[p * self._experts + e for e in batch] for p in range(self._inputs)]
+            numbers += [*batch, *chain(*zip(*apart, strict=True)), *chain(*apart)]
+        left = device.numbers(numbers)
+        for batch in self._order:
+            count, inputs = len(batch), self._inputs
+            own, by_expert, by_projection, left = left.tensor_split(
+                (count, (1 + inputs) * count, (1 + 2 * inputs) * count)
+            )
+            in_a = self._made["in_a"].index_select(0, by_expert)
+            in_b = self._made["in_b"].index_select(0, by_projection)
+            yield BatchLora(
+                in_a.view(count, -1, in_a.shape[-1]),
+                in_b.view(inputs, count, *in_b.shape[1:]),
+                self._made["down_a"].index_select(0, own),
+                self._made["down_b"].index_select(0, own),
+                self.scale,
+            )
 
 
 def _parts(matrices: Tensor | Joined) -> tuple[Tensor, ...]:
@@ -402,10 +449,10 @@ class LayerKind:
         return GATE in self.stored
 
     def unpack(
-        self, tensors: Mapping[str, Tensor], lora: Mapping[str, Tensor], scale: float, *, float8: bool = False
+        self, tensors: Mapping[str, Tensor], lora: BatchLora | None, *, float8: bool = False
     ) -> DeviceExperts:
-        """A batch's numbers, from its tensors [B, ...] on the device; lora: its adapter by name, [B, ...],
-        and `scale`. float8: whether frozen products are computed in FP8."""
+        """A batch's numbers, from its tensors [B, ...] on the device. float8: whether frozen products are
+        computed in FP8."""
         matrices, biases = {}, {}
         for number in (GATE, UP, DOWN):
             if number not in self.stored:
@@ -417,4 +464,4 @@ class LayerKind:
             matrices[number] = data.to(self.compute)
             if f"{name}_bias" in tensors:
                 biases[number] = tensors[f"{name}_bias"]
-        return DeviceExperts(matrices, biases, self.formula, lora, scale, float8)
+        return DeviceExperts(matrices, biases, self.formula, lora, float8)
