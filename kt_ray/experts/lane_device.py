@@ -9,7 +9,7 @@ this project's development machines have no GPU, so it is **untested on hardware
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +128,10 @@ class LaneDevice:
     def upload(self, tensor: Tensor) -> Tensor:
         """A host tensor on the device, on the current queue; page-locked ones do not hold the host up."""
         return self._driver.upload(tensor, self.device) if self._queues else tensor
+
+    def numbers(self, values: Sequence[int]) -> Tensor:
+        """int64 on the device, on the current queue, which the host does not wait for."""
+        return self.upload(torch.tensor(values, dtype=torch.int64, pin_memory=self.is_cuda))
 
     def download(self, tensor: Tensor) -> Tensor:
         """A host tensor for what is on the device: on a GPU page-locked, and complete after `finish`."""
