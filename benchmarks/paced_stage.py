@@ -23,6 +23,7 @@ from torch import Tensor
 from kt_ray.batch import PassSpec
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.model.layer_loop import StageExchange
+from kt_ray.model.lora import AdapterSwitch
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import MicroState, RecomputedRoutes
 from kt_ray.model.token_exchange import ExpertExchange
@@ -98,6 +99,7 @@ class PacedStage:
         self.weight_bytes = 0
         self.streamed = None
         self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.adapters = AdapterSwitch({}, {})
         self.state_shape = (pace.width,)
         self.scales = dict.fromkeys(pace.moe, 1.0)
         self._pool: Pool = {}

@@ -221,14 +221,15 @@ class AttentionWorker(PlainActor):
 
     def run_pass(self, spec: PassSpec) -> WorkerPassReport:
         """Walk this worker's program of the pass."""
-        with self._profiled(spec), self._gpu_memory(), self._joined(spec.joined):
+        fixed = self.stage.adapters.fixed()
+        with self._profiled(spec), self._gpu_memory(), self._joined(spec.joined), fixed:
             return self._run_pass(spec)
 
     @contextmanager
     def _joined(self, trainings: Collection[str]) -> Iterator[None]:
         """Inside, layers may also train the LoRA of trainings that were put aside: there, or in copies on a
         GPU, whose gradients go back at the end."""
-        if not trainings:  # a stage that only stands for another has no LoRA to switch
+        if not trainings:
             yield
             return
         names, count = list(self.stage.parameters), len(self.stage.parameters)
@@ -383,7 +384,7 @@ class AttentionWorker(PlainActor):
         self.check_restored()
         self.claim_thread()
         experts, stages = self._links(spec.tag(0), SpanRecorder(), later=False)
-        with self._gpu_memory():
+        with self._gpu_memory(), self.stage.adapters.fixed():
             report = WorkerSession(self, spec, self.part, self.stage, self.outbox, experts, stages).run()
         self.doing = "idle"
         return report

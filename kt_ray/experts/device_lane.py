@@ -25,21 +25,29 @@ import torch
 from torch import Tensor
 
 from kt_ray.experts.lane_device import LaneDevice
-from kt_ray.experts.lane_math import DeviceExperts, Masks, backward, project_in, project_out
+from kt_ray.experts.lane_math import (
+    BatchLora,
+    Masks,
+    Projected,
+    backward,
+    project_in,
+    project_out,
+)
 from kt_ray.experts.lane_routing import Routed, RowPart, add_part, route
 from kt_ray.experts.lane_weights import (
     Adapter,
+    DeviceLora,
     HeldExperts,
     LayerKind,
     PackedExperts,
     adapter_bytes,
-    copy_adapter,
     expert_tensors,
 )
 from kt_ray.native import DropoutSpec, ExpertWeights
 from kt_ray.native.dropout_hash import dropout_hash
 from kt_ray.optim.optimizers import use_torch_threads
 from kt_ray.placement.lane_share import ahead_experts, batch_size, batches
+from kt_ray.turns import pass_on, turn
 
 Following = tuple[int, Sequence[int]]
 """(layer, local ids) of experts that are needed next."""
@@ -194,6 +202,7 @@ class DeviceLane:
         self._layers: dict[int, _Layer] = {}
         self._buffers = (_Buffer(), _Buffer())
         self._turn = 0
+        self._adapters: Tensor | None = None
         self._ahead = ahead
         self._held = HeldExperts(held, ahead)
         # Built on its own thread: torch's thread count is a property of the calling thread.
@@ -279,7 +288,7 @@ class DeviceLane:
     def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
         start = time.monotonic()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), turn(self.device.device):
                 made = work(*args)
         except BaseException:
             self.device.drain()  # the next call may overwrite what is still computed from
@@ -300,26 +309,22 @@ class DeviceLane:
                 device.copy_out(call.kept, x[:-1])
                 saved.x_there = device.returned()
         with device.computing():
-            at, weight, spread = self._places(routed)
-            keys = self._keys(saved)
+            rows, keys = _DeviceRows.of(routed, self.device), self._keys(saved)
             y = torch.zeros(x[:-1].shape, dtype=torch.float32, device=device.device)
         leaving = _Leaving(device)
-        for i, tensors in self._carry(here, routed.batches, lora, call.following):
+        for i, tensors, adapters in self._carry(here, routed.batches, lora, call.following):
             with device.computing():
-                experts = self._numbers(here, tensors, lora)
+                experts = here.kind.unpack(tensors, next(adapters, None), float8=self._float8)
                 for part in routed.parts[i]:
-                    places = _by_expert(at, part)
-                    masks = self._masks(here, saved, layer, i, keys, places)
-                    gate, up = project_in(experts, x[places], masks)
+                    masks = self._masks(here, saved, layer, i, keys, part, rows)
+                    gate, up, *_ = project_in(experts, rows.of_part(x, part), masks)
                     out = project_out(experts, gate, up, masks)
-                    out *= _by_expert(weight, part).unsqueeze(-1)
-                    add_part(y, places, out, part)
+                    add_part(y, out, rows.bags(part), rows.weight_of(part))
                     if call.kept is not None and not self._recompute:
                         leaving.add(
-                            saved,
-                            gate if gate is None else _rows(gate, part, spread),
-                            _rows(up, part, spread),
+                            saved, gate if gate is None else rows.real(gate, part), rows.real(up, part)
                         )
+            del experts  # before there are the next batch's
         leaving.end()
         with device.computing():
             result = y if self._stays else device.download(self._reached(y, routed))
@@ -342,34 +347,33 @@ class DeviceLane:
         assert saved.x is not None, "the forward was kept"
         device.compute_after(ready)
         with device.computing():
-            x, (at, weight, spread) = self._with_empty([saved.x], here.kind.compute), self._places(routed)
+            x, rows = self._with_empty([saved.x], here.kind.compute), _DeviceRows.of(routed, device)
             keys, upstream = self._keys(saved), self._with_empty(dy, torch.float32, self._stays)
             shape = (len(upstream) - 1, upstream.shape[1] if input_grad else 0)
             dx = torch.zeros(shape, dtype=torch.float32, device=device.device)
             dw = torch.empty(len(routed.slots), dtype=torch.float32, device=device.device)
         grads: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         coming = _Coming(device, saved)
-        for i, tensors in self._carry(here, routed.batches, lora, following):
+        for i, tensors, adapters in self._carry(here, routed.batches, lora, following):
             with device.computing():
-                experts = self._numbers(here, tensors, lora)
+                experts = here.kind.unpack(tensors, next(adapters, None), float8=self._float8)
                 own: dict[str, Tensor] = {}
                 for part in routed.parts[i]:
-                    places = _by_expert(at, part)
-                    masks = self._masks(here, saved, layer, i, keys, places)
-                    part_x = x[places]
+                    masks = self._masks(here, saved, layer, i, keys, part, rows)
+                    part_x = rows.of_part(x, part)
                     if self._recompute:
-                        gate, up = project_in(experts, part_x, masks)
+                        projected = project_in(experts, part_x, masks)
                     else:
-                        kept_gate, kept_up = coming.take()
-                        gate = None if kept_gate is None else _at_places(kept_gate, part, spread)
-                        up = _at_places(kept_up, part, spread)
-                    part_weight = _by_expert(weight, part)
-                    given = (experts, part_x, gate, up, upstream[places], part_weight, masks)
-                    made = backward(*given, input_grad=input_grad)
+                        gate, up = coming.take()
+                        own_gate = None if gate is None else rows.at_places(gate, part)
+                        projected = Projected(own_gate, rows.at_places(up, part))
+                    given = (experts, part_x, projected, rows.of_part(upstream, part), rows.weight_of(part))
+                    made = backward(*given, masks, input_grad=input_grad)
                     if made.dx is not None:
-                        add_part(dx, places, made.dx, part)
-                    dw[part.rows] = _rows(made.dw, part, spread)
+                        add_part(dx, made.dx, rows.bags(part), None)
+                    rows.real(made.dw, part, out=dw[part.rows])
                     own = {name: t + own[name] if own else t for name, t in made.lora.items()}
+                del experts  # before there are the next batch's
                 if own:
                     batch = routed.batches[i]
                     made_host = {name: self._gradient(batch, name, t, room) for name, t in own.items()}
@@ -380,11 +384,7 @@ class DeviceLane:
             if not self._stays:
                 results = device.download(self._reached(dx, routed)), device.download(dw)
         device.finish()
-        return LaneBackward(results[0], routed.tokens, results[1], routed.slots, tuple(grads))
-
-    def _numbers(self, here: _Layer, tensors: Mapping[str, Tensor], lora: Adapter | None) -> DeviceExperts:
-        """A batch's, ready to multiply."""
-        return here.kind.unpack(tensors, 1.0 if lora is None else lora.scale, float8=self._float8)
+        return LaneBackward(results[0], routed.tokens, results[1], routed.slots.long(), tuple(grads))
 
     def _gradient(self, batch: Sequence[int], name: str, values: Tensor, room: Room | None) -> Tensor:
         """[B, ...] in host memory."""
@@ -412,11 +412,6 @@ class DeviceLane:
         made[-1] = 0
         return made
 
-    def _places(self, routed: Routed) -> tuple[Tensor, Tensor, Tensor]:
-        """`at`, `weight` and `spread` on the device."""
-        upload = self.device.upload
-        return upload(routed.at), upload(routed.weight), upload(routed.spread)
-
     def _keys(self, saved: LaneSaved) -> Tensor | None:
         """The keys of dropout on the device; None without dropout."""
         wanted = saved.dropout is not None and saved.dropout.p > 0
@@ -428,14 +423,15 @@ class DeviceLane:
         order: Sequence[Sequence[int]],
         lora: Adapter | None,
         following: Following | None,
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[int, dict[str, Tensor], Iterator[BatchLora]]]:
         """(number, tensors on the device) of one batch after the other, the next one's copy under way; behind
-        the last one's, the copies of those that follow."""
+        the last one's, the copies of those that follow. And adapters, of which each batch takes the next."""
+        adapters = self._fetch_adapter(lora, order)
         waiting: tuple[int, dict[str, Tensor], _Buffer, Any] | None = None
         for i in range(len(order) + 1):
             coming = None
             if i < len(order):
-                tensors, buffer = self._fetch(here, order[i], lora)
+                tensors, buffer = self._fetch(here, order[i])
                 coming = i, tensors, buffer, self.device.copied()
             elif following is not None:
                 layer, experts = following
@@ -445,49 +441,59 @@ class DeviceLane:
             if waiting is not None:
                 number, tensors, buffer, ready = waiting
                 self.device.compute_after(ready)
-                yield number, tensors
+                yield number, tensors, adapters
+                pass_on()
                 buffer.free = self.device.computed()
             waiting = coming
 
-    def _fetch(
-        self, here: _Layer, experts: Sequence[int], lora: Adapter | None
-    ) -> tuple[dict[str, Tensor], _Buffer]:
-        """Start to copy a batch into a buffer: weights, one expert after the other, and adapters.
+    def _fetch_adapter(self, lora: Adapter | None, order: Sequence[Sequence[int]]) -> Iterator[BatchLora]:
+        """Start to copy a call's adapters, into memory that nothing is computed from any more."""
+        if lora is None:
+            return iter(())
+        room = adapter_bytes(lora)
+        with self.device.copying():
+            if self._adapters is None or self._adapters.numel() < room:
+                self._adapters = torch.empty(room, dtype=torch.uint8, device=self.device.device)
+            there = DeviceLora(lora, self._adapters, order)
+        self.carried += there.carried
+        return there.batches(self.device)
 
-        The weights of an expert that is a batch of its own, and on the device already, stay where they are.
-        """
-        resident = experts[0] in here.resident.parcels
-        if resident:
-            held = here.resident
-        else:
-            with self.device.copying():
-                held, carried = self._held.get(here.number, here.streamable, experts, self.device.device)
-            self.carried += carried
-        most = min(batch_size(1, here.kind.params), len(here.ids))
-        there = len(experts) == 1 and held.parcels[experts[0]].on_device
-        slots = 0 if there else len(experts)
-        room = held.nbytes * (0 if resident and most == 1 else most) + adapter_bytes(lora, most)
+    def _fetch(self, here: _Layer, experts: Sequence[int]) -> tuple[dict[str, Tensor], _Buffer]:
+        """Start to copy a batch's weights into a buffer, one expert's after the other's. Those that lie so on
+        the device already stay where they are."""
         buffer = self._buffers[self._turn]
         self._turn = 1 - self._turn
-        if buffer.bytes is None or buffer.bytes.numel() < room:
-            self.device.finish()  # what it held may still be computed from
-            with self.device.copying():
-                buffer.bytes = torch.empty(room, dtype=torch.uint8, device=self.device.device)
         with self.device.copying():
+            held = here.resident
+            if experts[0] not in held.parcels:
+                host = here.streamable
+                held, carried = self._held.get(here.number, host, experts, self.device.device)
+                self.carried += carried
+            there = held.in_place(experts)
+            if there is not None:
+                return there, buffer
+            room = held.nbytes * min(batch_size(1, here.kind.params), len(here.ids))
+            if buffer.bytes is None or buffer.bytes.numel() < room:
+                self.device.finish()  # what it held may still be computed from
+                buffer.bytes = torch.empty(room, dtype=torch.uint8, device=self.device.device)
             self.device.copy_after(buffer.free)
-            adapters = copy_adapter(lora, buffer.bytes[slots * held.nbytes :], experts)
-            weights = held.copy_into(buffer.bytes, experts) if slots else held.in_place(experts[0])
-        self.carried += sum(t.nbytes for t in adapters.values())
-        return weights | adapters, buffer
+            return held.copy_into(buffer.bytes, experts, self.device), buffer
 
     def _masks(
-        self, here: _Layer, saved: LaneSaved, layer: int, i: int, keys: Tensor | None, places: Tensor
+        self,
+        here: _Layer,
+        saved: LaneSaved,
+        layer: int,
+        i: int,
+        keys: Tensor | None,
+        part: RowPart,
+        rows: _DeviceRows,
     ) -> Masks | None:
-        """Dropout masks at these places of the i-th batch; None without dropout."""
+        """Dropout masks at a part's places of the i-th batch; None without dropout."""
         if keys is None:
             return None
         assert saved.dropout is not None
-        spec, own = saved.dropout, keys[places]
+        spec, own = saved.dropout, rows.of_part(keys, part)
         experts = [here.ids[e] for e in saved.routed.batches[i]]
         made: dict[int, Tensor] = {}
 
@@ -514,7 +520,7 @@ class DeviceLane:
         self.device.drain()
         self._layers.clear()
         self._held.close()
-        self._buffers = (_Buffer(), _Buffer())
+        self._buffers, self._adapters = (_Buffer(), _Buffer()), None
 
 
 class _Leaving:
@@ -580,20 +586,50 @@ class _Coming:
         return (gate, up), device.copied()
 
 
-def _by_expert(values: Tensor, part: RowPart) -> Tensor:
-    """[B, n] of a part out of [P]."""
-    return values[part.places].view(len(part.counts), -1)
+class _DeviceRows(NamedTuple):
+    """A call's `Routed` on the device."""
 
+    at: Tensor
+    weight: Tensor
+    spread: Tensor
+    bag_places: Tensor
+    bag_starts: Tensor
+    bag_tokens: Tensor
 
-def _rows(values: Tensor, part: RowPart, spread: Tensor) -> Tensor:
-    """[R', ...] of a part's rows, out of [B, n, ...] at its places."""
-    flat = values.flatten(0, 1)
-    return flat if part.full else flat[spread[part.rows]]
+    @classmethod
+    def of(cls, routed: Routed, device: LaneDevice) -> _DeviceRows:
+        """In one copy, by the current queue."""
+        host = [getattr(routed, name) for name in cls._fields]
+        sizes = [len(t) for t in host]
+        whole = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.is_cuda)
+        torch.cat([t.view(torch.int32) for t in host], out=whole)
+        parts = device.upload(whole).split(sizes)
+        return cls(*(part.view(t.dtype) for part, t in zip(parts, host, strict=True)))
 
+    def of_part(self, values: Tensor, part: RowPart) -> Tensor:
+        """[B, n, ...] at a part's places, out of [T + 1, ...]."""
+        found = values.index_select(0, self.at[part.places])
+        return found.view(len(part.counts), -1, *values.shape[1:])
 
-def _at_places(rows: Tensor, part: RowPart, spread: Tensor) -> Tensor:
-    """[B, n, I] at a part's places, zeros where there is no row, out of [R', I]."""
-    shape = len(part.counts), max(part.counts), rows.shape[1]
-    if part.full:
-        return rows.view(shape)
-    return rows.new_zeros(shape[0] * shape[1], shape[2]).index_copy_(0, spread[part.rows], rows).view(shape)
+    def weight_of(self, part: RowPart) -> Tensor:
+        """[B, n]."""
+        return self.weight[part.places].view(len(part.counts), -1)
+
+    def bags(self, part: RowPart) -> tuple[Tensor, Tensor, Tensor]:
+        """Places, starts and tokens."""
+        return self.bag_places[part.rows], self.bag_starts[part.bags], self.bag_tokens[part.bags]
+
+    def real(self, values: Tensor, part: RowPart, out: Tensor | None = None) -> Tensor:
+        """[R', ...] of a part's rows, out of [B, n, ...] at its places."""
+        flat = values.flatten(0, 1)
+        if part.full:
+            return flat if out is None else out.copy_(flat)
+        return torch.index_select(flat, 0, self.spread[part.rows], out=out)
+
+    def at_places(self, rows: Tensor, part: RowPart) -> Tensor:
+        """[B, n, I] at a part's places, zeros where there is no row, out of [R', I]."""
+        shape = len(part.counts), max(part.counts), rows.shape[1]
+        if part.full:
+            return rows.view(shape)
+        made = rows.new_zeros(shape[0] * shape[1], shape[2])
+        return made.index_copy_(0, self.spread[part.rows].long(), rows).view(shape)

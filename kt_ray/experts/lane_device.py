@@ -9,7 +9,7 @@ this project's development machines have no GPU, so it is **untested on hardware
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from kt_ray.errors import UserError
 from kt_ray.gpu import driver
 from kt_ray.pulse import beat
+from kt_ray.turns import paused
 
 FLOAT8_FROM = (8, 9)  # compute capability
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
@@ -114,17 +115,23 @@ class LaneDevice:
         if self._queues:
             with self.computing():
                 mark = self._driver.mark(self.device)
-            mark.synchronize()
+            with paused():
+                mark.synchronize()
 
     def drain(self) -> None:
         """The host waits for all queues: copies ahead outlive a call, and after an error all may."""
         if self._queues:
-            for queue in (self._copying, self._computing, self._returning):
-                queue.synchronize()
+            with paused():
+                for queue in (self._copying, self._computing, self._returning):
+                    queue.synchronize()
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A host tensor on the device, on the current queue; page-locked ones do not hold the host up."""
         return self._driver.upload(tensor, self.device) if self._queues else tensor
+
+    def numbers(self, values: Sequence[int]) -> Tensor:
+        """int64 on the device, on the current queue, which the host does not wait for."""
+        return self.upload(torch.tensor(values, dtype=torch.int64, pin_memory=self.is_cuda))
 
     def download(self, tensor: Tensor) -> Tensor:
         """A host tensor for what is on the device: on a GPU page-locked, and complete after `finish`."""

@@ -11,17 +11,21 @@ The experts of a batch have as many places as the longest has rows. Where there 
 router's weight are zeros. Gate, up and act are not (biases), but every gradient has dy, or what comes of it,
 as a factor: there they are zeros, too, and add nothing to the adapters' gradients.
 
-Legend: B experts, n places (rows of the longest), H hidden size, I intermediate size, r LoRA rank.
+Legend: B experts, n places (rows of the longest), H hidden size, I intermediate size, r LoRA rank, P
+projections of x: gate and up, or up alone. What has the rank is held as [..., r, n], so that gate's and up's
+lie together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from kt_ray.experts.lane_float8 import Rounded, multiplies, product8, rounded
 from kt_ray.gpu import product
@@ -33,6 +37,19 @@ PROJECTIONS = {GATE: "gate", UP: "up", DOWN: "down"}
 Masks = Callable[[int, int], Tensor]  # (projection, input features) -> [B, n, features]: 0 or 1 / (1 - p)
 
 
+class BatchLora(NamedTuple):
+    """Adapters of a batch's experts, float32.
+
+    in_a: [B, P r, H] and in_b: [P, B, I, r], of the projections of x. down_a: [B, r, I]. down_b: [B, H, r].
+    """
+
+    in_a: Tensor
+    in_b: Tensor
+    down_a: Tensor
+    down_b: Tensor
+    scale: float
+
+
 @dataclass(frozen=True)
 class DeviceExperts:
     """The experts of a batch, ready to multiply."""
@@ -41,9 +58,7 @@ class DeviceExperts:
     matrices: Mapping[int, Tensor]
     biases: Mapping[int, Tensor]  # projection -> [B, N] float32, where there are any
     formula: ExpertFormula  # between up and down
-    # "gate_a" [B, r, H], "gate_b" [B, I, r], ... float32; empty without an adapter
-    lora: Mapping[str, Tensor] = field(default_factory=dict)
-    scale: float = 1.0  # of the adapter
+    lora: BatchLora | None = None
     float8: bool = False  # whether frozen products are computed in FP8
     # (projection, whether transposed) -> matrix in FP8, made when it is first needed
     _rounded: dict[tuple[int, bool], Rounded] = field(default_factory=dict)
@@ -53,10 +68,10 @@ class DeviceExperts:
         """The type that activations are rounded to."""
         return self.matrices[UP].dtype
 
-    def adapter(self, projection: int) -> tuple[Tensor, Tensor]:
-        """A [B, r, K] and B [B, N, r]."""
-        name = PROJECTIONS[projection]
-        return self.lora[f"{name}_a"], self.lora[f"{name}_b"]
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The P projections of x."""
+        return (GATE, UP) if GATE in self.matrices else (UP,)
 
 
 class _Frozen:
@@ -85,38 +100,82 @@ def _masked(z: Tensor, masks: Masks | None, projection: int) -> Tensor:
     return z.float() if masks is None else z * masks(projection, z.shape[-1])
 
 
-def _linear(
-    experts: DeviceExperts, projection: int, z: Tensor, frozen: _Frozen, masks: Masks | None
-) -> Tensor:
-    """W z + s B A m(z) + b in float32. frozen: of z."""
-    out = frozen.by(projection)
-    if experts.lora:
-        a, b = experts.adapter(projection)
-        out.baddbmm_(_masked(z, masks, projection) @ a.mT, b.mT, alpha=experts.scale)
+def _times(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """out = scale a b, whatever is in it; all [B, ...]."""
+    out.baddbmm_(a, b, beta=0, alpha=scale)
+
+
+def _biased(out: Tensor, experts: DeviceExperts, projection: int) -> Tensor:
     if projection in experts.biases:
         out += experts.biases[projection].unsqueeze(1)
     return out
 
 
-def project_in(experts: DeviceExperts, x: Tensor, masks: Masks | None) -> tuple[Tensor | None, Tensor]:
-    """g and u [B, n, I] as stored, of x [B, n, H] as stored."""
-    frozen = _Frozen(experts, x)
+class Projected(NamedTuple):
+    """Of x, as `backward` wants it.
 
-    def linear(projection: int) -> Tensor:
-        return _linear(experts, projection, x, frozen, masks).to(experts.stored)
+    gate (None without one) and up: [B, n, I] as stored. wide: x in float32; None with masks. inner:
+    [B, P r, n], s A m(x) of both. Without an adapter, or where they are still to be computed, both are None.
+    """
 
-    return linear(GATE) if GATE in experts.matrices else None, linear(UP)
+    gate: Tensor | None
+    up: Tensor
+    wide: Tensor | None = None
+    inner: Tensor | None = None
+
+
+def _inner(experts: DeviceExperts, x: Tensor, masks: Masks | None) -> tuple[Tensor | None, Tensor | None]:
+    """wide and inner of `Projected`."""
+    lora = experts.lora
+    if lora is None:
+        return None, None
+    inner = torch.empty((*lora.in_a.shape[:2], x.shape[1]), dtype=torch.float32, device=x.device)
+    if masks is None:
+        wide = x.float()
+        _times(inner, lora.in_a, wide.mT, lora.scale)
+        return wide, inner
+    parts = zip(experts.inputs, _halves(inner, experts), _halves(lora.in_a, experts), strict=True)
+    for projection, part, a in parts:
+        _times(part, a, _masked(x, masks, projection).mT, lora.scale)
+    return None, inner
+
+
+def _halves(values: Tensor, experts: DeviceExperts) -> tuple[Tensor, ...]:
+    """[B, r, ...] of each of the P projections of x."""
+    return values.chunk(len(experts.inputs), 1)
+
+
+def project_in(experts: DeviceExperts, x: Tensor, masks: Masks | None) -> Projected:
+    """g and u of x [B, n, H] as stored."""
+    frozen, (wide, inner), made = _Frozen(experts, x), _inner(experts, x, masks), []
+    for number, projection in enumerate(experts.inputs):
+        out = frozen.by(projection)
+        if experts.lora is not None and inner is not None:
+            out.baddbmm_(_halves(inner, experts)[number].mT, experts.lora.in_b[number].mT)
+        made.append(_biased(out, experts, projection).to(experts.stored))
+    return Projected(None if len(made) == 1 else made[0], made[-1], wide, inner)
 
 
 def _activated(experts: DeviceExperts, gate: Tensor | None, up: Tensor) -> Tensor:
-    made = activate(experts.formula, None if gate is None else gate.float(), up.float())
-    return made.to(experts.stored)
+    """act as stored, of g in float32 and u as stored."""
+    if gate is not None and _is_silu(experts.formula):
+        return torch.mul(silu(gate), up, out=torch.empty_like(up))
+    return activate(experts.formula, gate, up.float()).to(experts.stored)
+
+
+def _is_silu(formula: ExpertFormula) -> bool:
+    """Whether act is silu(g) u and no more."""
+    return formula.activation == "silu" and formula.limit is None
 
 
 def project_out(experts: DeviceExperts, gate: Tensor | None, up: Tensor, masks: Masks | None) -> Tensor:
     """o [B, n, H] float32, not yet weighted, of g and u as stored."""
-    act = _activated(experts, gate, up)
-    return _linear(experts, DOWN, act, _Frozen(experts, act), masks)
+    act, lora = _activated(experts, None if gate is None else gate.float(), up), experts.lora
+    out = _Frozen(experts, act).by(DOWN)
+    if lora is not None:
+        inner = lora.down_a @ _masked(act, masks, DOWN).mT
+        out.baddbmm_(inner.mT, lora.down_b.mT, alpha=lora.scale)
+    return _biased(out, experts, DOWN)
 
 
 @dataclass(frozen=True)
@@ -132,8 +191,7 @@ class RowGradients:
 def backward(
     experts: DeviceExperts,
     x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
+    projected: Projected,
     dy: Tensor,
     weight: Tensor,
     masks: Masks | None,
@@ -143,63 +201,96 @@ def backward(
     """Gradients of `weight` * o.
 
     Args:
-        x: [B, n, H], gate and up: [B, n, I], as stored in forward.
+        x: [B, n, H] as stored. projected: of it, in forward.
         dy: [B, n, H] float32, of the weighted sum. weight: [B, n] float32, the router's. Both are zeros
             where there is no row.
         masks: forward's. input_grad: whether dx is wanted.
     """
+    up, gate = projected.up, None if projected.gate is None else projected.gate.float()
     act = _activated(experts, gate, up)
     stored_dy, w = dy.to(experts.stored), weight.unsqueeze(-1)
     dact = _Frozen(experts, stored_dy).by(DOWN, back=True)
-    grads: dict[str, Tensor] = {}
-    if experts.lora:
-        grads |= _through_adapter(experts, DOWN, act, stored_dy, dact, masks, w)
+    grads = _through_down(experts, act, stored_dy, dact, masks, weight)
+    del stored_dy
     dw = (act * dact).sum(-1)
     if DOWN in experts.biases:
         # the only place that takes dy as it came
         dw += (dy @ experts.biases[DOWN].unsqueeze(-1)).squeeze(-1)
-    d_gate, d_up = slopes(experts.formula, None if gate is None else gate.float(), up.float(), w * dact)
+    upstream = w * dact
+    del act, dact
+    # What is only multiplied by the float32 gradient is widened as it is read.
+    wide_up = up if _is_silu(experts.formula) else up.float()
+    d_gate, d_up = slopes(experts.formula, gate, wide_up, upstream)
+    del upstream, wide_up, gate
+    stored = [d.to(experts.stored) for d in (d_gate, d_up) if d is not None]
+    del d_gate, d_up
     dx: Tensor | None = None
-    for projection, wide in ((GATE, d_gate), (UP, d_up)):
-        if wide is None:
-            continue
-        d = wide.to(experts.stored)
-        if input_grad:
+    if input_grad:
+        for projection, d in zip(experts.inputs, stored, strict=True):
             own = _Frozen(experts, d).by(projection, back=True)
             dx = own if dx is None else dx.add_(own)
-        if experts.lora:
-            grads |= _through_adapter(experts, projection, x, d, dx, masks, None)
+    grads |= _through_in(experts, x, projected, stored, dx, masks)
     return RowGradients(dx, dw, grads)
 
 
-def _through_adapter(
-    experts: DeviceExperts,
-    projection: int,
-    z: Tensor,
-    d: Tensor,
-    dz: Tensor | None,
-    masks: Masks | None,
-    weight: Tensor | None,
+def _through_down(
+    experts: DeviceExperts, act: Tensor, dy: Tensor, dact: Tensor, masks: Masks | None, weight: Tensor
 ) -> dict[str, Tensor]:
-    """The adapter's part of a projection's backward: adds to dz if it is wanted, returns the gradients
-    of A and B.
+    """The adapter's part of down's backward: adds to dact, returns the gradients of A and B.
 
     Args:
-        z: [B, n, K] and d: [B, n, N], the projection's input and the gradient of its output, as stored.
-        weight: [B, n, 1], by which `d`, but not `dz`, is still to be multiplied; None = 1.
+        act: [B, n, I] and dy: [B, n, H], as stored. weight: [B, n], by which dy, but not dact, is still to be
+            multiplied.
     """
-    a, b = experts.adapter(projection)
-    inside, wide = _masked(z, masks, projection), d.float()
-    v = experts.scale * (wide @ b)
-    if dz is not None and masks is None:
-        dz.baddbmm_(v, a)
-    elif dz is not None and masks is not None:
-        dz.addcmul_(v @ a, masks(projection, z.shape[-1]))
-    h = experts.scale * (inside @ a.mT)
-    if weight is not None:
-        v, h = weight * v, weight * h
-    name = PROJECTIONS[projection]
-    return {f"{name}_b": wide.mT @ h, f"{name}_a": v.mT @ inside}
+    lora = experts.lora
+    if lora is None:
+        return {}
+    count, rank, _ = lora.down_a.shape
+    inside, wide = _masked(act, masks, DOWN), dy.float()
+    both = torch.empty((count, 2 * rank, dy.shape[1]), dtype=torch.float32, device=dy.device)
+    v, h = both.chunk(2, 1)
+    _times(v, lora.down_b.mT, wide.mT, lora.scale)
+    _times(h, lora.down_a, inside.mT, lora.scale)
+    _add_through(dact, v, lora.down_a, masks, DOWN)
+    both *= weight.unsqueeze(1)
+    return {"down_b": wide.mT @ h.mT, "down_a": v @ inside}
+
+
+def _through_in(
+    experts: DeviceExperts,
+    x: Tensor,
+    projected: Projected,
+    gradients: Sequence[Tensor],
+    dx: Tensor | None,
+    masks: Masks | None,
+) -> dict[str, Tensor]:
+    """The same of gate and up: adds to dx if it is wanted. gradients: of g and u, [B, n, I] as stored."""
+    lora = experts.lora
+    if lora is None:
+        return {}
+    wide_x, inner = projected[2:] if projected.inner is not None else _inner(experts, x, masks)
+    assert inner is not None, "there is an adapter"
+    made, back = dict[str, Tensor](), torch.empty_like(inner)
+    parts = (_halves(values, experts) for values in (back, inner, lora.in_a))
+    for projection, d, b, v, h, a in zip(experts.inputs, gradients, lora.in_b, *parts, strict=True):
+        wide = d.float()
+        _times(v, b.mT, wide.mT, lora.scale)
+        name = PROJECTIONS[projection]
+        made[f"{name}_b"] = wide.mT @ h.mT
+        made[f"{name}_a"] = v @ (_masked(x, masks, projection) if wide_x is None else wide_x)
+        if dx is not None and masks is not None:
+            _add_through(dx, v, a, masks, projection)
+    if dx is not None and masks is None:
+        _add_through(dx, back, lora.in_a, None, UP)
+    return made
+
+
+def _add_through(dz: Tensor, v: Tensor, a: Tensor, masks: Masks | None, projection: int) -> None:
+    """dz [B, n, K] += Aᵀ v, masked. v: [B, r, n]. a: [B, r, K]."""
+    if masks is None:
+        dz.baddbmm_(v.mT, a)
+    else:
+        dz.addcmul_(v.mT @ a, masks(projection, dz.shape[-1]))
 
 
 def slopes(
@@ -208,6 +299,8 @@ def slopes(
     """Gradients of g (None without a gate) and u, from that of act: the table of docs/numerics.md."""
     if gate is None:
         return None, upstream * 2 * up.clamp(min=0)
+    if _is_silu(formula):
+        return torch.ops.aten.silu_backward(upstream * up, gate), upstream * silu(gate)
     inside_g = inside_u = None
     if formula.limit is not None:
         inside_g, inside_u = gate <= formula.limit, up.abs() <= formula.limit

@@ -1,7 +1,8 @@
 """Which rows of a call the lane computes, in which order. Host tensors; pure functions.
 
 Legend: T tokens of the call, K slots per token, R rows (slots) of the lane's experts, U tokens among them,
-P places: rows as they are computed, every expert of a batch as long as its longest.
+P places: rows as they are computed, every expert of a batch as long as its longest. G bags: of each part the
+rows that one token has there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,13 +22,13 @@ class RowPart(NamedTuple):
     """Rows computed together, those of every expert of a batch.
 
     rows: of the R. places: of the P, as many for every expert. counts: rows of every expert, the first of its
-    places. turns: of every expert None, or parts of its rows that name no token twice.
+    places. bags: of the G.
     """
 
     rows: slice
     places: slice
     counts: tuple[int, ...]
-    turns: tuple[tuple[Tensor, ...] | None, ...]
+    bags: slice
 
     @property
     def full(self) -> bool:
@@ -41,15 +43,20 @@ class Routed:
     # local ids in computing order; parts: of each batch, at most LANE_ROWS places each
     batches: tuple[tuple[int, ...], ...]
     parts: tuple[tuple[RowPart, ...], ...]
-    slots: Tensor  # [R] t * K + k of every row, ascending within an expert
+    slots: Tensor  # [R] int32, t * K + k of every row, ascending within an expert
     tokens: Tensor  # [U] tokens with a row, ascending
-    at: Tensor  # [P] token of each place; T where there is no row
+    at: Tensor  # [P] int32, token of each place; T where there is no row
     weight: Tensor  # [P] router weights; 0 where there is no row
-    spread: Tensor  # [R] place of every row among those of its part
+    spread: Tensor  # [R] int32, place of every row among those of its part
+    # The same rows, those of a part by ascending token:
+    bag_places: Tensor  # [R] int32, as spread
+    bag_starts: Tensor  # [G] int32, first row of each bag, from the first one of its part
+    bag_tokens: Tensor  # [G] int32
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.slots, self.tokens, self.at, self.weight, self.spread))
+        tensors = (self.slots, self.tokens, self.at, self.weight, self.spread)
+        return sum(t.nbytes for t in (*tensors, self.bag_places, self.bag_starts, self.bag_tokens))
 
 
 def route(ids: Tensor, weights: Tensor, batches: Sequence[Sequence[int]], none: int) -> Routed:
@@ -64,36 +71,59 @@ def route(ids: Tensor, weights: Tensor, batches: Sequence[Sequence[int]], none: 
     rank = torch.full((none + 1,), -1, dtype=torch.int64)
     rank[experts] = torch.arange(len(experts))
     order_of_slot = rank[ids.reshape(-1).clamp(max=none)]
-    slots = torch.nonzero(order_of_slot >= 0).flatten()
-    turn = order_of_slot[slots]
-    slots = slots[torch.argsort(turn.to(torch.int16), stable=True)]
+    found = torch.nonzero(order_of_slot >= 0).flatten()
+    turn = order_of_slot[found]
+    by_expert = _sorted(turn)
+    slots = found[by_expert]
     counts = iter(torch.bincount(turn, minlength=len(experts)).tolist())
-    token_of = slots // ids.shape[1]
-    reached = torch.zeros(ids.shape[0], dtype=torch.bool)
-    reached[token_of] = True
-    turn = order_of_slot[slots]
-    repeats = bool(((token_of[1:] == token_of[:-1]) & (turn[1:] == turn[:-1])).any())  # no router does that
+    rows_of: list[list[tuple[int, ...]]] = [_in_parts([next(counts) for _ in batch]) for batch in batches]
+    sizes = torch.tensor([sum(own) for of_batch in rows_of for own in of_batch], dtype=torch.int64)
+    # Found slots ascend by token: so do they within a part when they are sorted by part.
+    part_of = torch.empty_like(turn)
+    part_of[by_expert] = torch.arange(len(sizes)).repeat_interleave(sizes)
+    by_part = _sorted(part_of)
+    token, part_of = found[by_part] // ids.shape[1], part_of[by_part]
+    new = torch.ones(len(token), dtype=torch.bool)
+    new[1:] = (token[1:] != token[:-1]) | (part_of[1:] != part_of[:-1])
+    bags = torch.nonzero(new).flatten()
+    first_of = sizes.cumsum(0) - sizes
+    of_parts = iter(torch.bincount(part_of[bags], minlength=len(sizes)).tolist())
+
     parts: list[tuple[RowPart, ...]] = []
-    row = place = 0
-    for batch in batches:
+    row = place = bag = 0
+    for of_batch in rows_of:
         made = []
-        for own in _in_parts([next(counts) for _ in batch]):
-            longest, first = max(own), row
-            turns = []
-            for count in own:
-                turns.append(_without_repeats(token_of[row : row + count]) if repeats else None)
-                row += count
-            end = place + longest * len(own)
-            made.append(RowPart(slice(first, row), slice(place, end), own, tuple(turns)))
-            place = end
+        for own in of_batch:
+            ends = row + sum(own), place + max(own) * len(own), bag + next(of_parts)
+            made.append(RowPart(slice(row, ends[0]), slice(place, ends[1]), own, slice(bag, ends[2])))
+            row, place, bag = ends
         parts.append(tuple(made))
     spread, starts = _spread([part for of_batch in parts for part in of_batch])
-    at = torch.full((place,), ids.shape[0], dtype=torch.int64)
+    at = torch.full((place,), ids.shape[0], dtype=torch.int32)
     weight = torch.zeros(place, dtype=weights.dtype)
-    at[starts + spread] = token_of
+    at[starts + spread] = (slots // ids.shape[1]).int()
     weight[starts + spread] = weights.reshape(-1)[slots]
-    tokens = torch.nonzero(reached).flatten()
-    return Routed(tuple(map(tuple, batches)), tuple(parts), slots, tokens, at, weight, spread)
+    place_of = torch.empty(len(found), dtype=torch.int32)
+    place_of[by_expert] = spread.int()
+    reached = torch.zeros(ids.shape[0], dtype=torch.bool)
+    reached[token] = True
+    return Routed(
+        tuple(map(tuple, batches)),
+        tuple(parts),
+        slots.int(),
+        torch.nonzero(reached).flatten(),
+        at,
+        weight,
+        spread.int(),
+        place_of[by_part],
+        (bags - first_of[part_of[bags]]).int(),
+        token[bags].int(),
+    )
+
+
+def _sorted(keys: Tensor) -> Tensor:
+    """Order of ascending keys, equal ones as they come. Less than 2^15, which are sorted by their digits."""
+    return torch.from_numpy(np.argsort(keys.numpy().astype(np.int16), kind="stable"))
 
 
 def _in_parts(counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -111,33 +141,18 @@ def _spread(parts: Sequence[RowPart]) -> tuple[Tensor, Tensor]:
     return torch.arange(len(shift)) + shift, starts.repeat_interleave(counts)
 
 
-def _without_repeats(at: Tensor) -> tuple[Tensor, ...] | None:
-    """Rows in parts that name no token twice; None = no row does. `at` ascends."""
-    new = torch.ones_like(at, dtype=torch.bool)
-    new[1:] = at[1:] != at[:-1]
-    if bool(new.all()):
-        return None
-    position = torch.arange(len(at))
-    occurrence = position - torch.where(new, position, 0).cummax(0).values
-    return tuple(torch.nonzero(occurrence == n).flatten() for n in range(int(occurrence.max()) + 1))
+def add_part(out: Tensor, values: Tensor, bags: tuple[Tensor, Tensor, Tensor], weight: Tensor | None) -> None:
+    """out[token] += its rows among `values` [B, n, H] of a part, each times its weight, in an order that is
+    the same every time.
 
+    GPUs add concurrently where an index repeats. So a bag's rows are summed one after the other, and no two
+    bags have one token.
 
-def add_part(out: Tensor, at: Tensor, values: Tensor, part: RowPart) -> None:
-    """out[at] += values [B, n, ...] of a part's rows, in an order that is the same every time: expert after
-    expert, and no sum has two addends at once.
-
-    GPUs add concurrently where an index repeats; with distinct ones every element has one addend. Experts of
-    a batch share tokens, so each has a turn of its own.
+    Args:
+        bags: places, starts and tokens of the part. weight: [B, n] float32; None = 1.
     """
-    for b, (count, turns) in enumerate(zip(part.counts, part.turns, strict=True)):
-        add_rows(out, at[b, :count], values[b, :count], turns)
-
-
-def add_rows(out: Tensor, at: Tensor, values: Tensor, turns: Sequence[Tensor] | None) -> None:
-    """out[at] += values of one expert's rows."""
-    if turns is None:
-        out.index_add_(0, at, values)
-        return
-    for rows in turns:
-        chosen = rows.to(out.device)
-        out.index_add_(0, at[chosen], values[chosen])
+    places, starts, tokens = bags
+    scale = None if weight is None else weight.flatten().index_select(0, places)
+    rows = values.flatten(0, 1)
+    sums = torch.embedding_bag(rows, places, starts, False, 0, False, scale)[0]
+    out.index_add_(0, tokens, sums)

@@ -9,21 +9,24 @@ Nothing is dequantised on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kt_ray.experts.lane_device import LaneDevice
 from kt_ray.experts.lane_formats import matrix_values
-from kt_ray.experts.lane_math import PROJECTIONS, DeviceExperts
+from kt_ray.experts.lane_math import PROJECTIONS, BatchLora, DeviceExperts
 from kt_ray.gpu import driver
 from kt_ray.native import ExpertFormula, ExpertLora, ExpertMatrix, ExpertWeights
 from kt_ray.native.dropout_hash import DOWN, GATE, UP
 
 _ALIGN = 256  # bytes; more than any element
+# Bytes that a link copies while a thread starts one more copy (20 microseconds at 25 GB/s).
+_COPY_BYTES = 1 << 19
 Copy = Callable[[Tensor, Tensor], object]  # (to, source)
 
 
@@ -57,7 +60,6 @@ class Parcel:
     stretches: tuple[_Stretch, ...]
     views: Mapping[str, _View]
     nbytes: int
-    on_device: bool = False
 
     @property
     def carried(self) -> int:
@@ -67,11 +69,6 @@ class Parcel:
         """Copy to the beginning of `buffer` (uint8, at least nbytes)."""
         for s in self.stretches:
             copy(buffer[s.at : s.at + s.source.numel()], s.source)
-
-    def copied(self, memory: Tensor, copy: Copy) -> Parcel:
-        """Copy to the beginning of a device's memory; returns the copy, in one stretch."""
-        self.copy_into(memory, copy)
-        return Parcel((_Stretch(memory[: self.nbytes], 0),), self.views, self.nbytes, on_device=True)
 
 
 def pack(tensors: Mapping[str, Tensor], *, apart: bool = False) -> Parcel:
@@ -118,9 +115,16 @@ def _aligned(size: int) -> int:
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """Experts of a layer whose copies are laid out alike: parcels by id, in host memory or on the device."""
+    """Experts of a layer whose copies are laid out alike.
+
+    Attributes:
+        parcels: by id, what to copy. places: of those that are on the device, where in `memory` they are:
+            uint8 [places, at least nbytes].
+    """
 
     parcels: Mapping[int, Parcel]
+    places: Mapping[int, int] = field(default_factory=dict)
+    memory: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -136,31 +140,46 @@ class PackedExperts:
         return cls(parcels)
 
     def moved_to(self, device: torch.device) -> PackedExperts:
-        """The same on a device, each in one stretch."""
+        """The same on a device only."""
+        memory = torch.empty((len(self.parcels), self.nbytes), dtype=torch.uint8, device=device)
         made = {}
-        for e, parcel in self.parcels.items():
-            memory = torch.empty(parcel.nbytes, dtype=torch.uint8, device=device)
-            made[e] = parcel.copied(memory, Tensor.copy_)
-        return PackedExperts(made)
+        for (e, parcel), place in zip(self.parcels.items(), memory, strict=True):
+            parcel.copy_into(place, Tensor.copy_)
+            made[e] = replace(parcel, stretches=())
+        return PackedExperts(made, {e: number for number, e in enumerate(made)}, memory)
 
-    def copy_into(self, buffer: Tensor, experts: Sequence[int]) -> dict[str, Tensor]:
+    def in_place(self, experts: Sequence[int]) -> dict[str, Tensor] | None:
+        """Tensors, [B, ...] each, of experts that lie one after the other on the device; else None."""
+        first = self.places.get(experts[0])
+        if first is None or any(self.places.get(e) != first + n for n, e in enumerate(experts)):
+            return None
+        assert self.memory is not None
+        return self._cut(self.memory[first:], experts)
+
+    def copy_into(self, buffer: Tensor, experts: Sequence[int], device: LaneDevice) -> dict[str, Tensor]:
         """Start to copy experts one after the other into `buffer`; returns their tensors, [B, ...] each."""
-        for number, e in enumerate(experts):
-            copy = Tensor.copy_ if self.parcels[e].on_device else driver().copy_in
-            self.parcels[e].copy_into(buffer[number * self.nbytes :], copy)
-        return self._cut(buffer, experts[0], len(experts))
+        to = buffer[: len(experts) * self.nbytes].view(len(experts), self.nbytes)
+        if self.memory is not None and all(e in self.places for e in experts):
+            words = self.memory.view(torch.int64)[:, : self.nbytes // 8]  # _ALIGN is a multiple
+            places = device.numbers([self.places[e] for e in experts])
+            torch.index_select(words, 0, places, out=to.view(torch.int64))
+            return self._cut(to, experts)
+        for e, own in zip(experts, to, strict=True):
+            if e in self.places and self.memory is not None:
+                own.copy_(self.memory[self.places[e], : self.nbytes])
+            else:
+                self.parcels[e].copy_into(own, driver().copy_in)
+        return self._cut(to, experts)
 
-    def in_place(self, expert: int) -> dict[str, Tensor]:
-        """The tensors, [1, ...] each, of an expert that lies in one stretch."""
-        return self._cut(self.parcels[expert].stretches[0].source, expert, 1)
-
-    def _cut(self, memory: Tensor, expert: int, count: int) -> dict[str, Tensor]:
+    def _cut(self, memory: Tensor, experts: Sequence[int]) -> dict[str, Tensor]:
+        """memory: uint8 [at least B, at least nbytes]."""
         made = {}
-        for name, view in self.parcels[expert].views.items():
+        for name, view in self.parcels[experts[0]].views.items():
+            size = view.dtype.itemsize
+            offset = view.offset + int(memory.storage_offset()) // size
             empty = torch.empty(0, dtype=view.dtype, device=memory.device)
-            stride = (self.nbytes // empty.element_size(), *view.stride)
-            offset = view.offset + memory.storage_offset() // empty.element_size()  # memory is bytes
-            made[name] = empty.set_(memory.untyped_storage(), offset, (count, *view.size), stride)
+            shape, stride = (len(experts), *view.size), (memory.stride(0) // size, *view.stride)
+            made[name] = empty.set_(memory.untyped_storage(), offset, shape, stride)
         return made
 
 
@@ -179,8 +198,8 @@ class HeldExperts:
         self._places, self._ahead = places, ahead
         self._nbytes = 0  # of a place
         self._memory: Tensor | None = None
-        self._free = list(range(places + ahead))
-        self._here: dict[int, dict[int, tuple[Parcel, int]]] = {}  # layer -> what is here, in which place
+        self._free = list(range(places + ahead))  # ascending: a batch's experts come to lie side by side
+        self._here: dict[int, dict[int, int]] = {}  # layer -> what is here, in which place
 
     def fit(self, host: PackedExperts) -> None:
         """A layer's weights are new: places take its experts, too, and none of them is here."""
@@ -193,11 +212,11 @@ class HeldExperts:
         """A layer's experts: on the device where they are there, or begin to be copied to a free place there,
         else in host memory. And the bytes that are carried."""
         for other in [other for other in self._here if other != layer]:
-            self._free += [place for _, place in self._here.pop(other).values()]
+            self._free = sorted([*self._free, *self._here.pop(other).values()])
         carried = self._bring(layer, host, experts, self._places, device)
         here = self._here[layer]
         carried += sum(host.parcels[e].carried for e in experts if e not in here)
-        return PackedExperts({e: here[e][0] if e in here else host.parcels[e] for e in experts}), carried
+        return PackedExperts(host.parcels, here, self._memory), carried
 
     def bring_ahead(
         self, layer: int, host: PackedExperts, experts: Sequence[int], device: torch.device
@@ -213,16 +232,13 @@ class HeldExperts:
         for e in experts:
             if e in here or len(here) >= most or not self._free:
                 continue
-            memory, parcel = self._place(self._free[0], device), host.parcels[e]
-            here[e] = parcel.copied(memory, driver().copy_in), self._free.pop(0)
-            carried += parcel.carried
+            if self._memory is None:
+                size = (self._places + self._ahead, self._nbytes)
+                self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+            here[e] = self._free.pop(0)
+            host.parcels[e].copy_into(self._memory[here[e]], driver().copy_in)
+            carried += host.parcels[e].carried
         return carried
-
-    def _place(self, number: int, device: torch.device) -> Tensor:
-        if self._memory is None:
-            size = (self._places + self._ahead) * self._nbytes
-            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        return self._memory[number * self._nbytes : (number + 1) * self._nbytes]
 
     def _forget(self) -> None:
         self._here.clear()
@@ -241,7 +257,14 @@ class Adapter(Protocol):
     def scale(self) -> float: ...
 
     def named(self) -> Mapping[str, Any]:
-        """Matrices by name, each with one of every local expert under its id."""
+        """Matrices by name, [E, ...] of every local expert, or `Joined`."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors [E_i, ...], one after the other."""
+
+    parts: tuple[Tensor, ...]
 
 
 class JoinedLora:
@@ -249,43 +272,112 @@ class JoinedLora:
 
     def __init__(self, parts: Sequence[ExpertLora]) -> None:
         self.scale = parts[0].scale
-        self._named = {name: _Joined([part.named()[name] for part in parts]) for name in parts[0].named()}
+        names = parts[0].named()
+        self._named = {name: Joined(tuple(part.named()[name] for part in parts)) for name in names}
 
-    def named(self) -> Mapping[str, _Joined]:
+    def named(self) -> Mapping[str, Joined]:
         return self._named
 
 
-class _Joined:
-    """Tensors [E_i, ...] as one [E, ...] that only gives single rows."""
-
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        self._parts = parts
-
-    def __getitem__(self, expert: int) -> Tensor:
-        for part in self._parts:
-            if expert < len(part):
-                return part[expert]
-            expert -= len(part)
-        raise IndexError("there are fewer experts")
+def adapter_shapes(lora: Adapter | None) -> dict[str, tuple[int, ...]]:
+    """Of one expert's matrices, by name."""
+    return {name: tuple(_parts(t)[0].shape[1:]) for name, t in ({} if lora is None else lora.named()).items()}
 
 
-def adapter_bytes(lora: Adapter | None, experts: int) -> int:
-    """What `copy_adapter` takes for so many experts."""
-    named = {} if lora is None else lora.named()
-    return sum(_aligned(experts * t[0].nbytes) for t in named.values())
+_TOGETHER = {
+    "in_a": ("gate_a", "up_a"),
+    "in_b": ("gate_b", "up_b"),
+    "down_a": ("down_a",),
+    "down_b": ("down_b",),
+}
 
 
-def copy_adapter(lora: Adapter | None, buffer: Tensor, experts: Sequence[int]) -> dict[str, Tensor]:
-    """Start to copy adapters of some local experts; returns them [B, ...], "lora_" before each name."""
-    made, at = {}, 0
-    for name, t in ({} if lora is None else lora.named()).items():
-        first = t[experts[0]]
-        size = len(experts) * first.nbytes
-        copy = buffer[at : at + size].view(first.dtype).view(len(experts), *first.shape)
-        for place, e in zip(copy, experts, strict=True):
-            driver().copy_in(place, t[e])
-        made[f"lora_{name}"] = copy
-        at += _aligned(size)
+def _together(lora: Adapter) -> dict[str, list[tuple[Tensor, ...]]]:
+    """Matrices that one kernel takes experts from: by name, those of each projection, of each owner."""
+    named = lora.named()
+    return {key: [_parts(named[name]) for name in names if name in named] for key, names in _TOGETHER.items()}
+
+
+def adapter_bytes(lora: Adapter | None) -> int:
+    """What `DeviceLora` takes."""
+    every = {} if lora is None else _together(lora)
+    return sum(_aligned(sum(t.nbytes for parts in group for t in parts)) for group in every.values())
+
+
+class DeviceLora:
+    """LoRA of a layer's experts on the device, of which batches are taken.
+
+    Args:
+        lora: on the host; some of it begins to be copied, by the current queue.
+        buffer: uint8, at least adapter_bytes.
+        order: local ids of each batch.
+
+    Attributes:
+        carried: bytes that are copied. Experts between two that are wanted are copied, too, where that is
+            faster than another copy.
+    """
+
+    def __init__(self, lora: Adapter, buffer: Tensor, order: Sequence[Sequence[int]]) -> None:
+        self.scale, self.carried = lora.scale, 0
+        self._made: dict[str, Tensor] = {}  # [P E, ...], one projection's after the other's
+        wanted, at = sorted(e for batch in order for e in batch), 0
+        for key, group in _together(lora).items():
+            first = group[0][0]
+            size = sum(t.nbytes for parts in group for t in parts)
+            to = buffer[at : at + size].view(first.dtype).view(-1, *first.shape[1:])
+            self._made[key] = to
+            at += _aligned(size)
+            for matrices, own in zip(group, to.chunk(len(group)), strict=True):
+                self._copy(matrices, own, wanted)
+        self._inputs = len(_together(lora)["in_a"])
+        self._experts = len(self._made["down_a"])
+        self._order = order
+
+    def _copy(self, parts: Sequence[Tensor], to: Tensor, wanted: Sequence[int]) -> None:
+        begin = 0
+        for part in parts:
+            own = [e - begin for e in wanted if begin <= e < begin + len(part)]
+            for run in _runs(own, _COPY_BYTES // part[0].nbytes if own else 0):
+                source = part[run.start : run.stop]
+                driver().copy_in(to[begin + run.start : begin + run.stop], source)
+                self.carried += source.nbytes
+            begin += len(part)
+
+    def batches(self, device: LaneDevice) -> Iterator[BatchLora]:
+        """Of every batch, once it is there, by the queue that is current at the first one."""
+        numbers = []
+        for batch in self._order:
+            apart = [[p * self._experts + e for e in batch] for p in range(self._inputs)]
+            numbers += [*batch, *chain(*zip(*apart, strict=True)), *chain(*apart)]
+        left = device.numbers(numbers)
+        for batch in self._order:
+            count, inputs = len(batch), self._inputs
+            own, by_expert, by_projection, left = left.tensor_split(
+                (count, (1 + inputs) * count, (1 + 2 * inputs) * count)
+            )
+            in_a = self._made["in_a"].index_select(0, by_expert)
+            in_b = self._made["in_b"].index_select(0, by_projection)
+            yield BatchLora(
+                in_a.view(count, -1, in_a.shape[-1]),
+                in_b.view(inputs, count, *in_b.shape[1:]),
+                self._made["down_a"].index_select(0, own),
+                self._made["down_b"].index_select(0, own),
+                self.scale,
+            )
+
+
+def _parts(matrices: Tensor | Joined) -> tuple[Tensor, ...]:
+    return matrices.parts if isinstance(matrices, Joined) else (matrices,)
+
+
+def _runs(numbers: Sequence[int], gap: int) -> list[range]:
+    """Ascending numbers in runs, those that leave out at most `gap` in one."""
+    made: list[range] = []
+    for n in numbers:
+        if made and n - made[-1].stop <= gap:
+            made[-1] = range(made[-1].start, n + 1)
+        else:
+            made.append(range(n, n + 1))
     return made
 
 
@@ -356,9 +448,11 @@ class LayerKind:
     def gated(self) -> bool:
         return GATE in self.stored
 
-    def unpack(self, tensors: Mapping[str, Tensor], scale: float, *, float8: bool = False) -> DeviceExperts:
-        """A batch's numbers, from its tensors [B, ...] on the device; scale: of the adapter. float8: whether
-        frozen products are computed in FP8."""
+    def unpack(
+        self, tensors: Mapping[str, Tensor], lora: BatchLora | None, *, float8: bool = False
+    ) -> DeviceExperts:
+        """A batch's numbers, from its tensors [B, ...] on the device. float8: whether frozen products are
+        computed in FP8."""
         matrices, biases = {}, {}
         for number in (GATE, UP, DOWN):
             if number not in self.stored:
@@ -370,5 +464,4 @@ class LayerKind:
             matrices[number] = data.to(self.compute)
             if f"{name}_bias" in tensors:
                 biases[number] = tensors[f"{name}_bias"]
-        lora = {n.removeprefix("lora_"): t for n, t in tensors.items() if n.startswith("lora_")}
-        return DeviceExperts(matrices, biases, self.formula, lora, scale, float8)
+        return DeviceExperts(matrices, biases, self.formula, lora, float8)

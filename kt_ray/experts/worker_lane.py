@@ -28,7 +28,7 @@ from kt_ray.experts.device_lane import (
 )
 from kt_ray.experts.lane import Lane
 from kt_ray.experts.lane_check import check_lane
-from kt_ray.experts.lane_weights import Adapter, JoinedLora
+from kt_ray.experts.lane_weights import Adapter, JoinedLora, adapter_shapes
 from kt_ray.experts.shared_experts import OpenExperts
 from kt_ray.gpu import aside, driver
 from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
@@ -368,8 +368,8 @@ class LaneTokens(TokenExchange):
             ids = self.experts.alloc((len(own),), torch.int64)
             ids.copy_(torch.tensor(own, dtype=torch.int64) - owned.start)
             tensors = call.gradients[rank] = {"ids": ids}
-            for name, values in ({} if adapter is None or not own else adapter.named()).items():
-                tensors[name] = self.experts.alloc((len(own), *values[own[0]].shape), torch.float32)
+            for name, shape in (adapter_shapes(adapter) if own else {}).items():
+                tensors[name] = self.experts.alloc((len(own), *shape), torch.float32)
         gradients = call.gradients
 
         def room(batch: Sequence[int], name: str, shape: Sequence[int]) -> Tensor:

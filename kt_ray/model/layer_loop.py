@@ -50,6 +50,7 @@ from kt_ray.model.token_loss import Head
 from kt_ray.placement.order import Op
 from kt_ray.placement.plan_types import ALL_LAYERS, BackwardPart
 from kt_ray.placement.weight_slots import WeightSlots
+from kt_ray.turns import turn
 
 
 class StageExchange(Protocol):
@@ -433,7 +434,7 @@ class LayerLoop:
         if graph.balance is not None:
             pairs.append((graph.balance, torch.ones_like(graph.balance)))
         pairs = [(t, g.to(t.dtype)) for t, g in pairs if t.requires_grad]
-        with self.clock.device("attention"):
+        with self.clock.device("attention"), turn(self.device):
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         return torch.zeros_like(graph.h_in) if graph.h_in.grad is None else graph.h_in.grad
@@ -483,7 +484,7 @@ class LayerLoop:
     def _run(self, layer: int, micro: MicroState, hidden: Tensor) -> Tensor:
         """One call of one layer on one micro-batch."""
         self._use(layer, micro)
-        with self._rows_of(micro):
+        with self._rows_of(micro), turn(self.device):
             return micro.calls[layer].run(self.model.layers[layer], hidden)
 
     def _use(self, layer: int, micro: MicroState) -> None:

@@ -275,6 +275,18 @@ class AdapterSwitch:
             for name in others:
                 self.drop(name)
 
+    @contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Inside, no adapter's values change: what products take of them is made once."""
+        modules = [m for own in self._modules.values() for m in own if hasattr(m, "kept")]
+        for module in modules:
+            module.kept = {}
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.kept = None
+
     def switch(self, layer: int, which: bool | str) -> None:
         """Use an adapter from the next call of a layer on."""
         if self._state[layer] == which:

@@ -122,6 +122,15 @@ def lora_bytes(config: Config) -> int:
     return 12 if config.keeps_reference and not generates(config) else 8
 
 
+def parts_bytes(config: Config, dtype: str, *, gpu: bool) -> int:
+    """Of a worker per LoRA parameter: three bfloat16 numbers of each adapter that one pass, or one session of
+    answers, uses (kt_ray/model/lora_linear.py)."""
+    if not in_parts(config.lora, dtype, gpu=gpu):
+        return 0
+    samplers = config.train_server.samplers if config.trainings else len(config.serve.adapters or ())
+    return 6 * max(1, config.trainings, samplers)
+
+
 def checkpoint_bytes(dims: ModelDims, config: Config) -> int:
     """Bytes of one training checkpoint: parameters and moments in float32 (Muon has one moment)."""
     return 4 * (2 if config.optim.name == "muon" else 3) * trained_params(dims, config.lora)
@@ -473,6 +482,7 @@ def worker_items(
         "embedding and head": element * dims.embedding_params * (ends - looked_up),
         # On a GPU a pass that joins trainings has copies of the others' values and gradients.
         "LoRA": (lora_bytes(config) + (8 * max(0, config.trainings - 1) if gpu else 0)) * adapters
+        + parts_bytes(config, dtype, gpu=gpu) * adapters
         + (8 * reduced if root else 0),
         "optimizer": 8 * reduced if root else 0,
         "kept activations": kept,

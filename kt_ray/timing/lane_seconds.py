@@ -28,16 +28,16 @@ from kt_ray.timing.layer_work import dispatch_seconds
 from kt_ray.timing.simulate import LaneCall
 
 # Kernels per batch (kt_ray.experts.lane_math with LoRA, gate, up and down, no dropout; views not counted).
-KERNELS = {"forward": 25.0, "backward": 71.0}
+KERNELS = {"forward": 27.0, "backward": 59.0}
 # activations=recompute: gate and up do not travel, and are computed once more
-KERNELS_AGAIN = {"forward": -4.0, "backward": 4.0}
+KERNELS_AGAIN = {"forward": -4.0, "backward": -2.0}
 # float8 products: each matrix that is rounded takes three kernels (5 of them in forward, 6 in backward, 3 for
 # gate and up once more), and a product two per expert (itself, and the conversion) in place of one for all
 FLOAT8_KERNELS = {"forward": 5 * 3 - 3.0, "backward": 6 * 3 - 3.0}
 FLOAT8_AGAIN = {"forward": 0.0, "backward": 3 * 3 - 2.0}
 FLOAT8_EACH = 2.0  # per product and expert; a call has three products, five where gate and up come again
-# And per expert: copies of three matrices and three adapters, and one that adds its rows to the tokens'.
-KERNELS_EACH = 10.0
+# And per expert that is not there already: copies of its three matrices.
+KERNELS_EACH = 3.0
 # Bytes per element of what goes to every device (x in bfloat16; backward dy in float32 besides) and back, of
 # tokens that have a row there (y, or dx, in float32).
 ENTERING, BACK = {"forward": 2, "backward": 6}, 4
@@ -63,17 +63,18 @@ def computed(
     batches: int,
     rows: float,
     *,
+    carried: float,
     recompute: bool,
     float8: bool,
 ) -> Computed:
-    """Args: experts, batches: that the GPU computes. rows: of each expert. recompute: gates and ups. float8:
-    `LanePlan.float8`."""
+    """Args: experts, batches: that the GPU computes. rows: of each expert. carried: experts that are not
+    there already. recompute: gates and ups. float8: `LanePlan.float8`."""
     assert rates.gpu is not None
     again = recompute and direction == "backward"
-    kernels, each, products, kept = KERNELS[direction], KERNELS_EACH, 1.0, 0.0
+    kernels, started, products, kept = KERNELS[direction], KERNELS_EACH * carried, 1.0, 0.0
     if float8:
         kernels += FLOAT8_KERNELS[direction] + (FLOAT8_AGAIN[direction] if recompute else 0.0)
-        each += FLOAT8_EACH * (5 if again else 3)
+        started += FLOAT8_EACH * (5 if again else 3) * experts
     if recompute:
         kernels += KERNELS_AGAIN[direction]
         if again:
@@ -81,7 +82,7 @@ def computed(
     else:
         element = ELEMENT_BYTES["float32" if dims.expert_format == "f32" else "bfloat16"]
         kept = experts * rows * (2 if dims.gated else 1) * dims.expert_intermediate * element
-    started = kernels * batches + each * experts
+    started += kernels * batches
     return Computed(dispatch_seconds(started, rates.gpu, rates.cpu_one), products, kept)
 
 
@@ -128,17 +129,18 @@ class LaneSeconds:
         rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
         gpu = lane_flops(self.rates.gpu, dims, self.config, rows)
         together = batch_size(int(rows), dims.expert_params)
-        copies = products = 0.0
+        copies = products = brought = 0.0
         experts = batches = 0
         if others and carried:
             found = lane_parts(self._sizes(actor, others).work(tokens), link, gpu, carried, devices)
             copies, products = found.copies, found.products
             own = -(-carried // devices)
-            experts, batches = own, -(-own // together)
+            experts, batches, brought = own, -(-own // together), float(own)
             if call:  # their adapters travel with every call
                 before = -(-self._counts(actor, layer, tokens, call=call - 1)[2] // devices)
                 held = min(here.lane.held, before) / own
                 copies *= 1 - held * (1 - self._adapter / self._of_actor[actor].bytes)
+                brought *= 1 - held
         if stays:  # only their adapters are copied
             kept = replace(self._sizes(actor, stays), bytes=self._adapter)
             work = kept.work(tokens)
@@ -150,7 +152,7 @@ class LaneSeconds:
             return ()
         recompute = here.activations == "recompute" or here.lane.recompute
         how = {"recompute": recompute, "float8": here.lane.float8}
-        of_batches = computed(dims, self.rates, direction, experts, batches, rows, **how)
+        of_batches = computed(dims, self.rates, direction, experts, batches, rows, carried=brought, **how)
         products *= of_batches.products
         # Gate and up go to host memory and come back.
         leaving = of_batches.kept / self.rates.link.to_host.value if direction == "forward" else 0.0

@@ -86,7 +86,7 @@ class WorkerLaneSeconds:
         ahead = min(lane.ahead, carried) if not call else 0
         batches = -(-carried // batch_size(int(rows), dims.expert_params))
         how = {"recompute": lane.recompute, "float8": lane.float8}
-        found = computed(dims, self.rates, direction, carried, batches, rows, **how)
+        found = computed(dims, self.rates, direction, carried, batches, rows, carried=carried - there, **how)
         products *= found.products
         adapters = carried * self._adapter / into
         x = tokens * dims.expert_width * element

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from kt_ray.pulse import beat
+from kt_ray.turns import paused
 
 Tag = tuple[Any, ...]
 Address = tuple[str, int]  # ("worker", rank) or ("experts", rank)
@@ -109,7 +110,7 @@ class Mailbox:
         self, what: Tag, choose: Callable[[], Tag | None], timeout: float | None, idle: bool
     ) -> Message | None:
         start = time.monotonic()
-        with self._changed:
+        with paused(), self._changed:
             self.waiting_for, self.idle = what, idle
             try:
                 while (tag := choose()) is None:

@@ -22,6 +22,7 @@ BENCHMARKS = REPO / "benchmarks"
 STARTS = {
     "decode": "--rows 1 --groups 2x2 --prompt 8 --tokens 3 --warmup 1 --rounds 1 "
     "--clusters local --json {out} -- model=demo_random",
+    "dispatch_turns": "--callers 1 2 --calls 4 --per-turn 2 --rounds 1 --json {out}",
     "doorbell": "--rounds 20 --pause-ms 0 --repeats 1 --json {out}",
     "first_night": "--scratch {tmp}/night --rows 24 --json {out} cluster=local plan.rates=nominal "
     "data.eval_fraction=0.1 trainer.batch_size=2 generate.max_new_tokens=4",

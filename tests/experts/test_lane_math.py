@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kt_ray.experts.device_lane import DeviceLane, LaneInput
+from kt_ray.experts.device_lane import DeviceLane, LaneInput, _DeviceRows
 from kt_ray.experts.lane import Lane
+from kt_ray.experts.lane_device import LaneDevice
 from kt_ray.experts.lane_formats import matrix_values
 from kt_ray.experts.lane_math import slopes
-from kt_ray.experts.lane_routing import Routed, add_rows, route
+from kt_ray.experts.lane_routing import Routed, add_part, route
 from kt_ray.experts.lane_weights import expert_tensors, pack
 from kt_ray.native import Engine, ExpertFormula
 from kt_ray.native.reference import activate
@@ -168,13 +169,23 @@ def test_rows_are_sorted_and_repeats_are_told_apart() -> None:
     assert all(part.places == part.rows and part.full for (part,) in routed.parts)
     assert routed.tokens.tolist() == [0, 1, 2] and routed.at.tolist() == [0, 0, 0, 1, 2, 2, 2]
     assert routed.weight.tolist() == [0, 2, 1, 5, 6, 7, 8]
-    first, second = (part.turns[0] for (part,) in routed.parts)
-    assert first is not None and [t.tolist() for t in first] == [[0], [1]]
-    assert second is not None and [t.tolist() for t in second] == [[0, 1, 2], [3], [4]]
-    out = torch.zeros(3, 1)
-    add_rows(out, routed.at[2:7], torch.ones(5, 1), second)
-    assert out.flatten().tolist() == [1, 1, 3]
-    assert route(torch.tensor([[0], [1]]), torch.ones(2, 1), ((1,),), none=2).parts[0][0].turns == (None,)
+    assert [part.bags for (part,) in routed.parts] == [slice(0, 1), slice(1, 4)]
+    assert routed.bag_tokens.tolist() == [0, 0, 1, 2] and routed.bag_starts.tolist() == [0, 0, 1, 2]
+    assert routed.bag_places.tolist() == [0, 1, 0, 1, 2, 3, 4]
+
+
+def test_rows_are_added_to_their_tokens() -> None:
+    """Two experts, one with twice as many rows, which name a token three times."""
+    routed = route(torch.tensor([[2, 0, 2], [1, 3, 0], [0, 0, 0], [3, 3, 3]]), torch.ones(4, 3), ((0, 2),), 3)
+    ((part,),) = routed.parts
+    bags = routed.bag_places, routed.bag_starts, routed.bag_tokens
+    values = torch.tensor([1.0, 2, 4, 8, 16, 32, 64, 1e9, 1e9, 1e9]).view(2, 5, 1)
+    out = torch.full((4, 1), 0.5)
+    add_part(out, values, bags, None)
+    assert out.flatten().tolist() == [1 + 32 + 64 + 0.5, 2.5, 4 + 8 + 16 + 0.5, 0.5]
+    add_part(out, values, bags, torch.arange(10.0).view(2, 5))
+    assert out.flatten().tolist() == [97.5 + 5 * 32 + 6 * 64, 4.5, 28.5 + 8 + 24 + 64, 0.5]
+    assert part.bags == slice(0, 3)
 
 
 def test_experts_of_a_batch_have_as_many_places() -> None:
@@ -240,20 +251,20 @@ def test_places_without_a_row_would_be_seen(mutation: str, monkeypatch: pytest.M
     """Were they not zeros, they would change the adapters' gradients."""
     case = uneven(make_case(Shape(tokens=720), torch.float32, bias=True))
     wanted = run_in_lane(case, recompute=True)
-    with_empty, places = DeviceLane._with_empty, DeviceLane._places
+    with_empty, rows_of = DeviceLane._with_empty, _DeviceRows.of
 
     def filled(self: DeviceLane, parts: Sequence[Tensor], dtype: torch.dtype, *there: bool) -> Tensor:
         made = with_empty(self, parts, dtype, *there)
         made[-1] = 1.0 if mutation == "values" else torch.nan
         return made
 
-    def weighted(self: DeviceLane, routed: Routed) -> tuple[Tensor, Tensor, Tensor]:
-        at, weight, spread = places(self, routed)
-        return at, torch.where(at == len(case.x), 1.0, weight), spread
+    def weighted(routed: Routed, device: LaneDevice) -> _DeviceRows:
+        rows = rows_of(routed, device)
+        return rows._replace(weight=torch.where(rows.at == len(case.x), 1.0, rows.weight))
 
     monkeypatch.setattr(DeviceLane, "_with_empty", filled)
     if mutation == "values":
-        monkeypatch.setattr(DeviceLane, "_places", weighted)
+        monkeypatch.setattr(_DeviceRows, "of", weighted)
     with pytest.raises(AssertionError, match="gate_a"):
         alike(run_in_lane(case, recompute=True), wanted, torch.float32)
 

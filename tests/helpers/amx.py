@@ -101,8 +101,11 @@ class Amx:
         return program
 
     def environment(self, **more: str) -> dict[str, str]:
-        """os.environ, under which a child process finds AMX; `more` is added."""
-        result = {**os.environ, **more}
+        """os.environ, under which a child process finds AMX; `more` is added.
+
+        A child is no worker of pytest-xdist, of which plugins (pytest-benchmark) warn.
+        """
+        result = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")} | more
         if self.emulator is not None:
             result |= {
                 "LD_PRELOAD": " ".join([str(self.emulator), *os.environ.get("LD_PRELOAD", "").split()]),

@@ -13,7 +13,7 @@ from kt_ray.checkpoint.quantized_linear import QuantizedLinear
 from kt_ray.config.schema import LoraConfig
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.lora import AdapterSwitch, inject_lora
-from kt_ray.model.lora_linear import LoraFunction, LoraLinear
+from kt_ray.model.lora_linear import LoraFunction, LoraLinear, Parts
 from kt_ray.native import ExpertMatrix
 
 EXACT = 2.0**-15  # of what the adapter adds, before anything is rounded to bfloat16
@@ -154,9 +154,10 @@ def test_only_what_is_asked_for() -> None:
 
 
 def test_what_is_kept_for_backward() -> None:
-    """x itself and three numbers of two bytes per token and rank: no float32 copy."""
+    """x itself, and three numbers of two bytes per token and rank, and per parameter: no float32 copy."""
     kept: list[Tensor] = []
     a, b = normal(1, 2, 50).requires_grad_(), normal(2, 40, 2).requires_grad_()
+    parts = Parts.of(a, b, 1.0)
     x = normal(3, 6, 50).bfloat16()
 
     def keep(tensor: Tensor) -> Tensor:
@@ -164,9 +165,10 @@ def test_what_is_kept_for_backward() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        LoraFunction.apply(x, a, b, 1.0, base_of("plain", 50, 40))
-    own = [t for t in kept if t is not a and t is not b and t.data_ptr() != x.data_ptr()]
-    assert [(tuple(t.shape), t.dtype) for t in own] == [((3, 2, 6), torch.bfloat16)]
+        LoraFunction.apply(x, a, b, 1.0, base_of("plain", 50, 40), True, slice(None), parts)
+    own = [t for t in kept if t.data_ptr() not in {x.data_ptr(), *(part.data_ptr() for part in parts)}]
+    assert [(tuple(t.shape), t.dtype) for t in own] == [((6, 6), torch.bfloat16)]
+    assert [(tuple(t.shape), t.dtype) for t in parts] == [((6, n), torch.bfloat16) for n in (50, 40)]
 
 
 def adapted(base: Any, **changes: Any) -> tuple[Any, dict[str, nn.Parameter]]:
@@ -242,6 +244,34 @@ def test_a_disabled_adapter_and_other_values(everywhere: list[Any]) -> None:
     assert torch.equal(layer.q_proj(x), trained) and not torch.equal(trained, twice)
     switch.switch(0, True)
     assert torch.equal(layer.q_proj(x), twice)
+
+
+def test_parts_of_values_that_do_not_change(everywhere: list[Any], monkeypatch: Any) -> None:
+    """Made once for all calls, of each adapter that is used meanwhile; the same bits."""
+    made: list[Parts] = []
+    of = Parts.of
+    monkeypatch.setattr(Parts, "of", lambda *given: made.append(of(*given)) or made[-1])
+    x = normal(3, 2, 9, 48).bfloat16()
+    layer, parameters = adapted(base_of("plain", 48, 40))
+    switch = AdapterSwitch({0: layer}, parameters)
+    switch.keep("half", copy=True)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.mul_(2)
+    own = passed(layer, x, parameters)
+    made.clear()
+    with switch.fixed():
+        first, again = passed(layer, x, parameters), passed(layer, x, parameters)
+        switch.switch(0, "half")
+        half = passed(layer, x, parameters)
+        switch.switch(0, True)
+        assert torch.equal(passed(layer, x, parameters)[0], own[0]) and len(made) == 2
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(own, first, again, strict=True))
+    assert not torch.equal(half[0], own[0])
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.mul_(0.5)
+    assert torch.equal(passed(layer, x, parameters)[0], half[0])
 
 
 @pytest.mark.parametrize("in_parts", [True, False], ids=["parts", "peft"])

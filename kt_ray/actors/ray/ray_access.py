@@ -168,9 +168,11 @@ def check_open_dashboard(cluster: ClusterConfig) -> None:
     Raises:
         UserError: that.
     """
-    from kt_ray.serve.access import is_loopback
+    if not (token_off() and cluster.dashboard):
+        return
+    from kt_ray.serve.access import is_loopback  # needs packages that Ray's dashboard has, too
 
-    if token_off() and cluster.dashboard and not is_loopback(cluster.dashboard_host):
+    if not is_loopback(cluster.dashboard_host):
         raise UserError(
             "anybody who reaches the dashboard could run programs as this user",
             where=f"cluster.dashboard_host={cluster.dashboard_host}",
