@@ -102,8 +102,7 @@ struct Test {
             for (int b = 0; b < blocks; ++b) {
                 ComputeF32Ahead::run(steps, count, left.data(), slices, other.data(), sums.data(), b > 0,
                                      Touch{nullptr});
-                MicroF32::run({0, count, count}, left.data(), slices * kSlice, other.data(),
-                              plain_sums.data(), b > 0);
+                MicroF32::run(count, left.data(), slices * kSlice, other.data(), plain_sums.data(), b > 0);
             }
             steps.finish();
         }

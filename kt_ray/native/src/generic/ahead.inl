@@ -1,19 +1,8 @@
-// Work that products do in passing, a bit after every line of depth, where the micro-kernel says kInPassing.
-struct Later {
-    int64_t bits = 0;  // left
-    void (*do_bit)(Later&) = nullptr;
-
-    void finish() {
-        while (bits > 0) do_bit(*this);
-    }
-};
-
 // Cache lines that the end of a row block's products will need: asked for one at a time during the
 // products, where the micro-kernel can.
 struct Touch {
     const char** lines;
     int64_t count = 0;
-    Later* later = nullptr;  // of the tile before
 
     void add(const void* line) { lines[count++] = static_cast<const char*>(line); }
 };
@@ -50,6 +39,6 @@ struct ComputeF32 {
     static void run(Ahead&, int count, const float* left, int64_t slices, const float* panel, float* tile,
                     bool accumulate, Touch touch) {
         for (int64_t i = 0; i < touch.count; ++i) __builtin_prefetch(touch.lines[i], 0, 2);
-        MicroF32::run({0, count, count}, left, slices * kSlice, panel, tile, accumulate);
+        MicroF32::run(count, left, slices * kSlice, panel, tile, accumulate);
     }
 };

@@ -305,25 +305,15 @@ struct Int8Products {
     static constexpr int kRaised = M::kRaised;
     using Ahead = A;
 
-    struct Job {
-        Ahead& ahead;
-        Later* later;
-        void step() {
-            if constexpr (M::kInPassing)
-                if (later != nullptr && later->bits > 0) later->do_bit(*later);
-            ahead.step();
-        }
-    };
     static void run(Ahead& ahead, int count, const QuantisedLeft<T>& left, int64_t slices, const T* panel,
                     float* tile, bool accumulate, Touch touch) {
         for (int64_t i = 0; i < touch.count; ++i) __builtin_prefetch(touch.lines[i], 0, 2);
-        Job job{ahead, touch.later};
         if (left.in_groups)
             return G::run(count, left.data, left.rows, slices, panel,
                           reinterpret_cast<const float*>(panel + panel_size<T>(slices)), tile, accumulate,
-                          job);
+                          ahead);
         M::run(count, left.data, slices / line_slices<T>(), panel, reinterpret_cast<int32_t*>(tile),
-               accumulate, job);
+               accumulate, ahead);
     }
 
     // The sums times the scales of their rows and, where the panel's columns are channels, of these.

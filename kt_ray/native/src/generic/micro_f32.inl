@@ -18,18 +18,12 @@ struct Fetch {
     }
 };
 
-// Rows [first, last) of a block of `of`.
-struct BlockRows {
-    int first, last, of;
-};
-
 struct MicroF32 {
     using T = float;
     static constexpr int64_t kPack = 1;
     static constexpr int64_t kLine = 16;
     static constexpr int64_t kMaxRows = kMaxRowsF32;
     static constexpr int64_t kPanelBytes = 128 * 1024, kSumPanels = 1;
-    static constexpr bool kInPassing = false;
     static constexpr int64_t kRowStep = 1;
 
     // `left1` multiplies the second half of the panel; the same as `left0` unless kTwo.
@@ -66,16 +60,15 @@ struct MicroF32 {
     }
 
     template <bool kTwo, int... Counts>
-    static void dispatch(BlockRows rows, const float* left0, const float* left1, int64_t steps,
-                         const float* panel, float* to, bool accumulate,
-                         std::integer_sequence<int, Counts...>) {
+    static void dispatch(int count, const float* left0, const float* left1, int64_t steps, const float* panel,
+                         float* to, bool accumulate, std::integer_sequence<int, Counts...>) {
         using Tile = void (*)(const float*, const float*, int64_t, int64_t, const float*, float*, bool);
         static constexpr Tile tiles[] = {tile<Counts + 1, kTwo>...};
-        const int count = rows.last - rows.first, runs = static_cast<int>(pieces(count, kMaxRows));
+        const int runs = static_cast<int>(pieces(count, kMaxRows));
         for (int q = 0; q < runs; ++q) {
-            const int first = rows.first + count * q / runs, end = rows.first + count * (q + 1) / runs;
-            tiles[end - first - 1](left0 + first * kLine, left1 + first * kLine, rows.of * kLine, steps,
-                                   panel, to + first * 2 * kLanes, accumulate);
+            const int first = count * q / runs, rows = count * (q + 1) / runs - first;
+            tiles[rows - 1](left0 + first * kLine, left1 + first * kLine, count * kLine, steps, panel,
+                            to + first * 2 * kLanes, accumulate);
         }
     }
 
@@ -136,17 +129,17 @@ struct MicroF32 {
                        std::make_integer_sequence<int, kMaxRows>());
     }
 
-    // tile [rows.of][2 * kLanes] (+)= packed left [.., steps] times panel [steps][2 * kLanes], for some rows.
-    static void run(BlockRows rows, const float* left, int64_t steps, const float* panel, float* to,
+    // tile [count][2 * kLanes] (+)= packed left [.., steps] times panel [steps][2 * kLanes].
+    static void run(int count, const float* left, int64_t steps, const float* panel, float* to,
                     bool accumulate) {
-        dispatch<false>(rows, left, left, steps, panel, to, accumulate,
+        dispatch<false>(count, left, left, steps, panel, to, accumulate,
                         std::make_integer_sequence<int, kMaxRows>());
     }
 
     // The halves of the tile += left0 and left1 times the halves of the panel.
-    static void run_two(BlockRows rows, const float* left0, const float* left1, int64_t steps,
-                        const float* panel, float* to) {
-        dispatch<true>(rows, left0, left1, steps, panel, to, true,
+    static void run_two(int count, const float* left0, const float* left1, int64_t steps, const float* panel,
+                        float* to) {
+        dispatch<true>(count, left0, left1, steps, panel, to, true,
                        std::make_integer_sequence<int, kMaxRows>());
     }
 };

@@ -10,7 +10,6 @@ struct MicroInt8 {
     using T = Element;
     static constexpr int kRaised = kRaised_;
     static constexpr int64_t kPanelBytes = 128 * 1024, kSumPanels = 1;
-    static constexpr bool kInPassing = false;
 
     template <int N, class Job>
     static void tile(const char* left, int64_t piece_bytes, int64_t lines, const char* panel, int32_t* to,

@@ -169,61 +169,12 @@ struct Moe {
             widen(from, kLine, line);
     }
 
-    // The end of a tile: at once, or some rows at a time during the next products. `place` is where a tile
-    // may lie meanwhile.
-    template <class Finish>
-    struct EndingAtOnce {
-        const Finish& finish_rows;
-        static constexpr int64_t place = 0;
-
-        explicit EndingAtOnce(const Finish& f) : finish_rows(f) {}
-        void begin(int64_t item, const RowBlock& b, float* tile) {
-            finish_rows(item, b, tile, BlockRows{0, b.count, b.count});
-        }
-        static Later* during(int64_t) { return nullptr; }
-        static void finish() {}
-    };
-    template <class Finish>
-    struct EndingInPassing : Later {
-        const Finish& finish_rows;
-        int64_t place = 0, item = 0;
-        const RowBlock* block = nullptr;
-        float* tile = nullptr;
-        int done = 0, rows = 0;  // rows so far, in a bit
-
-        explicit EndingInPassing(const Finish& f) : finish_rows(f) {
-            do_bit = [](Later& self) { static_cast<EndingInPassing&>(self).next(); };
-        }
-        void begin(int64_t j, const RowBlock& b, float* sums) {
-            item = j;
-            block = &b;
-            tile = sums;
-            done = 0;
-            rows = b.count;
-            bits = 1;
-            place ^= C::Micro::kMaxRows;
-        }
-        Later* during(int64_t lines) {
-            if (bits == 0) return nullptr;
-            rows = static_cast<int>(pieces(block->count, lines));
-            bits = pieces(block->count, rows);
-            return this;
-        }
-        void next() {
-            const int first = done;
-            done = static_cast<int>(min_of(block->count, done + rows));
-            --bits;
-            finish_rows(item, *block, tile, BlockRows{first, done, block->count});
-        }
-    };
-
     // Products of packed rows with a sequence of panels, each decoded while the one before is used. Depth
     // goes block by block through groups of kSumPanels panels, whose sums are kept meanwhile.
     //
     // source_of(j): the panel of item j; blocks_of(j): its row blocks [first, last); left_of(block): their
     // packed rows, `slices` deep; before(j, block, touch) names the lines that finish will need;
-    // finish(j, block, tile, rows) gets the complete products: of a block at once, or some rows at a time
-    // during the products of the next block.
+    // finish(j, block, tile) gets the complete products.
     template <class SourceOf, class BlocksOf, class LeftOf, class Before, class Finish>
     void sweep(int64_t items, int64_t slices, const SourceOf& source_of, const BlocksOf& blocks_of,
                const LeftOf& left_of, const Before& before, const Finish& finish) const {
@@ -256,8 +207,6 @@ struct Moe {
         };
         Step now{0, 0};
         know(now);
-        std::conditional_t<F::Micro::kInPassing, EndingInPassing<Finish>, EndingAtOnce<Finish>> ending(
-            finish);
         auto ahead = decoder();
         ahead.start(stretch(now), s.frozen_panel[0], 0, stretch(after(now)));
         ahead.finish();
@@ -275,20 +224,17 @@ struct Moe {
                 const RowBlock& b = p.blocks[q];
                 Touch touch{s.lines};
                 if (last) before(now.item, b, touch);
-                float* tile = s.tiles + (cuts > 1 ? first_sum + b.begin : ending.place) * kColumns;
+                float* tile = cuts == 1 ? s.tiles : s.tiles + (first_sum + b.begin) * kColumns;
                 const auto left = left_of(b);
-                touch.later = ending.during(slices_now / kWhole);
                 F::run(ahead, b.count, left + begin * kSlice * b.count, slices_now, s.frozen_panel[buffer],
                        tile, now.cut > 0, touch);
                 if constexpr (Quantised<C>)
                     if (last) F::complete(*stretch(now).source, b.count, left, tile);
-                ending.finish();
-                if (last) ending.begin(now.item, b, tile);
+                if (last) finish(now.item, b, tile);
             }
             ahead.finish();
             now = next;
         }
-        ending.finish();
     }
 
     auto decoder() const {

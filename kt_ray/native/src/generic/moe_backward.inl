@@ -32,28 +32,28 @@ void dact(int64_t task) const {
                     touch.add(packed_at(dpair(b), b, k, part * p.inter_pad + i));
                 }
         },
-        [&](int64_t j, const RowBlock& b, float* tile, BlockRows rows) {
+        [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t i = first + j * kColumns, columns = min_of(kColumns, p.inter - i);
             if (const LoraView* lora = lora_of(b)) {
                 if (expanded.is_new(j, b))
                     expand_columns(lora->down_a + e * lora->rank * p.inter + i, p.inter, columns, lora->rank,
                                    s.lora_panel);
-                add_expansion(b, rows, lora_out(b), lora->rank, s.lora_panel, i, columns, kDown, tile);
+                add_expansion(b, lora_out(b), lora->rank, s.lora_panel, i, columns, kDown, tile);
             }
             float* dw = p.dw_parts + i / kDwColumns * p.rows + b.begin;
-            for_activation([&](auto kind) { deactivate_rows<decltype(kind)::value>(tile, b, rows, i, dw); });
+            for_activation([&](auto kind) { deactivate_block<decltype(kind)::value>(tile, b, i, dw); });
         });
 }
 
 // tile += mask * (packed left times the LoRA panel); [first, first + columns) are the masked features.
-void add_expansion(const RowBlock& b, BlockRows rows, const float* left, int64_t rank, const float* panel,
-                   int64_t first, int64_t columns, Projection projection, float* tile) const {
+void add_expansion(const RowBlock& b, const float* left, int64_t rank, const float* panel, int64_t first,
+                   int64_t columns, Projection projection, float* tile) const {
     if (p.row_hash == nullptr) {
-        MicroF32::run(rows, left, rank, panel, tile, true);
+        MicroF32::run(b.count, left, rank, panel, tile, true);
         return;
     }
-    MicroF32::run(rows, left, rank, panel, s.masked, false);
-    for (int64_t k = rows.first; k < rows.last; ++k) {
+    MicroF32::run(b.count, left, rank, panel, s.masked, false);
+    for (int64_t k = 0; k < b.count; ++k) {
         float* from = s.masked + k * kColumns;
         drop(from, columns, first, b.begin + k, projection);
         for (int64_t j = 0; j < kColumns; ++j) tile[k * kColumns + j] += from[j];
@@ -63,10 +63,10 @@ void add_expansion(const RowBlock& b, BlockRows rows, const float* left, int64_t
 // From the unweighted gradient of act: weighted gradients of gate and up; act again, for the gradient
 // of A_down; and <act, dact> over these columns to dw. Padding comes out as zero: dact is zero there.
 template <Activation A>
-void deactivate_rows(const float* tile, const RowBlock& b, BlockRows rows, int64_t i, float* dw) const {
+void deactivate_block(const float* tile, const RowBlock& b, int64_t i, float* dw) const {
     constexpr bool gated = A != Activation::relu2;
     const ActivationSpec spec = p.activation;
-    const int64_t up = gated ? p.inter_pad : 0;
+    const int64_t count = b.count, up = gated ? p.inter_pad : 0;
     const int64_t halves = i + kLanes < p.inter_pad ? 2 : 1;
     const float* weight = p.row_weight + b.begin;
     Vec products[C::Micro::kMaxRows];
@@ -77,7 +77,7 @@ void deactivate_rows(const float* tile, const RowBlock& b, BlockRows rows, int64
         T* to = packed_at(act(b), b, 0, column);
         T* to_g = packed_at(dpair(b), b, 0, column);
         T* to_u = packed_at(dpair(b), b, 0, up + column);
-        for (int64_t k = rows.first; k < rows.last; ++k) {
+        for (int64_t k = 0; k < count; ++k) {
             const Vec d = vload(tile + k * kColumns + half * kLanes);
             const Vec g = gated ? vload(from_g + k * kNextRow<S>) : vset1(0.0f);
             const Vec u = vload(from_u + k * kNextRow<S>);
@@ -90,12 +90,12 @@ void deactivate_rows(const float* tile, const RowBlock& b, BlockRows rows, int64
             products[k] = half == 0 ? product : products[k] + product;
         }
     }
-    for (int64_t k = rows.first; k < rows.last; ++k) {
+    for (int64_t k = 0; k < count; ++k) {
         const float part = vsum(halves == 2 ? products[k] : products[k] + vset1(0.0f));
         dw[k] = i % kDwColumns == 0 ? part : dw[k] + part;
     }
     if (i + kColumns < p.inter) return;
-    for (int64_t k = rows.first; k < rows.last; ++k)
+    for (int64_t k = 0; k < count; ++k)
         for (int64_t part = 0; part < p.parts; ++part)
             pad_packed(dpair(b), b, k, part * p.inter_pad + min_of(i + kColumns, p.inter_pad),
                        (part + 1) * p.inter_pad);
@@ -129,7 +129,7 @@ void dx(int64_t index) const {
             }
             touch_rows(p.dx + h, b, touch);
         },
-        [&](int64_t j, const RowBlock& b, float* tile, BlockRows rows) {
+        [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
             if (const LoraView* lora = lora_of(b)) {
                 const int64_t rank = lora->rank, at = spans[j / panels].expert * rank * p.hidden + h;
@@ -141,11 +141,11 @@ void dx(int64_t index) const {
                 }
                 const float* left = dlora_in(b);
                 if (p.parts == 2) {
-                    add_expansion(b, rows, left, rank, s.lora_panel, h, columns, kGate, tile);
+                    add_expansion(b, left, rank, s.lora_panel, h, columns, kGate, tile);
                     left += rank_lines(*lora) * b.count * kRankLine;
                 }
-                add_expansion(b, rows, left, rank, up_panel, h, columns, kUp, tile);
+                add_expansion(b, left, rank, up_panel, h, columns, kUp, tile);
             }
-            scatter(b, rows, tile, nullptr, columns, p.dx + h);
+            scatter(b, tile, nullptr, columns, p.dx + h);
         });
 }

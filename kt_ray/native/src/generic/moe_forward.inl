@@ -106,16 +106,16 @@ void gate_up(int64_t task) const {
                 for (int64_t k = 0; k < b.count; ++k)
                     touch.add(packed_at(pair(b), b, k, part * p.inter_pad + i));
         },
-        [&](int64_t j, const RowBlock& b, float* tile, BlockRows rows) {
+        [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t i = first + j * width, columns = min_of(width, p.inter - i);
             if (const LoraView* lora = lora_of(b)) {
                 if (expanded.is_new(j, b)) expand_pair(*lora, e, i, columns);
                 const int64_t up_piece = gated ? rank_lines(*lora) * b.count * kRankLine : 0;
                 const float* left = lora_in(b);
-                MicroF32::run_two(rows, left, left + up_piece, lora->rank, s.lora_panel, tile);
+                MicroF32::run_two(b.count, left, left + up_piece, lora->rank, s.lora_panel, tile);
             }
-            add_bias(tile, rows, e, i, columns);
-            for_activation([&](auto kind) { activate_rows<decltype(kind)::value>(tile, b, rows, i); });
+            add_bias(tile, b.count, e, i, columns);
+            for_activation([&](auto kind) { activate_block<decltype(kind)::value>(tile, b, i); });
         });
 }
 
@@ -129,10 +129,10 @@ void expand_pair(const LoraView& lora, int64_t e, int64_t i, int64_t columns) co
     }
 }
 
-void add_bias(float* tile, BlockRows rows, int64_t e, int64_t i, int64_t columns) const {
+void add_bias(float* tile, int64_t rows, int64_t e, int64_t i, int64_t columns) const {
     if (p.gate_bias == nullptr && p.up_bias == nullptr) return;
     const int64_t up_at = p.parts == 2 ? kLanes : 0;
-    for (int64_t k = rows.first; k < rows.last; ++k)
+    for (int64_t k = 0; k < rows; ++k)
         for (int64_t j = 0; j < columns; ++j) {
             if (p.gate_bias != nullptr) tile[k * kColumns + j] += p.gate_bias[e * p.inter + i + j];
             if (p.up_bias != nullptr) tile[k * kColumns + up_at + j] += p.up_bias[e * p.inter + i + j];
@@ -161,15 +161,16 @@ void for_activation(const Body& body) const {
 // act from the stored gate and up, so that keeping or recomputing them is the same. Columns beyond I
 // come out as zero, which the padding of act must be.
 template <Activation A>
-void activate_rows(const float* tile, const RowBlock& b, BlockRows rows, int64_t i) const {
+void activate_block(const float* tile, const RowBlock& b, int64_t i) const {
     constexpr bool gated = A != Activation::relu2;
     constexpr int64_t width = gated ? kLanes : kColumns;
     const ActivationSpec spec = p.activation;
+    const int64_t count = b.count;
     for (int64_t j = 0; j < width; j += kLanes) {
-        const float* from = tile + rows.first * kColumns + j;
-        T* to = packed_at(act(b), b, rows.first, i + j);
+        const float* from = tile + j;
+        T* to = packed_at(act(b), b, 0, i + j);
         if (p.pair == nullptr) {
-            for (int64_t k = rows.first; k < rows.last; ++k, from += kColumns, to += kLine) {
+            for (int64_t k = 0; k < count; ++k, from += kColumns, to += kLine) {
                 const Vec g = vthrough<S>(vload(from));
                 const Vec u = gated ? vthrough<S>(vload(from + kLanes)) : g;
                 store_rounded(to, activate<A>(spec, g, u));
@@ -178,7 +179,7 @@ void activate_rows(const float* tile, const RowBlock& b, BlockRows rows, int64_t
         }
         S* to_g = packed_at(pair(b), b, 0, i + j);
         S* to_u = gated ? packed_at(pair(b), b, 0, p.inter_pad + i) : to_g;
-        for (int64_t k = rows.first; k < rows.last; ++k, from += kColumns, to += kLine) {
+        for (int64_t k = 0; k < count; ++k, from += kColumns, to += kLine) {
             const Vec raw_g = vload(from), raw_u = gated ? vload(from + kLanes) : raw_g;
             const Vec g = vthrough<S>(raw_g), u = vthrough<S>(raw_u);
             vstore(to_g + k * kNextRow<S>, raw_g);
@@ -188,7 +189,7 @@ void activate_rows(const float* tile, const RowBlock& b, BlockRows rows, int64_t
     }
     const int64_t end = i + width;
     if (end < p.inter) return;
-    for (int64_t k = rows.first; k < rows.last; ++k) {
+    for (int64_t k = 0; k < count; ++k) {
         pad_packed(act(b), b, k, end, p.inter_pad);
         for (int64_t part = 0; p.pair != nullptr && part < p.parts; ++part)
             pad_packed(pair(b), b, k, part * p.inter_pad + end, (part + 1) * p.inter_pad);
@@ -224,20 +225,20 @@ void down(int64_t index) const {
                               min_of(kColumns, p.hidden - h) * lora->rank, touch);
             touch_rows(p.y + h, b, touch);
         },
-        [&](int64_t j, const RowBlock& b, float* tile, BlockRows rows) {
+        [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
             const int64_t e = spans[j / panels].expert;
             if (const LoraView* lora = lora_of(b)) {
                 if (expanded.is_new(j, b))
                     expand_rows_of_panel(lora->down_b + (e * p.hidden + h) * lora->rank, columns, lora->rank,
                                          s.lora_panel);
-                MicroF32::run(rows, lora_mid(b), lora->rank, s.lora_panel, tile, true);
+                MicroF32::run(b.count, lora_mid(b), lora->rank, s.lora_panel, tile, true);
             }
             if (p.down_bias != nullptr)
-                for (int64_t k = rows.first; k < rows.last; ++k)
+                for (int64_t k = 0; k < b.count; ++k)
                     for (int64_t c = 0; c < columns; ++c)
                         tile[k * kColumns + c] += p.down_bias[e * p.hidden + h + c];
-            scatter(b, rows, tile, p.row_weight + b.begin, columns, p.y + h);
+            scatter(b, tile, p.row_weight + b.begin, columns, p.y + h);
         });
 }
 
@@ -260,11 +261,10 @@ void touch_rows(const float* column, const RowBlock& b, Touch& touch) const {
 }
 
 // Adds the rows of a tile to their tokens' rows of y or dx, times their weights if there are any.
-void scatter(const RowBlock& b, BlockRows rows, const float* tile, const float* weights, int64_t columns,
+void scatter(const RowBlock& b, const float* tile, const float* weights, int64_t columns,
              float* column) const {
     const int32_t* token = p.row_token + b.begin;
-    tile += rows.first * kColumns;
-    for (int64_t k = rows.first; k < rows.last; ++k, tile += kColumns) {
+    for (int64_t k = 0; k < b.count; ++k, tile += kColumns) {
         float* to = column + token[k] * p.hidden;
         const float weight = weights == nullptr ? 1.0f : weights[k];
         if (columns == kColumns)

@@ -33,7 +33,7 @@ void sweep_rows(int64_t items, int64_t slices, const SourceOf& source_of, const 
                        s.tiles + part.half * kLanes);
         }
         for (int64_t q = range.first; q < range.last; ++q)
-            finish(j, p.blocks[q], s.tiles + (q - range.first) * kColumns, BlockRows{0, 1, 1});
+            finish(j, p.blocks[q], s.tiles + (q - range.first) * kColumns);
         now = next;
     }
 }

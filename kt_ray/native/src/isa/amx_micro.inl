@@ -97,7 +97,6 @@ struct MicroTiles {
     static constexpr int kMaxRows = 2 * kTileRows;
     // A panel's block is to stay in the L1 cache while all rows pass, the rows' block and the sums in the L2.
     static constexpr int64_t kPanelBytes = 32 * 1024, kSumPanels = 8;
-    static constexpr bool kInPassing = true;    // tiles are finished during the next one's products
     static constexpr bool kSpreads = false;     // of what decoding ahead fetches
     static constexpr int kRowStep = kTileRows;  // blocks of rows are cut at multiples of this
 

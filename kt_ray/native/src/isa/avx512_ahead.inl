@@ -83,12 +83,8 @@ struct AheadState {
     int64_t quota = 0;  // units per slice of products
 };
 
-// A step of the products does a bit of what is left to do, and asks for one of the lines; those that do not
-// fit are not asked for.
-template <class K>
+// A step of the products asks for one of the lines; those that do not fit are not asked for.
 KT_INLINE void touch_one(Touch& touch) {
-    if constexpr (K::kInPassing)
-        if (touch.later != nullptr && touch.later->bits > 0) touch.later->do_bit(*touch.later);
     if (touch.count == 0) return;
     _mm_prefetch(*touch.lines++, _MM_HINT_T0);
     --touch.count;
@@ -128,7 +124,7 @@ struct Job {
     ~Job() { state.unit = unit; }
 
     KT_INLINE void step() {
-        touch_one<K>(touch);
+        touch_one(touch);
         for (int64_t q = 0; q < quota && unit < run.units; ++q, ++unit) decode(unit, q > 0);
     }
     // The 8 lines that the first unit of the next step asks for.
@@ -210,13 +206,12 @@ struct Job {
     }
 };
 
-template <class K>
 struct NoJob512 {
     static constexpr bool kFetches = false;
     static constexpr bool kFetchesNear = false;
     static constexpr _mm_hint kNearHint = _MM_HINT_T0;
     Touch touch;
-    KT_INLINE void step() { touch_one<K>(touch); }
+    KT_INLINE void step() { touch_one(touch); }
     static Lines far() { return {}; }
     static Lines near() { return {}; }
 };
@@ -238,7 +233,7 @@ struct ComputeBf16 {
     }
     static void products_alone(AheadState&, int count, const Bf16* left, int64_t slices, const Bf16* panel,
                                float* tile, bool accumulate, Touch touch) {
-        NoJob512<K> job{touch};
+        NoJob512 job{touch};
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
     template <Format F, class S, bool kAlongColumns>

@@ -5,7 +5,6 @@ struct MicroBf16 {
     static constexpr int64_t kPack = 2;
     static constexpr int64_t kMaxRows = 10;
     static constexpr int64_t kPanelBytes = 128 * 1024, kSumPanels = 1;
-    static constexpr bool kInPassing = false;
     static constexpr int64_t kRowStep = 1;
     static constexpr bool kSpreads = true;
     static void enter() {}
