@@ -28,8 +28,8 @@ _SPAN_BYTES = 2 << 20  # of a span's packed rows, within 64 to 512 rows
 _CHUNK_ROWS = 128
 _PANEL_BYTES = 128 << 10
 _AMX_PANEL_BYTES = 32 << 10  # depth goes in blocks through
-_AMX_SUM_PANELS = 8  # so many panels, whose sums are kept,
-_AMX_SPAN_ROWS = 256  # of so many rows
+_AMX_SUM_PANELS = 4  # so many panels, whose sums are kept,
+_AMX_SPAN_ROWS = 512  # of so many rows
 _BLOCK_ROWS = 32  # at most; fewer on most instruction sets
 _GRAD_ROWS = 512
 _GRAD_RANKS = 8
@@ -117,7 +117,7 @@ class EngineShape:
         """Bytes of one thread's scratch: two panels, packed rows, and what is as small as they are wide.
 
         With w columns of a panel (32, or 16 on avx2 and reference), P = 128 KiB, g = 1 and S = 2 MiB / (H' c)
-        rows of a span, within 64 and 512; on amx P = 32 KiB, g = 8 and S = 256, but for float32:
+        rows of a span, within 64 and 512; on amx P = 32 KiB, g = 4 and S = 512, but for float32:
 
             2 min(P, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 g w)
             + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 256 r' + 43 KiB         r' at least 16

@@ -49,6 +49,7 @@ SELECTION = {
     "test_formats_engine.py": "amx and not (ranks or same_numbers or halves)",
     "test_engine.py": "amx and bfloat16",
     "test_rows.py": "amx and (formats or routings or other_tokens)",  # no tiles: AVX-512 alone
+    "test_scatter.py": "amx",
     "test_activations.py": "amx and bfloat16 and (many_rows or transposed-inter or recomputing or threads)",
 }
 

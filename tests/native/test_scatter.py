@@ -30,13 +30,16 @@ def busy_share(tasks: list[Task], threads: int) -> float:
     return sum(rows for *_, rows in tasks) / threads / makespan(tasks, threads)
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("threads", "hidden", "inter", "experts"),
     [(48, 2048, 1408, 64), (48, 7168, 2048, 256), (32, 2048, 768, 128), (2, 2048, 1408, 64)],
 )
-def test_tasks_keep_the_threads_of_a_socket_busy(threads: int, hidden: int, inter: int, experts: int) -> None:
+def test_tasks_keep_the_threads_of_a_socket_busy(
+    isa: str, threads: int, hidden: int, inter: int, experts: int
+) -> None:
     """At 48 rows for each expert; with slabs alone, 64 of DeepSeek-V2-Lite, a third of the time was lost."""
-    tasks = _native.Engine(ISAS[-1], threads, []).scatter_tasks(hidden, inter, [48] * experts)
+    tasks = _native.Engine(isa, threads, []).scatter_tasks(hidden, inter, [48] * experts)
     slabs = 1 + max(slab for slab, _, _ in tasks)
     assert busy_share(tasks, threads) >= (0.98 if experts > 32 else 0.95)
     if (threads, slabs) == (48, 64):
@@ -44,10 +47,11 @@ def test_tasks_keep_the_threads_of_a_socket_busy(threads: int, hidden: int, inte
         assert busy_share(alone, threads) == pytest.approx(2 / 3)
 
 
-def test_every_row_is_added_once_at_every_slab_run_by_run() -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_row_is_added_once_at_every_slab_run_by_run(isa: str) -> None:
     rows = [0, 3, 700, 1, 0, 48, 90, 5, 0]
     for threads in (1, 2, 7, 48):
-        tasks = _native.Engine(ISAS[-1], threads, []).scatter_tasks(200, 96, rows)
+        tasks = _native.Engine(isa, threads, []).scatter_tasks(200, 96, rows)
         runs = 1 + max(run for _, run, _ in tasks)
         slabs = 1 + max(slab for slab, _, _ in tasks)
         assert [(slab, run) for slab, run, _ in tasks] == [(s, r) for r in range(runs) for s in range(slabs)]

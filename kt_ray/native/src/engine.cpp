@@ -242,7 +242,7 @@ Engine::QuantisedRows Engine::quantised_rows(const Kernels& k, int64_t rows, int
 }
 
 int64_t Engine::span_rows(const Weights& w, const Kernels& k) {
-    if (k.blocks_depth) return 256;  // rows of a block and their sums: 2 KiB each, a quarter of an L2 cache
+    if (k.blocks_depth) return 512;  // rows of a block and their sums: 1.5 KiB each, of an L2 of 2 MiB
     const int64_t row_bytes = padded(w.hidden, kDepthStep) * (k.compute_is_bf16 ? 2 : 4);
     return std::clamp<int64_t>(kPackedBytes / row_bytes, 64, 512);
 }
@@ -289,7 +289,9 @@ void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t
     // or walks all experts once more.
     const int64_t wanted = pieces(8 * threads_, std::max<int64_t>(p.num_spans, 1));
     p.inter_slab = padded(pieces(w.inter, wanted), by_rows ? kDepthStep : kDwColumns);
-    const int64_t slab = w.hidden / ((by_rows ? 8 : 2) * threads_) / k.panel_columns * k.panel_columns;
+    // Where depth goes in blocks, rows come from beyond the L2 once per slab: one for each thread.
+    const int64_t slabs = (by_rows ? 8 : k.blocks_depth ? 1 : 2) * threads_;
+    const int64_t slab = w.hidden / slabs / k.panel_columns * k.panel_columns;
     p.hidden_slab = std::clamp<int64_t>(slab, k.panel_columns, 1024);
     p.scatter_runs =
         by_rows ? 1 : std::min(runs_of(scatter_slabs(p), threads_), std::max<int64_t>(p.num_spans, 1));

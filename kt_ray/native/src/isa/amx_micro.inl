@@ -96,7 +96,7 @@ struct MicroTiles {
     static constexpr int64_t kK = 64 / sizeof(T);    // elements of one row's piece
     static constexpr int kMaxRows = 2 * kTileRows;
     // A panel's block is to stay in the L1 cache while all rows pass, the rows' block and the sums in the L2.
-    static constexpr int64_t kPanelBytes = 32 * 1024, kSumPanels = 8;
+    static constexpr int64_t kPanelBytes = 32 * 1024, kSumPanels = 4;
     static constexpr bool kSpreads = false;     // of what decoding ahead fetches
     static constexpr int kRowStep = kTileRows;  // blocks of rows are cut at multiples of this
 
