@@ -7,8 +7,7 @@ Experts: a pass over an expert's weights costs one core `pass_*` cycles per weig
 feeding the products), r rows cost it 6 · H · I · r FLOP at part `*_forward` / `*_backward` of the peak. The
 root of the sum of their squares holds: decoding overlaps the products, but not quite where the two are alike
 (Zen4: 0.57 cycles per weight at 1 row, 1.76 at 48, where the parts are 0.55 and 1.72). All cores together
-are limited by the socket's memory: no pass is faster than the weights' bytes at `dram`. docs/kernels.md has
-the roofline.
+are limited by the socket's memory: no pass is faster than the weights' bytes at `dram`.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from kt_ray.hardware.rates import (
 )
 
 ZEN4 = "measured on Zen4 (docs/performance.md)"
-NO_AMX = (
-    "assumed: products at the peak, ends of tiles and LoRA at the vector cycles per row measured on Zen4; "
-    "no AMX hardware was measured"
+XEON = (
+    "measured on 16 virtual cores of a Xeon, 334 and 291 GFLOP/s each at 384 rows, before the last changes "
+    "(benchmarks/results/amx_engine_xeon16.json)"
 )
 
 # FLOP per cycle and core of the products, and why.
@@ -57,11 +56,10 @@ _EFFICIENCY: dict[str, tuple[float, float, str]] = {
     "avx2": (0.82, 0.76, ZEN4),
     "avx512": (0.85, 0.83, ZEN4),
     "avx512_bf16": (0.89, 0.84, ZEN4),
-    "amx": (0.36, 0.29, NO_AMX),
+    "amx": (0.16, 0.14, XEON),
 }
 # Time without LoRA as a part of the time with rank 8.
-_PLAIN = {"amx": (0.76, 0.61)}
-_PLAIN_ELSEWHERE = (0.95, 0.90)
+_PLAIN = (0.95, 0.90)
 
 # Bytes per weight with scales, of the formats that plans meet.
 FORMAT_BYTES = {
@@ -256,7 +254,6 @@ def _expert(figures: Mapping[str, Figure], isa: str, fmt: str, cores: int, int8:
         curves[f"{direction}_all"] = Curve(
             at, tuple(2 * r / t for r, t in zip(ROWS, every, strict=True)), why
         )
-    plain = _PLAIN.get(base, _PLAIN_ELSEWHERE)
     return ExpertRate(
         isa=isa,
         format=fmt,
@@ -266,8 +263,8 @@ def _expert(figures: Mapping[str, Figure], isa: str, fmt: str, cores: int, int8:
         rank=_RANK,
         threads=cores,
         **curves,
-        plain_forward=Figure(plain[0], "as the part of the peak"),
-        plain_backward=Figure(plain[1], "as the part of the peak"),
+        plain_forward=Figure(_PLAIN[0], "as the part of the peak"),
+        plain_backward=Figure(_PLAIN[1], "as the part of the peak"),
     )
 
 

@@ -35,7 +35,6 @@ STARTS = {
     "soak": "--steps 2 --every 1 --warm 1 --json {out} -- cluster=local",
 }
 TESTED = {
-    "amx_model": "test_amx_model.py",
     "chaos": "test_chaos.py",
     "elementwise_bytes": "test_elementwise_bytes.py",
     "fuzz": "test_fuzz.py",

@@ -1,5 +1,6 @@
 // The sweep over panels on AMX: exact sums of small integers, in order, each tile finished before the
-// products of the next one, as the emulator's counts tell (../amxemu preloaded; a CPU with AMX does not count).
+// products of the next one, as the emulator's counts tell (../amxemu preloaded; a CPU with AMX does not
+// count).
 #include "isa/amx.cpp"
 
 #include <sys/syscall.h>
