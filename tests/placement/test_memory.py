@@ -93,10 +93,10 @@ def test_a_gpu_has_the_lora_of_all_trainings_that_a_pass_joins() -> None:
 
 
 def test_workspace_of_an_expert_actor() -> None:
-    """One backward of a group on AMX: act and its gradients in BF16, 48 threads with 4 MiB of scratch."""
+    """One backward of a group on AMX: act and its gradients in BF16, 48 threads with 8 MiB of scratch."""
     tokens, rows = 4096, 4096 * 8 // 2
     shared = tokens * 7168 * 2 + rows * (3 * 2048 * 2 + 3 * 16 * 4 + 16 * 4 + 4)
-    in_and_out, threads = tokens * 7168 * 16, 48 * 4 * 2**20
+    in_and_out, threads = tokens * 7168 * 16, 48 * 8 * 2**20
     # Whole huge pages: act, the gradients of gate and up, dy and the gradients of LoRA's input; kept of
     # every layer and group x, gate and up, LoRA's input (its other buffers are below 2 MiB).
     pages = (4 + 58 * 2 * 3) * 2 * 2**20

@@ -43,7 +43,7 @@ def planned(gpus: int = 0, hardware: Hardware | None = None, stages: int = 1, **
 
 def v3_plan(gib: float = 48, tuning: Tuning | None = None, rates: bool = True, **experts: Any) -> Plan:
     """DeepSeek-V3 on two cards and two AMX sockets, 65,536 tokens per step."""
-    hardware = make_hardware(sockets=2, cores=48, gpus=2, memory=4096 * GIB, isa="amx", gpu_gib=gib)
+    hardware = make_hardware(sockets=2, cores=64, gpus=2, memory=4096 * GIB, isa="amx", gpu_gib=gib)
     config = make_config(
         rule={
             "stages": 1,

@@ -66,7 +66,7 @@ def test_the_chosen_plan_is_compared_with_others_and_says_so() -> None:
     assert all(best.seconds < GAIN * other.seconds for other in others)
     assert [other.seconds for other in others] == sorted(other.seconds for other in others)
     (note,) = (note for note in plan.notes if note.startswith("chosen by simulated steps: "))
-    assert "1 stage x 2 replicas, 2 groups, waves of 8 micro-batches, retain: 1" in note
+    assert "1 stage x 2 replicas, 2 groups, waves of 8 micro-batches, retain: 2" in note
     assert plan_to_dict(plan)["compared"][0] == {**best._asdict()}
     assert best.seconds == step_seconds(plan, v3_config(), nominal_rates(plan.hardware))
     json.dumps(plan_to_dict(plan))
@@ -90,7 +90,7 @@ def test_replicas_that_starve_the_experts_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("isa", "cores", "activations"), [("amx", 48, "recompute"), ("avx512_bf16", 16, "retain")]
+    ("isa", "cores", "activations"), [("amx", 96, "recompute"), ("avx512_bf16", 16, "retain")]
 )
 def test_small_waves_that_keep_all_are_weighed_against_recomputation(
     isa: str, cores: int, activations: str

@@ -27,7 +27,7 @@ TWO_GPUS = hardware_from_file(Path(__file__).parents[2] / "conf/hardware/2x4090_
 SLOW_GPUS = replace(
     TWO_GPUS,
     gpus=tuple(replace(g, memory_bytes=64 << 30) for g in TWO_GPUS.gpus),
-    rates=(*TWO_GPUS.rates, ("gpu_bf16", Figure(50e12, "a slow card"))),
+    rates=(*TWO_GPUS.rates, ("gpu_bf16", Figure(30e12, "a slow card"))),
 )
 STEP: dict[str, Any] = {
     "model": {"name": "v3", "path": "/models/v3"},
