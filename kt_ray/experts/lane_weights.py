@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -336,34 +336,29 @@ class DeviceLora:
     def _copy(self, parts: Sequence[Tensor], to: Tensor, wanted: Sequence[int]) -> None:
         begin = 0
         for part in parts:
-            own = [e - begin for e in wanted if begin <= e < begin + len(part)]
+            end = begin + len(part)
+            own = [e - begin for e in wanted if begin <= e < end]
             for run in _runs(own, _COPY_BYTES // part[0].nbytes if own else 0):
                 source = part[run.start : run.stop]
                 driver().copy_in(to[begin + run.start : begin + run.stop], source)
                 self.carried += source.nbytes
-            begin += len(part)
+            begin = end
 
     def batches(self, device: LaneDevice) -> Iterator[BatchLora]:
-        """Of every batch, once it is there, by the queue that is current at the first one."""
-        numbers = []
-        for batch in self._order:
-            apart = [[p * self._experts + e for e in batch] for p in range(self._inputs)]
-            numbers += [*batch, *chain(*zip(*apart, strict=True)), *chain(*apart)]
-        left = device.numbers(numbers)
-        for batch in self._order:
-            count, inputs = len(batch), self._inputs
-            own, by_expert, by_projection, left = left.tensor_split(
-                (count, (1 + inputs) * count, (1 + 2 * inputs) * count)
-            )
-            in_a = self._made["in_a"].index_select(0, by_expert)
-            in_b = self._made["in_b"].index_select(0, by_projection)
-            yield BatchLora(
-                in_a.view(count, -1, in_a.shape[-1]),
-                in_b.view(inputs, count, *in_b.shape[1:]),
-                self._made["down_a"].index_select(0, own),
-                self._made["down_b"].index_select(0, own),
-                self.scale,
-            )
+        """Of every batch, by the queue that is current at the first one, once all that is copied is there."""
+        apart = [[[p * self._experts + e for e in own] for p in range(self._inputs)] for own in self._order]
+        by_batch = [e for own in self._order for e in own]
+        by_expert = [e for of_batch in apart for of_expert in zip(*of_batch, strict=True) for e in of_expert]
+        by_projection = [e for of_batch in apart for own in of_batch for e in own]
+        at = device.numbers([*by_batch, *by_expert, *by_projection])
+        count, inputs, made = len(by_batch), self._inputs, self._made
+        own, by_expert_at, by_projection_at = at.split((count, inputs * count, inputs * count))
+        sizes = [len(batch) for batch in self._order]
+        in_a = made["in_a"].index_select(0, by_expert_at).view(count, -1, made["in_a"].shape[-1])
+        in_b = made["in_b"].index_select(0, by_projection_at).split([inputs * size for size in sizes])
+        down = [made[name].index_select(0, own).split(sizes) for name in ("down_a", "down_b")]
+        for size, a, b, *others in zip(sizes, in_a.split(sizes), in_b, *down, strict=True):
+            yield BatchLora(a, b.view(inputs, size, *b.shape[1:]), *others, self.scale)
 
 
 def _parts(matrices: Tensor | Joined) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ from kt_ray.timing.layer_work import dispatch_seconds
 from kt_ray.timing.simulate import LaneCall
 
 # Kernels per batch (kt_ray.experts.lane_math with LoRA, gate, up and down, no dropout; views not counted).
-KERNELS = {"forward": 27.0, "backward": 59.0}
+KERNELS = {"forward": 23.0, "backward": 55.0}
 # activations=recompute: gate and up do not travel, and are computed once more
 KERNELS_AGAIN = {"forward": -4.0, "backward": -2.0}
 # float8 products: each matrix that is rounded takes three kernels (5 of them in forward, 6 in backward, 3 for
