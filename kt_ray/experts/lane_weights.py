@@ -358,9 +358,10 @@ class DeviceLora:
         sizes = [len(batch) for batch in self._order]
         in_a = made["in_a"].index_select(0, by_expert_at).view(count, -1, made["in_a"].shape[-1])
         in_b = made["in_b"].index_select(0, by_projection_at).split([inputs * size for size in sizes])
-        down = [made[name].index_select(0, own).split(sizes) for name in ("down_a", "down_b")]
-        for size, a, b, *others in zip(sizes, in_a.split(sizes), in_b, *down, strict=True):
-            yield BatchLora(a, b.view(inputs, size, *b.shape[1:]), *others, self.scale)
+        down_a, down_b = (made[name].index_select(0, own).split(sizes) for name in ("down_a", "down_b"))
+        of_batches = zip(sizes, in_a.split(sizes), in_b, down_a, down_b, strict=True)
+        for size, a, b, a_down, b_down in of_batches:
+            yield BatchLora(a, b.view(inputs, size, *b.shape[1:]), a_down, b_down, self.scale)
 
 
 def _parts(matrices: Tensor | Joined) -> tuple[Tensor, ...]:
