@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kt_ray.errors import UserError
 from kt_ray.gpu import driver
+from kt_ray.gpu_turns import paused
 from kt_ray.pulse import beat
-from kt_ray.turns import paused
 
 FLOAT8_FROM = (8, 9)  # compute capability
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
