@@ -1,4 +1,4 @@
-"""Python threads that each tell a device many small operations: at once, and in turns (kt_ray/turns.py).
+"""Python threads that each tell a device many small operations: at once, and in turns (kt_ray/gpu_turns.py).
 
     python benchmarks/dispatch_turns.py --device cuda:0 --json out.json
 
@@ -24,7 +24,7 @@ sys.path.insert(0, str(common.REPO))
 
 import torch
 
-from kt_ray import turns
+from kt_ray import gpu_turns as turns
 from kt_ray.model.lora_linear import LoraFunction, Parts
 
 

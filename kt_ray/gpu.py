@@ -1,4 +1,4 @@
-"""How torch uses a GPU here. Untested on hardware but for what tests/model/test_gpu.py covers."""
+"""How torch uses a GPU here."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ class Driver:
         """Products of FP8 matrices, the second one transposed, each row by its own scale.
 
         Sums are float32; scaled, they are rounded to bfloat16, which is what torch's kernels for cards give.
-        **Untested on hardware.**
 
         Args:
             a: [B, n, k] and b: [B, m, k] float8_e4m3fn, contiguous; k and m multiples of 16.
@@ -169,8 +168,7 @@ class PageLock:
         remedy: what a user does about a limit of locked memory that is too low.
 
     Registering makes the pages resident, so a segment then takes all of its memory. Each process registers
-    its own mapping of the same pages. Untested on hardware: the logic is tested with a stand-in for the CUDA
-    runtime.
+    its own mapping of the same pages.
     """
 
     def __init__(self, runtime: Any = None, remedy: str = "raise it, or set rule.transport=ray") -> None:

@@ -6,7 +6,7 @@ operations of a layer, which more than doubles a small model's step. Some 10 us 
 operation and leave the cores to the engine otherwise. Measured in docs/performance.md.
 
 CUDA's allocator: blocks of a layer's many sizes leave gaps in segments of fixed size, which the plan does not
-count; segments that grow leave hardly any. Untested on hardware.
+count; segments that grow leave hardly any.
 
 CUDA's numbers: the plan numbers GPUs as nvidia-smi does, by bus; by itself CUDA begins with the fastest.
 """

@@ -32,6 +32,7 @@ timeline:
 pulse:
 torch_environment:
 gpu: [torch]
+gpu_turns: [torch]
 config: errors parse
 dims: errors parse
 hardware: errors disk parse native config
@@ -43,12 +44,12 @@ evaluate: errors parse
 generate: errors [numpy torch]
 rewards: errors parse evaluate [numpy]
 checkpoint: terminal errors disk pulse parse native [torch]
-model: errors parse gpu native batch config dims placement generate checkpoint [numpy torch]
+model: errors parse gpu gpu_turns native batch config dims placement generate checkpoint [numpy torch]
 adapter: disk parse config checkpoint [torch]
 data: errors disk parse batch config [numpy]
-experts: errors pulse gpu native config placement optim checkpoint model [torch]
+experts: errors pulse gpu gpu_turns native config placement optim checkpoint model [torch]
 demo: errors config data
-transport: pulse gpu timeline generate [numpy torch]
+transport: pulse gpu gpu_turns timeline generate [numpy torch]
 train: errors disk batch timeline config placement optim tracking model data experts [numpy torch]
 actors: errors pulse native batch timeline config placement optim generate checkpoint model adapter
     experts transport train [numpy torch]

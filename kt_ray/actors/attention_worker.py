@@ -340,7 +340,7 @@ class AttentionWorker(PlainActor):
         """torch.profiler around a pass, if `spec.profile` names a directory (trainer.profile_steps).
 
         Writes step_000003_pass_7_worker-0.json there (Chrome trace). CUDA activities are recorded where the
-        worker computes on a GPU (untested on hardware).
+        worker computes on a GPU.
         """
         if spec.profile is None or not _profiling.acquire(blocking=False):
             yield

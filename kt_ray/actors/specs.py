@@ -201,7 +201,7 @@ def lent_experts(plan: Plan, rank: int) -> tuple[int, ...]:
 
 
 def own_lane(spec: LocalExpertsSpec, cards: Mapping[str, str]) -> LocalExpertsSpec:
-    """The spec for a process that sees the lane's GPUs only, as its cuda:0, cuda:1, … Untested on hardware.
+    """The spec for a process that sees the lane's GPUs only, as its cuda:0, cuda:1, …
 
     Expert actors take no part of a GPU from Ray: the card is reserved whole, for the attention workers of the
     same device or for the lane alone, and the plan counts what the lane uses of it. Ray leaves the

@@ -43,11 +43,11 @@ from kt_ray.experts.lane_weights import (
     adapter_bytes,
     expert_tensors,
 )
+from kt_ray.gpu_turns import pass_on, turn
 from kt_ray.native import DropoutSpec, ExpertWeights
 from kt_ray.native.dropout_hash import dropout_hash
 from kt_ray.optim.optimizers import use_torch_threads
 from kt_ray.placement.lane_share import ahead_experts, batch_size, batches
-from kt_ray.turns import pass_on, turn
 
 Following = tuple[int, Sequence[int]]
 """(layer, local ids) of experts that are needed next."""

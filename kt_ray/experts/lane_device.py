@@ -2,8 +2,7 @@
 
 On a GPU one stream copies to it, one from it, and one computes; they wait for each other by events, and the
 host waits for the last event of a call, never for the whole device. On the CPU, the stand-in, everything
-happens at once and the same calls do nothing. The CUDA half is written against torch's documented behaviour;
-this project's development machines have no GPU, so it is **untested on hardware**.
+happens at once and the same calls do nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from kt_ray.errors import UserError
 from kt_ray.gpu import driver
+from kt_ray.gpu_turns import paused
 from kt_ray.pulse import beat
-from kt_ray.turns import paused
 
 FLOAT8_FROM = (8, 9)  # compute capability
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process

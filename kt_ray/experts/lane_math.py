@@ -19,7 +19,7 @@ lie together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,6 +60,7 @@ class DeviceExperts:
     formula: ExpertFormula  # between up and down
     lora: BatchLora | None = None
     float8: bool = False  # whether frozen products are computed in FP8
+    joined: Tensor | None = None  # [B, 2 I, H], gate and up, where they are multiplied as one matrix
     # (projection, whether transposed) -> matrix in FP8, made when it is first needed
     _rounded: dict[tuple[int, bool], Rounded] = field(default_factory=dict)
 
@@ -147,13 +148,18 @@ def _halves(values: Tensor, experts: DeviceExperts) -> tuple[Tensor, ...]:
 
 def project_in(experts: DeviceExperts, x: Tensor, masks: Masks | None) -> Projected:
     """g and u of x [B, n, H] as stored."""
-    frozen, (wide, inner), made = _Frozen(experts, x), _inner(experts, x, masks), []
-    for number, projection in enumerate(experts.inputs):
-        out = frozen.by(projection)
+    wide, inner = _inner(experts, x, masks)
+    if experts.joined is not None:
+        outs = product(x, experts.joined.mT).chunk(2, -1)
+    else:
+        frozen = _Frozen(experts, x)
+        outs = tuple(frozen.by(projection) for projection in experts.inputs)
+    for number, (projection, out) in enumerate(zip(experts.inputs, outs, strict=True)):
         if experts.lora is not None and inner is not None:
             out.baddbmm_(_halves(inner, experts)[number].mT, experts.lora.in_b[number].mT)
-        made.append(_biased(out, experts, projection).to(experts.stored))
-    return Projected(None if len(made) == 1 else made[0], made[-1], wide, inner)
+        _biased(out, experts, projection)
+    outs = tuple(out.to(experts.stored).contiguous() for out in outs)
+    return Projected(None if len(outs) == 1 else outs[0], outs[-1], wide, inner)
 
 
 def _activated(experts: DeviceExperts, gate: Tensor | None, up: Tensor) -> Tensor:
@@ -222,14 +228,19 @@ def backward(
     wide_up = up if _is_silu(experts.formula) else up.float()
     d_gate, d_up = slopes(experts.formula, gate, wide_up, upstream)
     del upstream, wide_up, gate
-    stored = [d.to(experts.stored) for d in (d_gate, d_up) if d is not None]
-    del d_gate, d_up
+    made = [d for d in (d_gate, d_up) if d is not None]
+    d = torch.empty((*up.shape[:2], len(made) * up.shape[2]), dtype=experts.stored, device=up.device)
+    for to, value in zip(d.chunk(len(made), -1), made, strict=True):
+        to.copy_(value)
+    del d_gate, d_up, made, value
     dx: Tensor | None = None
-    if input_grad:
-        for projection, d in zip(experts.inputs, stored, strict=True):
-            own = _Frozen(experts, d).by(projection, back=True)
+    if input_grad and experts.joined is not None:
+        dx = product(d, experts.joined)
+    elif input_grad:
+        for projection, part in zip(experts.inputs, d.chunk(len(experts.inputs), -1), strict=True):
+            own = _Frozen(experts, part).by(projection, back=True)
             dx = own if dx is None else dx.add_(own)
-    grads |= _through_in(experts, x, projected, stored, dx, masks)
+    grads |= _through_in(experts, x, projected, d, dx, masks)
     return RowGradients(dx, dw, grads)
 
 
@@ -260,20 +271,20 @@ def _through_in(
     experts: DeviceExperts,
     x: Tensor,
     projected: Projected,
-    gradients: Sequence[Tensor],
+    d: Tensor,
     dx: Tensor | None,
     masks: Masks | None,
 ) -> dict[str, Tensor]:
-    """The same of gate and up: adds to dx if it is wanted. gradients: of g and u, [B, n, I] as stored."""
+    """The same of gate and up: adds to dx if it is wanted. d: [B, n, P I], of g and u, as stored."""
     lora = experts.lora
     if lora is None:
         return {}
     wide_x, inner = projected[2:] if projected.inner is not None else _inner(experts, x, masks)
     assert inner is not None, "there is an adapter"
     made, back = dict[str, Tensor](), torch.empty_like(inner)
+    wides = d.float().chunk(len(experts.inputs), -1)
     parts = (_halves(values, experts) for values in (back, inner, lora.in_a))
-    for projection, d, b, v, h, a in zip(experts.inputs, gradients, lora.in_b, *parts, strict=True):
-        wide = d.float()
+    for projection, wide, b, v, h, a in zip(experts.inputs, wides, lora.in_b, *parts, strict=True):
         _times(v, b.mT, wide.mT, lora.scale)
         name = PROJECTIONS[projection]
         made[f"{name}_b"] = wide.mT @ h.mT

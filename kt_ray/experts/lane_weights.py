@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kt_ray.experts.lane_device import LaneDevice
+from kt_ray.experts.lane_float8 import multiplies
 from kt_ray.experts.lane_formats import matrix_values
 from kt_ray.experts.lane_math import PROJECTIONS, BatchLora, DeviceExperts
 from kt_ray.gpu import driver
@@ -72,40 +73,41 @@ class Parcel:
 
 
 def pack(tensors: Mapping[str, Tensor], *, apart: bool = False) -> Parcel:
-    """What to copy for these tensors (of any strides, in any storages); apart: each of them by itself."""
+    """What to copy for these tensors (of any strides, in any storages), in their order; apart: each of them
+    by itself."""
     spans = []
     for name, t in tensors.items():
         last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         start = int(t.storage_offset()) * t.element_size()
         spans.append((t.untyped_storage().data_ptr(), start, start + (last + 1) * t.element_size(), name))
+    together: list[list[str]] = []
+    extents: list[tuple[int, int]] = []  # first byte of a storage, and the one after the last
+    storage = -1
+    for place, start, stop, name in sorted(spans):
+        if place == storage and start <= extents[-1][1] and not apart:
+            together[-1].append(name)
+            extents[-1] = extents[-1][0], max(extents[-1][1], stop)
+        else:
+            storage = place
+            together.append([name])
+            extents.append((start, stop))
+    number = {name: n for n, name in enumerate(tensors)}
     stretches: list[_Stretch] = []
     views: dict[str, _View] = {}
-    at, storage, low, high = 0, -1, 0, 0
-    members: list[str] = []
-
-    def close() -> None:
-        nonlocal at
-        if not members:
-            return
+    at = 0
+    for names, (low, high) in sorted(
+        zip(together, extents, strict=True), key=lambda own: min(number[name] for name in own[0])
+    ):
         # Where elements of all types are aligned.
-        begin = low - low % max(tensors[name].element_size() for name in members)
-        source = torch.empty(0, dtype=torch.uint8, device=tensors[members[0]].device)
-        source.set_(tensors[members[0]].untyped_storage(), begin, (high - begin,), (1,))
+        begin = low - low % max(tensors[name].element_size() for name in names)
+        source = torch.empty(0, dtype=torch.uint8, device=tensors[names[0]].device)
+        source.set_(tensors[names[0]].untyped_storage(), begin, (high - begin,), (1,))
         stretches.append(_Stretch(source, at))
-        for name in members:
+        for name in names:
             t = tensors[name]
             byte = at + int(t.storage_offset()) * t.element_size() - begin
             views[name] = _View(t.dtype, tuple(t.shape), tuple(t.stride()), byte // t.element_size())
         at += _aligned(high - begin)
-
-    for place, start, stop, name in sorted(spans):
-        if place == storage and start <= high and not apart:
-            high = max(high, stop)
-            members.append(name)
-            continue
-        close()
-        storage, low, high, members = place, start, stop, [name]
-    close()
     return Parcel(tuple(stretches), views, at)
 
 
@@ -336,34 +338,30 @@ class DeviceLora:
     def _copy(self, parts: Sequence[Tensor], to: Tensor, wanted: Sequence[int]) -> None:
         begin = 0
         for part in parts:
-            own = [e - begin for e in wanted if begin <= e < begin + len(part)]
+            end = begin + len(part)
+            own = [e - begin for e in wanted if begin <= e < end]
             for run in _runs(own, _COPY_BYTES // part[0].nbytes if own else 0):
                 source = part[run.start : run.stop]
                 driver().copy_in(to[begin + run.start : begin + run.stop], source)
                 self.carried += source.nbytes
-            begin += len(part)
+            begin = end
 
     def batches(self, device: LaneDevice) -> Iterator[BatchLora]:
-        """Of every batch, once it is there, by the queue that is current at the first one."""
-        numbers = []
-        for batch in self._order:
-            apart = [[p * self._experts + e for e in batch] for p in range(self._inputs)]
-            numbers += [*batch, *chain(*zip(*apart, strict=True)), *chain(*apart)]
-        left = device.numbers(numbers)
-        for batch in self._order:
-            count, inputs = len(batch), self._inputs
-            own, by_expert, by_projection, left = left.tensor_split(
-                (count, (1 + inputs) * count, (1 + 2 * inputs) * count)
-            )
-            in_a = self._made["in_a"].index_select(0, by_expert)
-            in_b = self._made["in_b"].index_select(0, by_projection)
-            yield BatchLora(
-                in_a.view(count, -1, in_a.shape[-1]),
-                in_b.view(inputs, count, *in_b.shape[1:]),
-                self._made["down_a"].index_select(0, own),
-                self._made["down_b"].index_select(0, own),
-                self.scale,
-            )
+        """Of every batch, by the queue that is current at the first one, once all that is copied is there."""
+        apart = [[[p * self._experts + e for e in own] for p in range(self._inputs)] for own in self._order]
+        by_batch = [e for own in self._order for e in own]
+        by_expert = [e for of_batch in apart for of_expert in zip(*of_batch, strict=True) for e in of_expert]
+        by_projection = [e for of_batch in apart for own in of_batch for e in own]
+        at = device.numbers([*by_batch, *by_expert, *by_projection])
+        count, inputs, made = len(by_batch), self._inputs, self._made
+        own, by_expert_at, by_projection_at = at.split((count, inputs * count, inputs * count))
+        sizes = [len(batch) for batch in self._order]
+        in_a = made["in_a"].index_select(0, by_expert_at).view(count, -1, made["in_a"].shape[-1])
+        in_b = made["in_b"].index_select(0, by_projection_at).split([inputs * size for size in sizes])
+        down_a, down_b = (made[name].index_select(0, own).split(sizes) for name in ("down_a", "down_b"))
+        of_batches = zip(sizes, in_a.split(sizes), in_b, down_a, down_b, strict=True)
+        for size, a, b, a_down, b_down in of_batches:
+            yield BatchLora(a, b.view(inputs, size, *b.shape[1:]), a_down, b_down, self.scale)
 
 
 def _parts(matrices: Tensor | Joined) -> tuple[Tensor, ...]:
@@ -382,20 +380,21 @@ def _runs(numbers: Sequence[int], gap: int) -> list[range]:
 
 
 def expert_tensors(weights: ExpertWeights, expert: int) -> dict[str, Tensor]:
-    """The frozen tensors of one local expert, views of the whole's."""
+    """The frozen tensors of one local expert, views of the whole's; matrices first."""
     found: dict[str, Tensor] = {}
+    more: dict[str, Tensor] = {}
     for name in PROJECTIONS.values():
         projection = getattr(weights, name)
         if isinstance(projection, ExpertMatrix):
             found[name] = projection.data[expert]
             if projection.scales is not None:
-                found[f"{name}_scales"] = projection.scales[expert]
+                more[f"{name}_scales"] = projection.scales[expert]
         elif projection is not None:
             found[name] = projection[expert]
         bias = getattr(weights, f"{name}_bias")
         if bias is not None:
-            found[f"{name}_bias"] = bias[expert]
-    return found
+            more[f"{name}_bias"] = bias[expert]
+    return found | more
 
 
 @dataclass(frozen=True)
@@ -464,4 +463,17 @@ class LayerKind:
             matrices[number] = data.to(self.compute)
             if f"{name}_bias" in tensors:
                 biases[number] = tensors[f"{name}_bias"]
-        return DeviceExperts(matrices, biases, self.formula, lora, float8)
+        rounds = float8 and multiplies(self.hidden, self.inter)
+        joined = None if rounds else _joined(matrices)
+        return DeviceExperts(matrices, biases, self.formula, lora, float8, joined)
+
+
+def _joined(matrices: Mapping[int, Tensor]) -> Tensor | None:
+    """Gate and up [B, I, H] as one matrix [B, 2 I, H], if the second follows the first in memory."""
+    gate, up = matrices.get(GATE), matrices[UP]
+    if gate is None or gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr():
+        return None
+    count, inter, hidden = gate.shape
+    if up.stride() != gate.stride() or up.storage_offset() != gate.storage_offset() + inter * gate.stride(1):
+        return None
+    return gate.as_strided((count, 2 * inter, hidden), gate.stride())

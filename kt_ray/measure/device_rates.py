@@ -1,6 +1,6 @@
 """Speed of what runs attention: torch on the CPU, and one GPU with its link to the host.
 
-The GPU's part was written without a GPU at hand: untested on hardware.
+No GPU has been measured by it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ What torch's flash kernel refuses on CUDA (sdp_utils.cpp of torch 2.13): float32
 or of which one differs; and under grad, on compute capability 8.6 to 8.9 and 12.x, widths above 192 up to
 224. There the forward without grad would take flash and the recomputation another kernel, and routers might
 choose other experts. So no width between 192 and 256 is made here. Widths are multiples of 8, or torch makes
-them so by copies. What CUDA does is untested on hardware but for tests/model/test_gpu.py.
+them so by copies. What CUDA does is tested in tests/model/test_gpu.py.
 
 Shapes: b rows, h heads, n queries, m keys, d features of queries and keys, e of values.
 """

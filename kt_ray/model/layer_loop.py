@@ -34,6 +34,7 @@ from torch import Tensor
 
 from kt_ray.batch import PassSpec, TokenLoss, Tops
 from kt_ray.errors import BadStep
+from kt_ray.gpu_turns import turn
 from kt_ray.model.build import StageModel
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
@@ -50,7 +51,6 @@ from kt_ray.model.token_loss import Head
 from kt_ray.placement.order import Op
 from kt_ray.placement.plan_types import ALL_LAYERS, BackwardPart
 from kt_ray.placement.weight_slots import WeightSlots
-from kt_ray.turns import turn
 
 
 class StageExchange(Protocol):

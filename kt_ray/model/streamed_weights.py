@@ -3,7 +3,7 @@
 The frozen matrices of a streamed layer lie in page-locked host memory, one block per layer in the bytes in
 which they were loaded, and are copied as a whole into one of a few slots on the device, one layer ahead of
 the computation. LoRA, norms and buffers are small and stay on the device. On the CPU, the stand-in, slots
-are memory of the process and copies happen at once. The CUDA half is **untested on hardware**.
+are memory of the process and copies happen at once.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Bytes of a lane, for each of its devices but for the two lines of the socket. Legend as in memory.py; s bytes
 of a stored activation, P parameters of one expert, r LoRA rank.
     experts           the device's resident experts as stored (on a GPU: taken off the socket)
-    workspace         two buffers for a batch of experts and their adapters, and the adapters of all of a
-                      layer's; carried experts that are held;
-                      a batch's matrices as numbers, with 16 bytes per element of its largest ones while
+    workspace         two buffers for a batch of experts; a layer's adapters, twice; carried experts that are
+                      held; a batch's matrices as numbers, with 16 bytes per element of its largest ones while
                       quantised ones are decoded, and with float8 products once more for each direction;
                       x, dy and dx of the group (T_g H (s + 8)); a batch's rows, filled up to its longest
                       expert's, at most LANE_ROWS: 24 (H + I) each (float8: 27), 8 I for gates and ups on
@@ -356,7 +355,7 @@ def lane_buffers(dims: ModelDims, config: Config, lane: LanePlan, size: LaneMemo
         rows += at_once * 24 * (2 * width + inter)
     # A resident that is a batch of its own is computed where it lies.
     buffers = 2 * batch * (size.expert if lane.streams or batch > 1 else 0)
-    buffers += (2 * batch + experts) * size.adapter
+    buffers += 2 * experts * size.adapter  # as they lie on the host, and batch by batch
     return buffers + matrices + size.group * width * (element + 8) + rows
 
 

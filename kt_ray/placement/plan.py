@@ -172,7 +172,7 @@ def _streamed(
         note = (
             f"rule.resident_layers=auto: {resident} of each worker's layers; the weights of the others pass "
             f"through its GPU, since {layout_text(*layout_of(plan))} with all of them would lack "
-            f"{gib(worst.total - worst.capacity)} on {worst.device} (untested on hardware)"
+            f"{gib(worst.total - worst.capacity)} on {worst.device}"
         )
         return replace(chosen, notes=(note, *chosen.notes))
     return None

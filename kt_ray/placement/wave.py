@@ -155,7 +155,7 @@ def _notes(
     if kind.ranges:
         notes.append(
             f"rule.activations=ranges: attention goes by {kind.ranges} ranges of heads, all else by "
-            f"{RANGE_TOKENS:,} tokens; what is as long as a row waits in host memory (untested on hardware)"
+            f"{RANGE_TOKENS:,} tokens; what is as long as a row waits in host memory"
         )
     if rule.activations == "auto" and kind.attention != "group":
         more = need(kind._replace(attention="group"))

@@ -94,7 +94,7 @@ def plan_worker_lanes(
     shares, said = lane_shares(sizes, tokens, config, of_worker, "to attention workers")
     if not shares.streams:
         return workers, said
-    said.append("attention workers compute streamed experts for their own tokens (untested on hardware)")
+    said.append("attention workers compute streamed experts for their own tokens")
     if len(own) < len(actors):
         said.append("attention workers stream experts of their own host; actors of others compute theirs")
     if any(worker.device == "cpu" for worker in workers):

@@ -41,6 +41,8 @@ GPU_ROUTER_OPS = (12.0, 10.0)
 # Time of a small operation that views and Python take per kernel; autograd calls kernels without Python.
 AROUND_OP = 4.4
 AROUND_BACK = 3.4
+# The same of a GPU, whose layers have fewer kernels and as much Python.
+GPU_AROUND = 16.0
 GRAD_OPS = 1.22  # forward under grad over forward without
 
 HEAD_OPS = 75.0  # norm, logits, loss and gradient of a chunk
@@ -327,7 +329,7 @@ def seconds(
 
 def dispatch_seconds(operations: float, rate: DeviceRate, host: DeviceRate, *, back: bool = False) -> float:
     """Seconds that `operations` kernels cost however small they are; back: called by autograd."""
-    around = AROUND_BACK if back else AROUND_OP
+    around = GPU_AROUND if rate.threads == 0 else AROUND_BACK if back else AROUND_OP
     return operations * (rate.operation.value + around * host.operation.value)
 
 

@@ -328,7 +328,7 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, 
         if backend != rule.experts.backend and config.model.experts_path is None:
             yield {"rule.experts.backend": backend}, "experts quantised"
     if hardware.gpus and rule.experts.stream == "off" and "cpu" not in rule.experts.lane_devices:
-        yield {"rule.experts.stream": "auto"}, f"{rounding}; untested on hardware, docs/streaming.md"
+        yield {"rule.experts.stream": "auto"}, f"{rounding}, docs/streaming.md"
     if not hardware.gpus or rule.device == "cpu":
         for threads in sorted({1, max(1, min(s.cores for s in sockets) // 2)}):
             if threads != rule.worker_threads:

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
+from kt_ray.gpu_turns import paused
 from kt_ray.pulse import beat
-from kt_ray.turns import paused
 
 Tag = tuple[Any, ...]
 Address = tuple[str, int]  # ("worker", rank) or ("experts", rank)

@@ -127,7 +127,9 @@ def test_a_lane_copies_the_next_batch_while_it_computes_one(cards: Any, products
     case.ids = torch.arange(experts).repeat_interleave(rows).unsqueeze(1)
     card = cards.cards[DEVICE]
     cards.cards[DEVICE] = card._replace(
-        to_device=5e6, to_host=5e6, product=lambda count, *_: products * count / batch
+        to_device=5e6,
+        to_host=5e6,
+        product=lambda count, *size: products * count / batch * size[1] * size[2] / 2048,
     )
     lane = DeviceLane(0, "cpu:0", 1, recompute=False)
     try:

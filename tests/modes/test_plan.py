@@ -237,7 +237,7 @@ def test_time_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         "rates      described: file 2x4090_2x8488c.yaml",
     ):
         assert wanted in text, wanted
-    assert re.search(r"faster with  rule\.\S+ .*\(\d+\.\d+ times the tokens/s", text)
+    assert re.search(r"faster with  \S+=\S+ .*\(\d+\.\d+ times the tokens/s", text)
 
 
 def test_hours_are_those_of_the_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

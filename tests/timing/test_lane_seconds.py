@@ -193,7 +193,7 @@ def test_experts_of_a_batch_share_their_dispatch() -> None:
 
 # What torch calls that starts nothing on a device.
 FREE = {"empty", "set_", "slice", "select", "view", "detach", "unbind", "transpose", "expand", "_unsafe_view"}
-FREE |= {"unsqueeze", "squeeze", "lift_fresh", "split", "empty_like"}
+FREE |= {"unsqueeze", "squeeze", "lift_fresh", "split", "empty_like", "as_strided"}
 
 
 class Kernels(TorchDispatchMode):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kt_ray import turns
+from kt_ray import gpu_turns as turns
 from kt_ray.transport.messages import Mailbox, Message
 
 CPU = torch.device("cpu")
