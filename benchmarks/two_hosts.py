@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_SUBNET = "10.213.47"
+_SUBNETS = "10.213"  # each pair of hosts takes a /24 of these that no link has
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class TwoHosts:
             )
             command = ["ip", "netns", "exec", self.space, sys.executable, "-c", code]
             with subprocess.Popen(command) as sender:
+                server.settimeout(30)  # accept()'s: a connection between two hosts here takes microseconds
                 connection, _ = server.accept()
                 with connection:
                     buffer, got = bytearray(1 << 20), 0
@@ -79,9 +80,11 @@ class TwoHosts:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
-    """The namespace and its link; both are gone afterwards."""
+    """The namespace and its link; both are gone afterwards, or when the next one starts (a killed run)."""
+    _remove_left_over()
     space = f"ktr{os.getpid()}"
-    hosts = TwoHosts(f"{_SUBNET}.1", f"{_SUBNET}.2", f"k{os.getpid()}", space)
+    subnet = _free_subnet()
+    hosts = TwoHosts(f"{subnet}.1", f"{subnet}.2", f"k{os.getpid()}", space)
     _run(["ip", "netns", "add", space])
     try:
         pair = ["ip", "link", "add", hosts.device, "type", "veth"]
@@ -97,6 +100,26 @@ def two_hosts() -> Iterator[TwoHosts]:
         yield hosts
     finally:
         _run(["ip", "netns", "del", space])  # takes the veth pair with it
+
+
+def _remove_left_over() -> None:
+    """Namespaces of runs that were killed: their links would share an address with a new one's."""
+    spaces = Path("/run/netns")
+    for space in spaces.iterdir() if spaces.is_dir() else ():
+        pid = space.name.removeprefix("ktr")
+        if space.name.startswith("ktr") and pid.isdigit() and not Path("/proc", pid).exists():
+            # Another run may do the same just now.
+            subprocess.run(["ip", "netns", "del", space.name], capture_output=True, check=False)
+
+
+def _free_subnet() -> str:
+    """The first three numbers of a /24 that no link of this machine has."""
+    taken = _run(["ip", "-o", "-4", "addr", "show"])
+    start = os.getpid() % 256  # two runs that look at once choose differently
+    for number in (*range(start, 256), *range(start)):
+        if f" {_SUBNETS}.{number}." not in taken:
+            return f"{_SUBNETS}.{number}"
+    raise RuntimeError(f"every network of {_SUBNETS}.0.0/16 is taken; see `ip addr`")
 
 
 @contextlib.contextmanager
@@ -146,7 +169,8 @@ def _await(node: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
         threading.Event().wait(0.3)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
