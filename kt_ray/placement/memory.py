@@ -64,7 +64,7 @@ from kt_ray.placement.lora_sizes import (
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
 from kt_ray.placement.range_memory import TOKEN_BYTES, range_host, range_workspace
 from kt_ray.placement.staging import expert_staging, worker_staging
-from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of, widest_row
+from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of
 from kt_ray.placement.worker_lanes import (
     Left,
     gradient_staging,
@@ -316,7 +316,7 @@ def layer_activation_bytes(
         lora = sum(each * i + dora * o + 8 * rank for i, o, rank in sizes)
     norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
     scores = 0
-    row = longest_row(dims, config) if generates(config) else widest_row(config.data)
+    row = longest_row(dims, config) if generates(config) else config.data.widest_row
     if _eager(dims, config):
         scores = dims.num_heads * row * (element + 4)
     elif not generates(config):
