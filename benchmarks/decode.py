@@ -146,6 +146,7 @@ def _groups(cluster: Any, generation: Any, args: argparse.Namespace) -> list[dic
     """Answers to a few prompts, and to as many prompts as answers."""
     from kt_ray.config.mapping import with_keys
     from kt_ray.hardware.rate_files import rates_for
+    from kt_ray.placement.generation_memory import absorbs_keys
     from kt_ray.timing.sampling_seconds import predict_sampling
 
     prompts, group = map(int, args.groups.split("x"))
@@ -171,6 +172,7 @@ def _groups(cluster: Any, generation: Any, args: argparse.Namespace) -> list[dic
                 "prompt": args.prompt,
                 "tokens": args.tokens,
                 "shared": shared,
+                "latent_keys": "absorbed" if absorbs_keys(config) else "expanded",
                 **measured,
                 "prompt_tokens": report.prompt_tokens,
                 "shared_tokens": report.shared_tokens,

@@ -16,6 +16,7 @@ from kt_ray.model.build import build_on_meta
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ExpertFormula
+from kt_ray.placement.generation_memory import absorbs_keys
 from kt_ray.placement.memory import embedding_on_host, shares_weights
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.worker_lanes import experts_near
@@ -183,6 +184,7 @@ def stage_specs(
             slots=worker.slots,
             embedding_on_host=embedding_on_host(plan.dims, worker, plan.stages),
             backward=plan.backward,
+            absorbs_keys=absorbs_keys(config),
             padded=config.pads(plan.replicas),
             start=start,
         )

@@ -54,6 +54,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.experts.activations": ("auto", "retain", "int8", "recompute"),
     "rule.experts.stream_to": ("auto", "actors", "workers"),
     "rule.experts.answers": ("float32", "bfloat16"),
+    "generate.latent_keys": ("auto", "absorbed", "expanded"),
     "rule.experts.gpu_products": ("bfloat16", "float8"),
     "rule.experts.placement": ("auto", "contiguous", "balanced", "kept"),
     "rule.experts.stream": ("off", "auto"),

@@ -348,6 +348,7 @@ class GenerateConfig:
     batch_size: int = 32
     prefill_tokens: int = 2048
     cache_tokens: int | str = "auto"
+    latent_keys: str = "auto"
     split: str = "eval"
     limit: int | None = None
     system: str | None = None

@@ -58,6 +58,11 @@ ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "swigluoai")
 UNGATED = ("nemotron_h",)  # experts without a gate: relu2 of up alone
 
 
+def holds_scores(model_type: str, attn_implementation: str) -> bool:
+    """Whether attention runs "eager": all its scores are in memory."""
+    return attn_implementation == "eager" or model_type in WITHOUT_SDPA
+
+
 def window_block(window: int) -> int:
     """Queries of a block, and of the one before it keys: attention with a window goes by such blocks."""
     return -(-window // 16) * 16

@@ -1,6 +1,6 @@
 """Attention by torch's fused kernels where transformers' "sdpa" would hold scores, or take a slower kernel.
 
-`attend` is transformers' own "sdpa" but for three kinds of attention.
+`attend` is transformers' own "sdpa" but for four kinds of attention.
 
 **Sinks**, for which transformers has only "eager". A sink is a number s per head, one more logit of every
 query, whose probability is dropped (gpt-oss, arXiv 2508.10925). Here it is a key of its own, with a value of
@@ -15,7 +15,8 @@ wherever flash can be had, that is, without a mask; with one, torch takes the me
 has two widths. A CPU would hold every score instead: there short rows are left alone, whose bits would
 change.
 
-**Windows** of keys: see windows.py.
+**Windows** of keys: see windows.py. **Latent keys** of a cache: see latent_keys.py; layers that stay with
+"sdpa" have them, too.
 
 What torch's flash kernel refuses on CUDA (sdp_utils.cpp of torch 2.13): float32; a mask; widths above 256,
 or of which one differs; and under grad, on compute capability 8.6 to 8.9 and 12.x, widths above 192 up to
@@ -35,18 +36,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kt_ray.dims.layer_params import HELD_BYTES, LEARNED_BIAS, SINK_FEATURES, SINKS, flash_width
-from kt_ray.model import windows
+from kt_ray.model import latent_keys, windows
 
 NAME = "kt_ray"
 _WIDEST = 256  # that flash takes
 
 
 def register() -> None:
-    """Make `attn_implementation=NAME` known to transformers (idempotent)."""
+    """Make `attn_implementation=NAME` known to transformers, and latent keys to its "sdpa" (idempotent)."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _sdpa)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, windows.mask)
 
 
@@ -85,10 +87,10 @@ def attend(
     Returns:
         [b, n, h, e], and no weights.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     features = value.shape[-1]
     scaling = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
+    if latent_keys.is_unexpanded(query, key):
+        return latent_keys.attend(module, query, key, value, attention_mask, scaling), None
     window = windows.window_of(attention_mask)
     if window is not None and (dropout or kwargs.get("position_bias") is not None):
         attention_mask, window = windows.whole_mask(window, query.shape[2], query.device), None
@@ -101,10 +103,21 @@ def attend(
         return out[..., :features].transpose(1, 2).contiguous(), None
     if query.shape[-1] != features and width <= _WIDEST and _widens(query, key, attention_mask):
         query, key, value = (_widened(t, flash_width(width)) for t in (query, key, value))
-    out, _ = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+    out, _ = _sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     return out[..., :features], None
+
+
+def _sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' own, and latent keys."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if latent_keys.is_unexpanded(query, key):
+        scaling = kwargs["scaling"]
+        return latent_keys.attend(module, query, key, value, attention_mask, scaling), None
+    answer: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return answer
 
 
 def _widened(tensor: Tensor, width: int) -> Tensor:

@@ -22,6 +22,7 @@ from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.generate.requests import Batch, Step
 from kt_ray.model import caches
 from kt_ray.model.clock import Clock
+from kt_ray.model.latent_keys import latent_attention, unexpanded
 from kt_ray.model.layer_loop import (
     ExpertExchange,
     LayerLoop,
@@ -60,6 +61,8 @@ class Decoder:
         self.config = stage.model.base.config
         self.joint = caches.can_join(self.config)
         self._stage = stage
+        absorbs, layers = stage.spec.absorbs_keys, self.model.layers
+        self._latent = {index: latent_attention(layer) if absorbs else [] for index, layer in layers.items()}
         self._cohorts: dict[str, Cohort] = {}
         self._running: list[tuple[Batch, Cohort]] = []
         self._kept: Cohort | None = None  # a prompt for requests that wait: one row
@@ -85,7 +88,7 @@ class Decoder:
             assert cohort.rows == list(batch.rows), f"cohort {batch.cohort} has other rows than the step"
             self._running.append((batch, cohort))
             groups.append(GroupState([self._record(batch, cohort)]))
-        return DecodeLoop(self._stage, step, groups, experts, stages)
+        return DecodeLoop(self._stage, step, groups, experts, stages, self._latent)
 
     def _record(self, batch: Batch, cohort: Cohort) -> MicroState:
         b, s = batch.ids.shape
@@ -181,11 +184,12 @@ class DecodeLoop(LayerLoop):
         groups: list[GroupState],
         experts: DecodeExchange,
         stages: StageExchange | None,
+        latent: Mapping[int, Sequence[Any]],
     ) -> None:
         spec = PassSpec(step.number, 0, "generate", 0, (), 0)
         own = (stage.model, stage.scales, stage.adapters, stage.dropout, stage.head)
         super().__init__(*own, spec, groups, experts, stages, Clock(stage.device))
-        self.step = step
+        self.step, self._latent = step, latent
 
     def program(self, layers: tuple[int, int], *, first: bool, last: bool) -> Iterator[Op]:
         """The operations of this step on a stage with `layers` (half-open): layer by layer, all batches."""
@@ -204,10 +208,16 @@ class DecodeLoop(LayerLoop):
             yield Op("logits" if last else "send_hidden", stop - 1, group)
 
     def forward(self, layer: int, group: int) -> None:
-        """As in a pass, with the batch's adapter; a layer that is not affine in y runs to its end."""
-        adapter = self.step.batches[group].adapter
-        self.adapters.switch(layer, adapter)
-        self.experts.adapter = adapter
+        """As in a pass, with the batch's adapter, and latent keys as they are cached."""
+        batch = self.step.batches[group]
+        self.adapters.switch(layer, batch.adapter)
+        self.experts.adapter = batch.adapter
+        one_token = not batch.fresh and batch.ids.shape[1] == 1
+        with unexpanded(self._latent[layer] if one_token else ()):
+            self._forward(layer, group)
+
+    def _forward(self, layer: int, group: int) -> None:
+        """A layer that is not affine in y runs to its end."""
         context = self.model.experts.get(layer)
         if context is None or self.scales[layer] is not None:
             super().forward(layer, group)

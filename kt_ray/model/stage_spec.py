@@ -50,6 +50,7 @@ class StageSpec:
     # path and name of a file in memory for those weights, which replicas share; None = their own memory
     weights_file: tuple[str, str] | None = None
     backward: BackwardPart = ALL_LAYERS  # of the whole model
+    absorbs_keys: bool = True  # generation: whether latent keys stay as cached (latent_keys.py)
     padded: bool = False  # whether micro-batches may hold padding after their rows
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
 

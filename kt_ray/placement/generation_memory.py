@@ -6,8 +6,8 @@ runs. Nothing is kept for a backward pass; caches are kept instead:
     caches        `CacheWidth` of every layer for generate.cache_tokens tokens in generate.batch_size rows
                   and the row of a prompt that is kept for requests that wait; the largest layer's twice, as
                   it grows by copying
-    workspace     one layer of a step's tokens with its mask, and its keys and values expanded for all cached
-                  tokens (latent attention, and where several heads share one key)
+    workspace     one layer of a step's tokens with its mask, and what it makes of all cached tokens: latent
+                  keys in one tensor; others for every head, where several share one key
     logits        of every row
 
 With eval.after_training or trainer.stage=grpo, training's plan counts (as `answers`) what this needs beyond
@@ -21,6 +21,7 @@ import math
 from kt_ray.config.limits import GENERATING
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
+from kt_ray.dims.layer_params import holds_scores
 from kt_ray.dims.model_dims import ModelDims
 
 
@@ -65,6 +66,34 @@ def longest_row(dims: ModelDims, config: Config) -> int:
     return max(min(tokens, cached), math.ceil(cached / tokens))
 
 
+def absorbs_keys(config: Config) -> bool:
+    """Whether latent attention makes no keys of what is cached, where it can do without.
+
+    At auto not of answers that are learned from: log-probabilities are then the trainer's to a rounding.
+    """
+    if config.generate.latent_keys != "auto":
+        return config.generate.latent_keys == "absorbed"
+    learns = config.trainer.stage == "grpo" and not generates(config)
+    return not learns and config.mode != "train_server"
+
+
+def attends_as_cached(dims: ModelDims, config: Config, layer: int) -> bool:
+    """Whether a layer makes no keys of what is cached (kt_ray/model/latent_keys.py)."""
+    if not absorbs_keys(config):
+        return False
+    eager = holds_scores(dims.model_type, config.model.attn_implementation)
+    latent = any(name.endswith("kv_b_proj") for name, _, _ in dims.lora_in_out[layer])
+    return latent and not eager and not config.lora.dora
+
+
+def _workspace_width(dims: ModelDims, config: Config) -> float:
+    """Elements that a layer makes of one cached token, of the layer that makes most."""
+    caching = [layer for layer, width in enumerate(dims.cache_widths) if width.token or width.near]
+    if caching and all(attends_as_cached(dims, config, layer) for layer in caching):
+        return max(dims.cache_widths[layer].token for layer in caching)
+    return dims.attention_width
+
+
 def generation_items(
     dims: ModelDims, config: Config, layers: range, *, last: bool, layer: float, element: int
 ) -> dict[str, float]:
@@ -74,10 +103,10 @@ def generation_items(
     """
     tokens = step_tokens(config)
     mask = element * longest_row(dims, config)
-    expanded = element * dims.attention_width * room(dims, config)
+    made = element * _workspace_width(dims, config) * room(dims, config)
     return {
         "kept activations": 0,
         "caches": cache_bytes(dims, config, layers, element),
-        "workspace": tokens * (layer + mask) + expanded,
+        "workspace": tokens * (layer + mask) + made,
         "logits": config.generate.batch_size * dims.vocab_size * (element + 8) if last else 0,
     }

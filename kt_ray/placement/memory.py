@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.dims.layer_params import HELD_BYTES, MASKS_PADDING, WITHOUT_SDPA
+from kt_ray.dims.layer_params import HELD_BYTES, MASKS_PADDING, holds_scores
 from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.machine import Hardware, gpu_name, socket_name
@@ -319,7 +319,7 @@ def layer_activation_bytes(
     norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
     scores = 0
     row = longest_row(dims, config) if generates(config) else config.data.widest_row
-    if _eager(dims, config):
+    if holds_scores(dims.model_type, config.model.attn_implementation):
         scores = dims.num_heads * row * (element + 4)
     elif not generates(config):
         window = dims.pair_widths[layer][1] if dims.pair_widths else 0
@@ -389,17 +389,12 @@ def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str, *, gpu: 
     window of them). Causal attention over whole rows needs none; see `masked`, `_window_masked`. Eager
     attention's masks are added to scores and have their type.
     """
-    row, eager = load.row, _eager(dims, config)
+    row, eager = load.row, holds_scores(dims.model_type, config.model.attn_implementation)
     windows = {window for _, window in dims.pair_widths} or {0}
     told = eager or masked(dims, config, gpu=gpu)
     asked = generates(config)  # whose masks look at caches
     kinds = sum(1 for w in windows if told or (asked and 0 < w <= row) or _window_masked(w, row, gpu=gpu))
     return kinds * load.replica * row * (ELEMENT_BYTES[dtype] if eager else 1)
-
-
-def _eager(dims: ModelDims, config: Config) -> bool:
-    """Whether attention holds its scores."""
-    return config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA
 
 
 def _window_masked(window: int, row: int, *, gpu: bool) -> bool:

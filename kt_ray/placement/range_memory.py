@@ -24,8 +24,8 @@ from kt_ray.dims.layer_params import (
     SINK_FEATURES,
     SINKS,
     WHOLE_HEADS,
-    WITHOUT_SDPA,
     flash_width,
+    holds_scores,
 )
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.placement.lora_sizes import module_ranks
@@ -42,7 +42,7 @@ def without_ranges(dims: ModelDims, config: Config) -> str:
         return "its hidden state has several streams"
     if any(heads for heads, _ in dims.indexes):
         return "an index chooses the keys of a query"
-    if config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA:
+    if holds_scores(dims.model_type, config.model.attn_implementation):
         return "attention holds its scores"
     if not all(names) or dims.num_heads == 0 or dims.model_type in MIXED:
         return "some of its layers have another attention than softmax over keys"

@@ -15,6 +15,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import nominal_hardware
 from kt_ray.hardware.machine import Hardware, with_hosts
 from kt_ray.placement.balance import without_load
+from kt_ray.placement.generation_memory import absorbs_keys
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import counted
@@ -115,7 +116,14 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
     for name, other in rules.items():
         if name != rule.name:
             yield Remedy(f"rule={name}", _placed(other)), replace(config, rule=other)
-    if config.micro_batch_rows(rule.replica_count) > 1:
+    if not absorbs_keys(config):
+        rounds = "answers' log-probabilities round otherwise than training's"
+        yield change("generate.latent_keys", "absorbed", rounds)
+    if config.trainer.micro_batch_tokens != "auto":
+        yield change(
+            "trainer.micro_batch_tokens", "auto", "same results to rounding, smaller attention passes"
+        )
+    elif config.micro_batch_rows(rule.replica_count) > 1:
         yield change("trainer.micro_batch_size", 1, "same results, more and smaller attention passes")
     for rows in _halves(config.trainer.batch_size, rule.replica_count):
         yield change("trainer.batch_size", rows, "fewer rows per optimizer step")
@@ -134,6 +142,8 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
 def _combined(config: Config) -> Iterator[dict[str, Any]]:
     """Several changes at once, growing: recompute, one row per replica, shorter rows, no expert LoRA."""
     keys: dict[str, Any] = {"trainer.batch_size": config.rule.replica_count, "trainer.micro_batch_size": 1}
+    if config.trainer.micro_batch_tokens != "auto":
+        keys["trainer.micro_batch_tokens"] = "auto"
     if config.rule.experts.activations in ("retain", "int8"):  # auto comes to recompute by itself
         keys = {"rule.experts.activations": "recompute", **keys}
     yield keys

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.dims.layer_params import HELD_BYTES, WITHOUT_SDPA, WRITTEN_OUT_NORMS, window_block
+from kt_ray.dims.layer_params import HELD_BYTES, WRITTEN_OUT_NORMS, holds_scores, window_block
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.rates import FUSED_NORM_BYTES, NORM_BYTES, PARTS_BYTES, PEFT_BYTES, DeviceRate
 from kt_ray.placement.lora_sizes import in_parts, module_ranks
@@ -154,7 +154,7 @@ class LayerWork:
     @property
     def eager(self) -> bool:
         """Whether attention holds all scores."""
-        return self.attention == "eager" or self.dims.model_type in WITHOUT_SDPA
+        return holds_scores(self.dims.model_type, self.attention)
 
     def forward(self, rows: int, width: int) -> tuple[Counts, Counts]:
         """What is counted until the experts get their tokens, and after it (the shared expert)."""

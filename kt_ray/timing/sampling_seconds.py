@@ -6,8 +6,8 @@
 
 Steps follow one another, and in a step the layers: attention, the experts' tokens there, their products, the
 answers back. Nothing overlaps but a shared expert with the routed ones. Durations are those of training
-(step_costs.py), with what a cache adds: it grows by copying (transformers' DynamicCache), latent keys are
-expanded for all cached tokens, and each of these is read.
+(step_costs.py), with what a cache adds: it grows by copying (transformers' DynamicCache), and each key is
+read; of latent ones those of all heads are the same (kt_ray/model/latent_keys.py).
 
 A prompt is read in once for its group (kt_ray/generate/batcher.py); answers are taken to be equally long.
 """
@@ -22,11 +22,12 @@ from itertools import pairwise
 from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
 from kt_ray.hardware.rates import Rates
+from kt_ray.placement.generation_memory import attends_as_cached
 from kt_ray.placement.plan_types import Plan, WorkerPlan
 from kt_ray.timing.event_loop import Carriage
 from kt_ray.timing.layer_work import Counts, dispatch_seconds, seconds
 from kt_ray.timing.seats import machine_of
-from kt_ray.timing.simulate import ExpertClass, Group, LaneCall, Micro, WorkerLaneCall
+from kt_ray.timing.simulate import ExpertClass, Group, LaneCall, Micro
 from kt_ray.timing.step_costs import PlanDurations
 
 STEP_OPS = (
@@ -35,9 +36,12 @@ STEP_OPS = (
 HEAD_OPS = 12.0  # final norm and logits
 ROW_OPS = 30.0  # transformers' logits processors and the draw, row by row on the host
 # Passes over the keys and values of all heads that a layer makes of fewer cached elements: repeated heads are
-# written and read; of latent ones each head's key gets its rotated part, all are laid out anew, and keys and
-# values of two widths go through products (torch.profiler on a layer of the demo, one thread).
+# written and read; where latent ones are expanded (eager attention, DoRA), each head's key gets its rotated
+# part, all are laid out anew, and keys and values of two widths go through products (torch.profiler on a
+# layer of the demo, one thread).
 REPEATED, FROM_LATENT = 1.5, 5.0
+# Passes over cached elements: they grow by copying, latent ones are put together in one tensor as well.
+GROWN, TOGETHER = 1.0, 2.0
 DRAWN = 2.0  # passes of such a row over the vocabulary, each like a log-softmax
 
 
@@ -78,7 +82,9 @@ def predict_sampling(
         prompt_tokens, answer_tokens: of each prompt and of each answer.
         shared: whether a prompt is read in once for its group, or for every answer.
     """
-    steps = _Steps(replace(plan, head_ranges=0), config, rates)
+    # Expert actors compute all tokens: workers stream experts in training alone.
+    workers = tuple(replace(worker, lane=None) for worker in plan.workers)
+    steps = _Steps(replace(plan, workers=workers, head_ranges=0), config, rates)
     own = math.ceil(prompts / plan.replicas)
     rows, read = own * group, own * (1 if shared else group)
     most = min(rows, config.generate.batch_size)
@@ -142,20 +148,27 @@ class _Steps:
         near = min(context, kept.window)
         tokens, seen = rows * context, rows * (context if kept.token else near)
         copied = kept.token * tokens + kept.near * rows * near
+        if attends_as_cached(self.plan.dims, self.durations.config, layer):
+            # Queries as wide as what is cached, in all heads, and the answers.
+            products = 4.0 * self.plan.dims.num_heads * kept.token * seen
+            total = Counts(passes=TOGETHER * copied, held=products)
+            return self._seconds(total, tokens)
         heads = sum(work.heads) * seen
         latent = [module for module in work.modules if module[0].endswith("kv_b_proj")]
         again = (FROM_LATENT if latent else REPEATED) * heads if heads > copied else 0.5 * copied
-        total = Counts(passes=copied + again)
+        total = Counts(passes=GROWN * copied + again)
         for _, n_in, n_out, rank, _ in latent:
             total = total.plus(work.linear(n_in, n_out, rank, tokens)._replace(operations=0.0))
-        return seconds(total, self.durations.device, self.durations.host, self.plan.dtype, max(1, tokens))
+        return self._seconds(total, tokens)
+
+    def _seconds(self, work: Counts, positions: int) -> float:
+        durations = self.durations
+        return seconds(work, durations.device, durations.host, self.plan.dtype, max(1, positions))
 
     def _experts(self, worker: WorkerPlan, layer: int, tokens: int) -> float:
         """Seconds until the answers are there, all replicas' calls one after another."""
         durations, sharing = self.durations, len(self.plan.replicas_of(0))
-        here = durations.worker_lane(worker.rank, layer, "forward", tokens, call=0)
-        own = 0.0 if here is None else _of_worker_lane(here)
-        return max(own, *(self._actors(c, worker, layer, tokens, sharing) for c in durations.machine.experts))
+        return max(self._actors(c, worker, layer, tokens, sharing) for c in durations.machine.experts)
 
     def _actors(self, c: ExpertClass, worker: WorkerPlan, layer: int, tokens: int, sharing: int) -> float:
         durations, actor = self.durations, c.actors[0]
@@ -187,10 +200,3 @@ def _carried(carriage: Carriage) -> float:
 def _of_lane(call: LaneCall) -> float:
     ahead = max(call.ahead, call.routing)
     return max(ahead + max(call.copies, call.products) + call.last, call.dispatch, call.kept) + call.back
-
-
-def _of_worker_lane(call: WorkerLaneCall) -> float:
-    copies = call.copies + call.copies_ahead
-    products = call.products + call.products_ahead + call.products_there
-    ahead = call.asked + call.routing + call.entering
-    return ahead + max(copies, products, call.dispatch)

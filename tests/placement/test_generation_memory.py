@@ -11,7 +11,7 @@ import pytest
 from kt_ray.config.schema import Config, EvalConfig, GenerateConfig
 from kt_ray.dims.model_dims import CacheWidth
 from kt_ray.errors import UserError
-from kt_ray.placement.generation_memory import cache_bytes, room, step_tokens
+from kt_ray.placement.generation_memory import absorbs_keys, cache_bytes, room, step_tokens
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from tests.placement.configs import SMALL, make_config, make_hardware, small_dims
@@ -146,3 +146,41 @@ def test_answers_after_training_use_the_room_of_activations_and_count_the_rest()
     # Training's widths of a layer are taken, which are the larger ones.
     assert needed - room_of_training <= few["answers"] <= 1.15 * (needed - room_of_training)
     assert {k: v for k, v in few.items() if k != "answers"} == training(0, 50)
+
+
+def test_latent_keys_that_stay_as_cached_need_one_copy() -> None:
+    dims = small_dims("deepseek_v3")
+
+    def workspace(**config: Any) -> int:
+        asked = dataclasses.replace(config_of(batch_size=4, cache_tokens=100_000), **config)
+        return items(make_plan(dims, asked, make_hardware(memory=64 << 30)))["workspace"]
+
+    absorbed, expanded = workspace(), workspace(generate=generating("expanded"))
+    element = 2
+    saved = dims.attention_width - dims.cache_widths[0].token
+    assert expanded - absorbed == element * saved * 100_000
+    eager = dataclasses.replace(config_of().model, attn_implementation="eager")
+    assert workspace(model=eager) > absorbed
+    assert workspace(lora=dataclasses.replace(config_of().lora, dora=True)) > absorbed
+
+
+def generating(latent_keys: str) -> GenerateConfig:
+    return GenerateConfig(batch_size=4, cache_tokens=100_000, latent_keys=latent_keys)
+
+
+@pytest.mark.parametrize(
+    ("mode", "stage", "absorbs"),
+    [
+        *(("chat", "sft", True), ("serve", "grpo", True), ("train", "sft", True)),
+        *(("train", "grpo", False), ("plan", "grpo", False), ("train_server", "sft", False)),
+    ],
+)
+def test_keys_are_expanded_where_a_model_learns_from_its_answers(
+    mode: str, stage: str, absorbs: bool
+) -> None:
+    config = config_of(mode)
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, stage=stage))
+    assert absorbs_keys(config) is absorbs
+    for asked in ("absorbed", "expanded"):
+        own = dataclasses.replace(config, generate=generating(asked))
+        assert absorbs_keys(own) is (asked == "absorbed")
