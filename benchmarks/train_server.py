@@ -3,29 +3,32 @@
     python benchmarks/train_server.py --json out.json
     python benchmarks/train_server.py --peer PYTHON --json out.json
 
-PYTHON is the interpreter of an environment with skyrl-tx, which is started there as it is (tx.tinker.api):
+PYTHON is the interpreter of an environment with skyrl-tx, whose server is started there as it is:
 `pip install 'skyrl-tx[tinker]==0.3.0' jax flax optax tinker==0.14.0`. Each server is driven through the
-released SDK of its environment: skyrl-tx 0.3.0 answers no newer one, kt_ray's needs 0.38.
+released SDK of its environment, for no version speaks to both: 0.38 asks skyrl-tx for what it does not
+answer, and 0.14 sends JSON, which kt_ray does not take.
 
 Both load one checkpoint of random weights, a small Qwen3-MoE (SHAPE) in float32, and get LoRA of --rank with
-alpha 32, which skyrl-tx does not let clients choose. Each of --trainings (each number is measured, by a
-server started for it) loops in a thread of its own: forward_backward over the same --rows rows of --tokens
-tokens, optim_step, --rounds times after --warmup. Records, over the steps of all trainings:
+alpha 32, which skyrl-tx does not let clients choose. Each of --trainings (each number is measured, by
+servers started for it) loops in a thread of its own: forward_backward over the same --rows rows of --tokens
+tokens, and optim_step. The servers take turns, round by round, there and back, and those whose turn it is
+not are stopped. The first round is not counted. Records:
 
-    median_s      of a step, from asking to the answers of both calls
+    median_s      of a step of all trainings: a round's seconds, as clients see them, / --steps
     tokens_per_s  of all trainings together
-    first_s       the longest first step: skyrl-tx compiles in it
+    first_s       the first step: skyrl-tx compiles in it
     losses        per token, of the first training's steps. B is zero at first, so all trainings of both
                   servers must begin with the same loss; first_difference: how far they are apart, relative.
                   Later ones differ: A begins elsewhere, and skyrl-tx divides the experts' rank by how many
                   they are
-    ratio         by how much the first server with as many trainings has more tokens/s
+    ratio         by how much kt_ray has more tokens/s with as many trainings
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -36,11 +39,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import common
+from child import Child, ChildError
 
 sys.path.insert(0, str(common.REPO))
 
@@ -65,16 +69,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch, "model"), args.layers)
-        for python in filter(None, (sys.executable, args.peer)):
-            for trainings in args.trainings:
-                place = Path(scratch, f"server {len(records)}")
-                place.mkdir()
-                with started(python, model, trainings, place, args) as url:
-                    records.append(measured(python, url, model, trainings, args))
-                _compare(records)
+        for trainings in args.trainings:
+            found = measured(model, trainings, Path(scratch, str(trainings)), args)
+            records += [record(name, turns, trainings, args) for name, turns in found.items()]
+    first = records[0]["losses"][0]
+    for one in records:
+        one["first_difference"] = max(abs(loss / first - 1) for loss in one.pop("first_losses"))
+        base = next(other for other in records if other["trainings"] == one["trainings"])
+        one["ratio"] = round(base["tokens_per_s"] / one["tokens_per_s"], 2)
+        print(
+            f"{one['impl']}, {one['trainings']} trainings: a step {one['median_s']:.2f} s, the first "
+            f"{one['first_s']:.1f} s; {one['tokens_per_s']:.1f} tokens/s, kt_ray {one['ratio']} times; "
+            f"loss {one['losses'][0]:.6f} -> {one['losses'][-1]:.4f}, first {one['first_difference']:.0e} apart"
+        )
     if args.json:
         common.write_json(args.json, records, about)
-    apart = max(record["first_difference"] for record in records)
+    apart = max(one["first_difference"] for one in records)
     if apart > CLOSE:
         print(f"first losses differ by {apart:.1e}, more than {CLOSE:.0e}", file=sys.stderr)
     return int(apart > CLOSE)
@@ -90,8 +100,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of each row")
     parser.add_argument("--layers", type=int, default=4, help="of the model")
     parser.add_argument("--rank", type=int, default=8, help="LoRA rank")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before those that count")
-    parser.add_argument("--rounds", type=int, default=5, help="steps that count")
+    parser.add_argument("--steps", type=int, default=2, help="of each training in a round")
+    parser.add_argument("--rounds", type=int, default=5)
     common.add_common_arguments(parser)
     return parser.parse_args(argv)
 
@@ -111,155 +121,151 @@ def make_model(directory: Path, layers: int) -> Path:
     return directory
 
 
-# ------------------------------------------------------------------ servers
+def measured(
+    model: Path, trainings: int, scratch: Path, args: argparse.Namespace
+) -> dict[str, list[dict[str, Any]]]:
+    """What each server's clients found in each round; the first holds one step more, the very first."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    with contextlib.ExitStack() as ends:
+        parties: dict[str, Party] = {}
+        for name, python in (("kt_ray", sys.executable), ("skyrl_tx", args.peer)):
+            if python:
+                parties[name] = Party(name, python, model, trainings, scratch / name, args)
+                ends.callback(parties[name].close)
+                found[name] = [parties[name].turn(1)]
+        for number in range(args.rounds + 1):
+            for name in parties if number % 2 == 0 else reversed(parties):
+                found[name].append(parties[name].turn(args.steps))
+    return found
 
 
-@contextlib.contextmanager
-def started(python: str, model: Path, trainings: int, place: Path, args: argparse.Namespace) -> Iterator[str]:
-    """A server's address while it runs; its files are in `place`."""
-    port = _free_port()
-    ours = python == sys.executable
-    command = (
-        _kt_ray(model, trainings, place, port, args)
-        if ours
-        else _skyrl_tx(model, trainings, place, port, args)
-    )
-    path = os.environ["PATH"] if ours else f"{_uv(place)}{os.pathsep}{os.environ['PATH']}"
-    log = place / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [python, *command],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PATH": path, "PEER": python, "JAX_PLATFORMS": "cpu"},
-            start_new_session=True,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait(url, process)
-        yield url
-    except BaseException:
-        print(log.read_text(encoding="utf-8", errors="replace")[-4000:], file=sys.stderr)
-        raise
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        with contextlib.suppress(ProcessLookupError):  # what it left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _kt_ray(model: Path, trainings: int, place: Path, port: int, args: argparse.Namespace) -> list[str]:
-    return [
-        str(common.REPO / "launch.py"),
-        "mode=train_server",
-        "cluster=local",
-        "model=custom",
-        f"model.path={model}",
-        "model.dtype=float32",
-        f"lora.rank={args.rank}",
-        f"lora.alpha={ALPHA}",
-        f"train_server.adapters={trainings}",
-        f"data.max_length={args.tokens + 1}",
-        f"trainer.batch_size={trainings * args.rows}",  # a joined pass holds the rows of all trainings
-        f"serve.port={port}",
-        f"serve.name={model}",
-        f"run.root={place}",
-    ]
-
-
-def _skyrl_tx(model: Path, trainings: int, place: Path, port: int, args: argparse.Namespace) -> list[str]:
-    # One adapter is its base model's.
-    backend = {"max_lora_adapters": trainings + 1, "max_lora_rank": args.rank}
-    return [
-        *("-m", "tx.tinker.api", "--base-model", str(model), "--host", "127.0.0.1", "--port", str(port)),
-        *("--database-url", f"sqlite:///{place}/requests.db", "--checkpoints-base", str(place / "saved")),
-        *("--backend-config", json.dumps(backend)),
-    ]
-
-
-def _uv(place: Path) -> Path:
-    """A directory whose `uv run ... -m MODULE`, which the peer's server calls, runs in its environment."""
-    directory = place / "bin"
-    directory.mkdir()
-    script = directory / "uv"
-    script.write_text(
-        '#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nexec "$PEER" "$@"\n', encoding="utf-8"
-    )
-    script.chmod(0o755)
-    return directory
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait(url: str, process: subprocess.Popen[bytes], seconds: float = 180.0) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with {process.returncode}")
-        try:
-            urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise RuntimeError(f"no answer from {url} in {seconds:.0f} s")
-
-
-# ------------------------------------------------------------------ clients
-
-
-def measured(python: str, url: str, model: Path, trainings: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The record of what train_server_child.py found, which runs with `python` and its SDK."""
-    job = {"base": str(model), "vocab": SHAPE["vocab_size"], "trainings": trainings}
-    job |= {key: getattr(args, key) for key in ("rows", "tokens", "rank")}
-    job["steps"] = args.warmup + args.rounds
-    done = subprocess.run(
-        [python, Path(__file__).with_name("train_server_child.py"), json.dumps(job)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=1200,
-        env={**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-any"},
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
-    middle = statistics.median(s for steps in found["seconds"] for s in steps[args.warmup :])
+def record(
+    name: str, turns: list[dict[str, Any]], trainings: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    median = statistics.median(turn["seconds"] for turn in turns[2:]) / args.steps
     tokens = trainings * args.rows * args.tokens
+    by_training = zip(*(turn["losses"] for turn in turns), strict=True)
+    losses = [list(itertools.chain(*parts)) for parts in by_training]
     return {
-        "impl": "kt_ray" if python == sys.executable else "skyrl_tx",
-        "versions": found["versions"],
+        "impl": name,
+        "versions": turns[0]["versions"],
         "model": f"qwen3_moe, {args.layers} layers",
         "shape": SHAPE,
         "trainings": trainings,
         "rank": args.rank,
         "tokens": tokens,
-        "median_s": middle,
-        "tokens_per_s": tokens / middle,
-        "first_s": max(steps[0] for steps in found["seconds"]),
+        "median_s": median,
+        "tokens_per_s": tokens / median,
+        "first_s": turns[0]["seconds"],
         "rounds": args.rounds,
-        "losses": found["losses"][0],
-        "first_losses": [losses[0] for losses in found["losses"]],
+        "losses": losses[0],
+        "first_losses": [one[0] for one in losses],
     }
 
 
-def _compare(records: list[dict[str, Any]]) -> None:
-    """What the last record says beside those before, and a line about it."""
-    last = records[-1]
-    first = records[0]["losses"][0]
-    last["first_difference"] = max(abs(loss / first - 1) for loss in last["first_losses"])
-    same = next(record for record in records if record["trainings"] == last["trainings"])
-    last["ratio"] = round(same["tokens_per_s"] / last["tokens_per_s"], 2)
-    print(
-        f"{last['impl']}, {last['trainings']} trainings: a step {last['median_s']:.2f} s, the first "
-        f"{last['first_s']:.1f} s; {last['tokens_per_s']:.1f} tokens/s, {same['impl']} {last['ratio']} "
-        f"times as many; loss {last['losses'][0]:.6f} -> {last['losses'][-1]:.4f}, first ones "
-        f"{last['first_difference']:.1e} apart",
-        flush=True,
-    )
+class Party:
+    """A server, and a process with its clients. Both are stopped but in their turns.
+
+    Args:
+        python: the interpreter of both.
+        place: a new directory for the server's files.
+
+    Raises:
+        ChildError: the server ended or did not answer; its log's end is in the message.
+    """
+
+    def __init__(
+        self, name: str, python: str, model: Path, trainings: int, place: Path, args: argparse.Namespace
+    ) -> None:
+        place.mkdir(parents=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        self._log = place / "log"
+        self._client: Child | None = None
+        make = _kt_ray if name == "kt_ray" else _skyrl_tx
+        command, environment = make(python, model, trainings, place, port, args)
+        with self._log.open("wb") as log:
+            self._server = subprocess.Popen(
+                command, stdout=log, stderr=log, env=os.environ | environment, start_new_session=True
+            )
+        url = f"http://127.0.0.1:{port}"
+        self._await(url)
+        environment = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-any"}
+        script = Path(__file__).with_name("train_server_child.py")
+        self._client = Child([python, str(script)], environment, place / "client.log")
+        job = {"base": str(model), "vocab": SHAPE["vocab_size"], "trainings": trainings}
+        self._ask({"do": "prepare", **job, "rows": args.rows, "tokens": args.tokens, "rank": args.rank})
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        """So many steps of each training: seconds, and each training's losses per token."""
+        return self._ask({"do": "train", "steps": steps})
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._client is not None
+        os.killpg(self._server.pid, signal.SIGCONT)
+        self._client.resume()
+        try:
+            return self._client.ask(question)
+        except ChildError as error:
+            raise ChildError(f"{error}; the server: {self._last_words()}") from None
+        finally:
+            self._client.pause()
+            os.killpg(self._server.pid, signal.SIGSTOP)
+
+    def _await(self, url: str, seconds: float = 180.0) -> None:
+        deadline = time.monotonic() + seconds
+        while self._server.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5).close()
+                return
+            time.sleep(0.2)
+        self.close()
+        raise ChildError(f"no server at {url}: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
+
+    def close(self) -> None:
+        """End both."""
+        if self._client is not None:
+            self._client.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait()
+
+
+def _kt_ray(
+    python: str, model: Path, trainings: int, place: Path, port: int, args: argparse.Namespace
+) -> tuple[list[str], dict[str, str]]:
+    """Command and environment."""
+    command = [
+        *(python, str(common.REPO / "launch.py"), "mode=train_server", "cluster=local", "model=custom"),
+        *(f"model.path={model}", "model.dtype=float32", f"lora.rank={args.rank}", f"lora.alpha={ALPHA}"),
+        *(f"train_server.adapters={trainings}", f"data.max_length={args.tokens + 1}"),
+        f"trainer.batch_size={trainings * args.rows}",  # a joined pass holds the rows of all trainings
+        *(f"serve.port={port}", f"serve.name={model}", f"run.root={place}"),
+    ]
+    return command, {"OMP_NUM_THREADS": str(args.threads)}
+
+
+def _skyrl_tx(
+    python: str, model: Path, trainings: int, place: Path, port: int, args: argparse.Namespace
+) -> tuple[list[str], dict[str, str]]:
+    """Command and environment."""
+    # The server starts its engine by `uv run ... -m MODULE`: this `uv` runs that in the same environment.
+    uv = place / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text('#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nexec "$PEER" "$@"\n', encoding="utf-8")
+    uv.chmod(0o755)
+    backend = {"max_lora_adapters": trainings + 1, "max_lora_rank": args.rank}  # one is the base model's
+    command = [
+        *(python, "-m", "tx.tinker.api", "--base-model", str(model), "--host", "127.0.0.1"),
+        *("--port", str(port), "--database-url", f"sqlite:///{place}/requests.db"),
+        *("--checkpoints-base", str(place / "saved"), "--backend-config", json.dumps(backend)),
+    ]
+    path = f"{uv.parent}{os.pathsep}{os.environ['PATH']}"
+    return command, {"PATH": path, "PEER": python, "JAX_PLATFORMS": "cpu"}
 
 
 if __name__ == "__main__":

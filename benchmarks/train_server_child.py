@@ -1,40 +1,44 @@
 """Clients of a train server that train at the same time; started by train_server.py, maybe with an older SDK.
 
-The job is the argument, a JSON object; the last line of output is what was found.
+{"do": "prepare", ...} creates the trainings; {"do": "train"} takes steps of all and answers with seconds, and
+each training's losses per token.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any
 
 import tinker
+from child import Message, serve
 from tinker import types
 
+_held: dict[str, Any] = {}
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
-    service = tinker.ServiceClient()
-    data = rows(job)
-    trainings = [create(service, job["base"], job["rank"], seed) for seed in range(1, job["trainings"] + 1)]
-    with ThreadPoolExecutor(len(trainings)) as threads:
-        loops = list(threads.map(lambda training: loop(training, data, job["steps"]), trainings))
+
+def answer(question: Message) -> Message:
+    if question["do"] == "prepare":
+        return prepare(question)
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(len(_held["trainings"])) as threads:
+        losses = list(threads.map(lambda training: train(training, question["steps"]), _held["trainings"]))
+    return {"seconds": time.perf_counter() - begun, "losses": losses, "versions": _held["versions"]}
+
+
+def prepare(job: Message) -> Message:
+    service = _held["service"] = tinker.ServiceClient()
+    _held["rows"] = rows(job)
+    _held["trainings"] = [create(service, job, seed) for seed in range(1, job["trainings"] + 1)]
     installed = {package.metadata["Name"] for package in metadata.distributions()}
-    names = sorted(installed & {"tinker", "skyrl-tx", "jax", "torch"})
-    found = {
-        "versions": {name: metadata.version(name) for name in names},
-        "seconds": [seconds for seconds, _ in loops],
-        "losses": [losses for _, losses in loops],
-    }
-    print(json.dumps(found))
+    names = sorted(installed & {"tinker", "skyrl-tx", "jax"})
+    _held["versions"] = {name: metadata.version(name) for name in names}
+    return {}
 
 
-def rows(job: dict[str, Any]) -> list[types.Datum]:
+def rows(job: Message) -> list[types.Datum]:
     """Rows of random tokens, the mean loss of which is trained."""
     draw, count = random.Random(0), job["rows"] * job["tokens"]
     data = []
@@ -45,26 +49,24 @@ def rows(job: dict[str, Any]) -> list[types.Datum]:
     return data
 
 
-def create(service: Any, base: str, rank: int, seed: int) -> Any:
-    made = service.create_lora_training_client(base_model=base, rank=rank, seed=seed, train_unembed=False)
+def create(service: Any, job: Message, seed: int) -> Any:
+    made = service.create_lora_training_client(
+        base_model=job["base"], rank=job["rank"], seed=seed, train_unembed=False
+    )
     return made.result() if hasattr(made, "result") else made  # old SDKs wait for it
 
 
-def loop(training: Any, data: list[types.Datum], steps: int) -> tuple[list[float], list[float]]:
-    """Seconds and losses per token of each step."""
-    seconds, losses = [], []
+def train(training: Any, steps: int) -> list[float]:
+    losses = []
     adam = types.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
     for _ in range(steps):
-        begun = time.perf_counter()
-        passed = training.forward_backward(data, "cross_entropy")
+        passed = training.forward_backward(_held["rows"], "cross_entropy")
         stepped = training.optim_step(adam)
-        outputs = passed.result().loss_fn_outputs
+        values = [value for output in passed.result().loss_fn_outputs for value in output["logprobs"].data]
         stepped.result()
-        seconds.append(time.perf_counter() - begun)
-        values = [value for output in outputs for value in output["logprobs"].data]
         losses.append(-sum(values) / len(values))
-    return seconds, losses
+    return losses
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)
