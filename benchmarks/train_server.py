@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{one['impl']}, {one['trainings']} trainings: a step {one['median_s']:.2f} s, the first "
             f"{one['first_s']:.1f} s; {one['tokens_per_s']:.1f} tokens/s, kt_ray {one['ratio']} times; "
-            f"loss {one['losses'][0]:.6f} -> {one['losses'][-1]:.4f}, first {one['first_difference']:.0e} apart"
+            f"loss {one['losses'][0]:.6f} -> {one['losses'][-1]:.4f}, first {one['first_difference']:.0e} off"
         )
     if args.json:
         common.write_json(args.json, records, about)
