@@ -33,6 +33,7 @@ STARTS = {
     "network": "--gbit= --links 1 --repeats 1 --steps 0 --json {out}",
     "prediction": "--scratch {tmp} --cases demo.local_1x1 --rates nominal --warmup 0 --steps 1 --json {out}",
     "soak": "--steps 2 --every 1 --warm 1 --json {out} -- cluster=local",
+    "train_server": "--trainings 2 --rows 1 --tokens 4 --layers 1 --steps 1 --rounds 1 --json {out}",
 }
 TESTED = {
     "chaos": "test_chaos.py",
@@ -58,6 +59,7 @@ CHILDREN = {
     "load_child": "load",
     "step_timeline_child": "step_timeline",
     "train_child": "train_step",
+    "train_server_child": "train_server",
 }
 
 
