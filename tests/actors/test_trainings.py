@@ -198,9 +198,11 @@ def test_kept_copies_stay_as_they_were(model: Path, layout: tuple[str, ...]) -> 
         turns.take("b")  # another training, with another copy
         turns.forward_backward("b")
         turns.update("b")
+        of_b = loss(turns, True)
         cluster.keep_adapter("second")
         assert loss(turns, "first") == kept
         other = loss(turns, "second")
+        assert other == of_b
         cluster.drop_adapter("first")
         turns.take("a")
         cluster.keep_adapter("third")  # in the memory of the one that was dropped
