@@ -115,6 +115,8 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
     for name, other in rules.items():
         if name != rule.name:
             yield Remedy(f"rule={name}", _placed(other)), replace(config, rule=other)
+    for adapters in _halves(config.trainings, 1):
+        yield change("train_server.adapters", adapters, "same results, more trainings wait on disk")
     if config.micro_batch_rows(rule.replica_count) > 1:
         yield change("trainer.micro_batch_size", 1, "same results, more and smaller attention passes")
     for rows in _halves(config.trainer.batch_size, rule.replica_count):
