@@ -169,10 +169,11 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
         f"{plan.tokens_per_step:,} tokens at most{_unnamed(config)}; {lora}",
     ]
     if config.trainings:
-        server, answers = config.train_server, counted(config.serve.max_batch, "answer")
+        server, joined = config.train_server, "joined" if plan.joins_trainings else "not joined"
         lines.append(
-            f"server    {counted(server.adapters, 'training')} in memory of at most {server.trainings}; they "
-            f"share a step's rows; {counted(server.samplers, 'sampler')}; {answers} at a time in each replica"
+            f"server    {counted(server.adapters, 'training')} in memory of at most {server.trainings}, whose "
+            f"passes are {joined}; {counted(server.samplers, 'sampler')}; "
+            f"{counted(config.serve.max_batch, 'answer')} at a time in each replica"
         )
     if plan.expected_load is not None:
         load = plan.expected_load

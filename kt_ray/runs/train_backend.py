@@ -604,9 +604,8 @@ class Room(NamedTuple):
 
 
 def _room_for_several(config: Config, plan: Plan) -> Room:
-    """What the plan counts memory for; none where a pass has one LoRA: GPU lanes, attention by ranges."""
-    lanes = [*(worker.lane for worker in plan.workers), *(actor.lane for actor in plan.experts)]
-    if plan.activations == "ranges" or any(lane is not None for lane in lanes):
+    """What the plan counts memory for."""
+    if not plan.joins_trainings:
         return Room(0, 0)
     multiple = config.data.pad_to_multiple_of
     micro = config.micro_batch_rows(plan.replicas) * math.ceil(config.data.max_length / multiple) * multiple

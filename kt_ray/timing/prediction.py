@@ -319,7 +319,8 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, 
         yield {"rule.wave": "auto"}, same
     for factor in (2, 4):
         rows = trainer.batch_size * factor
-        yield {"trainer.batch_size": rows}, "a larger step: fewer updates per epoch"
+        larger = "more rows in a pass" if config.trainings else "a larger step: fewer updates per epoch"
+        yield {"trainer.batch_size": rows}, larger
     micro = config.micro_batch_rows(rule.replica_count)
     for size in (micro * 2, micro // 2):
         if 1 <= size <= math.ceil(trainer.batch_size / rule.replica_count):

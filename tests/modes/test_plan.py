@@ -74,7 +74,8 @@ def test_a_train_server(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = output(capsys, *where, *how)
     assert code == 0
     for wanted in (
-        "server    4 trainings in memory of at most 32",
+        "server    4 trainings in memory of at most 32, whose passes are not joined",  # experts on the GPUs
+        "more rows in a pass",
         "8 samplers; 16 answers at a time in each replica",
         "16 answers of 256 tokens at a time",
         "prompts of 768, each another one",
@@ -88,6 +89,7 @@ def test_a_train_server(capsys: pytest.CaptureFixture[str]) -> None:
     dims, hardware = model_dims(planned.model), hardware_for(planned)
     plans = [make_plan(dims, config, hardware) for config in (planned, served)]
     assert plans[0].budgets == plans[1].budgets
+    assert "whose passes are joined" in output(capsys, *where, *how, "rule.experts.stream=off")[1]
     config = with_keys(planned, {"train_server.adapters": 16})
     found = {remedy.overrides for remedy in remedies(dims, config, hardware, {})}
     assert not make_plan(dims, config, hardware).fits and "train_server.adapters=8" in found
