@@ -171,8 +171,8 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
     if config.trainings:
         server, joined = config.train_server, "joined" if plan.joins_trainings else "not joined"
         lines.append(
-            f"server    {counted(server.adapters, 'training')} in memory of at most {server.trainings}, whose "
-            f"passes are {joined}; {counted(server.samplers, 'sampler')}; "
+            f"server    {counted(server.adapters, 'training')} in memory of at most {server.trainings}, "
+            f"whose passes are {joined}; {counted(server.samplers, 'sampler')}; "
             f"{counted(config.serve.max_batch, 'answer')} at a time in each replica"
         )
     if plan.expected_load is not None:
