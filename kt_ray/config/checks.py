@@ -479,6 +479,15 @@ def _trainer(c: Config) -> Iterator[Fault]:
             f"is more than trainer.batch_size={rows}",
             remedy=f"set trainer.micro_batch_size={rows} or raise trainer.batch_size",
         )
+    if trainer.micro_batch_tokens != "auto" and not c.packs_micro_batches:
+        size = trainer.micro_batch_size
+        why = f"trainer.stage={trainer.stage}" if size == "auto" else f"trainer.micro_batch_size={size}"
+        yield Fault(
+            "trainer.micro_batch_tokens",
+            f"has no meaning with {why}, which counts rows",
+            "auto",
+            "set trainer.micro_batch_tokens=auto",
+        )
     own = Path(c.run.root, c.run.name or "").absolute()  # a new run may begin with another run's checkpoint
     if (
         c.run.overwrite

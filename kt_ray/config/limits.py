@@ -31,6 +31,7 @@ WORDS: dict[str, tuple[str, ...]] = {
                 "rule.groups",
             ),
             *("rule.wave", "rule.experts.copies", "trainer.micro_batch_size"),
+            "trainer.micro_batch_tokens",
             *("rule.experts.sockets", "rule.experts.threads", "rule.ray.worker_cpus", "rule.ray.expert_cpus"),
             *("trainer.loss_chunk", "data.eval_fraction", "generate.cache_tokens"),
         ),
@@ -112,7 +113,8 @@ _KEYS_OF_BOUNDS = {
     Bound(1): """
         rule.gpus rule.gpu_memory rule.stages rule.replicas rule.worker_threads rule.wave rule.experts.sockets
         rule.experts.threads rule.experts.copies
-        data.limit trainer.max_steps trainer.batch_size trainer.micro_batch_size trainer.log_every
+        data.limit trainer.max_steps trainer.batch_size trainer.micro_batch_size trainer.micro_batch_tokens
+        trainer.log_every
         generate.max_new_tokens generate.batch_size generate.prefill_tokens generate.cache_tokens
         generate.limit serve.max_batch serve.max_tokens serve.max_body train_server.adapters
         grpo.steps_per_rollout grpo.iterations train_server.trainings

@@ -124,6 +124,11 @@ class DataConfig:
     group_by_length: bool = False
     cache_gb: float = 5.0
 
+    @property
+    def widest_row(self) -> int:
+        """Positions of the longest row, padding to a multiple included."""
+        return -(-self.max_length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
 
 @dataclass(frozen=True)
 class LoraConfig:
@@ -178,6 +183,7 @@ class TrainerConfig:
     max_steps: int | None = None
     batch_size: int = 8
     micro_batch_size: int | str = "auto"
+    micro_batch_tokens: int | str = "auto"
     eval_every: int | str = "auto"
     save_every: int | str = "30min"
     keep_checkpoints: int = 2
@@ -377,8 +383,8 @@ class TrainServerConfig:
         return 2 * self.adapters
 
 
-# Positions of a micro-batch of short rows at auto: from about so many on, a layer's products take longer than
-# reading its weights and starting its kernels.
+# Positions of a micro-batch of short rows at auto: from about so many on, a layer's products on a CPU take
+# longer than reading its weights. For GPUs kt_ray.timing.choose looks for more.
 MICRO_TOKENS = 512
 
 
@@ -447,8 +453,9 @@ class Config:
             return trainer.micro_batch_size
         if not self.packs_micro_batches:
             return 1
-        fair = trainer.batch_size // (2 * replicas)
-        return max(1, min(MICRO_TOKENS // self.data.max_length, fair))
+        asked = trainer.micro_batch_tokens
+        tokens = asked if isinstance(asked, int) else MICRO_TOKENS
+        return max(1, min(tokens // self.data.widest_row, trainer.batch_size // (2 * replicas)))
 
     def pads(self, replicas: int) -> bool:
         """Whether micro-batches may hold padding after their rows."""
@@ -457,6 +464,4 @@ class Config:
 
     def micro_batch_tokens(self, replicas: int) -> int | None:
         """Positions of a micro-batch, at the most, where rows share it by length; None = they do not."""
-        data = self.data
-        widest = -(-data.max_length // data.pad_to_multiple_of) * data.pad_to_multiple_of
-        return self.micro_batch_rows(replicas) * widest if self.packs_micro_batches else None
+        return self.micro_batch_rows(replicas) * self.data.widest_row if self.packs_micro_batches else None

@@ -145,7 +145,8 @@ class Head:
         grad_NH = None if slopes is None else torch.zeros_like(flat_NH)
         # positions without a target have neither a loss nor a gradient
         trained = (targets_N != IGNORE).nonzero().squeeze(1)
-        chunk = logit_rows(self.loss_chunk, trained.numel(), self.lm_head.out_features)
+        gpu = self.device.type != "cpu"
+        chunk = logit_rows(self.loss_chunk, trained.numel(), self.lm_head.out_features, gpu=gpu)
         entropy = chunked_cross_entropy() if chunk < trained.numel() else plain_cross_entropy
         if self.norm is None:
             chunk = min(chunk, h.shape[1])  # to the family's own forward they are a row of the batch

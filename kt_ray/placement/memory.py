@@ -64,7 +64,7 @@ from kt_ray.placement.lora_sizes import (
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
 from kt_ray.placement.range_memory import TOKEN_BYTES, range_host, range_workspace
 from kt_ray.placement.staging import expert_staging, worker_staging
-from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of, widest_row
+from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of
 from kt_ray.placement.worker_lanes import (
     Left,
     gradient_staging,
@@ -84,7 +84,9 @@ DRIVER_RUNTIME = int(0.6 * GIB)
 RAY_RUNTIME = int(0.8 * GIB)  # raylet, GCS, dashboard
 GPU_RUNTIME = int(0.8 * GIB)  # CUDA context, libraries, allocator slack
 
-LOGITS_BYTES = 1 << 26  # float32 logits that trainer.loss_chunk=auto allows at once
+# Float32 logits that trainer.loss_chunk=auto allows at once. A GPU waits for the host between small chunks.
+LOGITS_BYTES = 1 << 26
+GPU_LOGITS_BYTES = 1 << 28
 
 # Items of a budget, in the order in which they are shown.
 ITEMS = (
@@ -316,7 +318,7 @@ def layer_activation_bytes(
         lora = sum(each * i + dora * o + 8 * rank for i, o, rank in sizes)
     norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
     scores = 0
-    row = longest_row(dims, config) if generates(config) else widest_row(config.data)
+    row = longest_row(dims, config) if generates(config) else config.data.widest_row
     if _eager(dims, config):
         scores = dims.num_heads * row * (element + 4)
     elif not generates(config):
@@ -473,7 +475,7 @@ def worker_items(
             for layer, size in kept_by_layer.items()
         }
     recompute = max(at_once.values())
-    logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
+    logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size, gpu=gpu)
     items: dict[str, float] = {
         "weights": sum(weights.values())
         - sum(away)
@@ -571,10 +573,10 @@ def _kept_quantised(dims: ModelDims, config: Config) -> Sequence[Quantised]:
     return dims.quantised if config.model.keep_quantized else ()
 
 
-def logit_rows(loss_chunk: int | str, rows: int, vocab: int) -> int:
+def logit_rows(loss_chunk: int | str, rows: int, vocab: int, *, gpu: bool) -> int:
     """Rows of logits per chunk of trainer.loss_chunk; all `rows` (trained tokens) when they are not cut."""
     if loss_chunk == "auto":
-        return max(1, min(rows, LOGITS_BYTES // (4 * vocab)))
+        return max(1, min(rows, (GPU_LOGITS_BYTES if gpu else LOGITS_BYTES) // (4 * vocab)))
     return max(1, min(rows, int(loss_chunk)) if int(loss_chunk) > 0 else rows)
 
 

@@ -287,6 +287,8 @@ def _laid_out(
         stages=stages,
         replicas=rule.replica_count,
         groups=groups,
+        micro_batch_rows=config.micro_batch_rows(rule.replica_count),
+        micro_batch_tokens=config.micro_batch_tokens(rule.replica_count),
         wave=chosen.wave,
         activations=chosen.held.attention,
         head_ranges=chosen.held.ranges,

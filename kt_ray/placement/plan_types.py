@@ -236,6 +236,7 @@ class Choice(NamedTuple):
     tuning: Tuning = UNTUNED  # `Plan.tuning`
     ranges: int = 0  # `Plan.head_ranges`
     stream_to: str = "actors"  # `Plan.stream_to`
+    micro_batch: int | None = None  # `Plan.micro_batch_tokens`
 
 
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
@@ -252,6 +253,8 @@ class Plan:
     stages: int
     replicas: int
     groups: int
+    micro_batch_rows: int = 1  # rows (pairs) of a micro-batch, all as long as data.max_length
+    micro_batch_tokens: int | None = None  # positions that rows share by their lengths; None = they do not
     wave: int = 1  # micro-batches of a replica that pass the layers together
     # "group", "micro_batch", "host" or "ranges": what attention workers hold for backward (rule.activations)
     activations: str = "group"

@@ -30,7 +30,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     )
     model = {key: getattr(dims, key) for key in sizes}
     facts = (
-        *("stages", "replicas", "attention_hosts", "copies", "groups", "wave", "activations"),
+        *("stages", "replicas", "attention_hosts", "copies", "groups", "micro_batch_rows"),
+        *("micro_batch_tokens", "wave", "activations"),
         *("head_ranges", "attention_output", "resident", "overlap", "tokens_per_step", "tuning", "stream_to"),
     )
     return {
@@ -256,7 +257,8 @@ def choice_text(choice: Choice) -> str:
     again = {None: "", True: ", experts on the GPU recomputed", False: ", experts on the GPU retained"}
     held += again[choice.tuning.recompute]
     held += _tuning_text(choice.tuning.speed)
-    return f"{layout}, {groups}, waves of {counted(choice.wave, 'micro-batch')}, {held}"
+    tokens = "" if choice.micro_batch is None else f" of {choice.micro_batch} tokens"
+    return f"{layout}, {groups}, waves of {counted(choice.wave, 'micro-batch')}{tokens}, {held}"
 
 
 def _tuning_text(speed: float) -> str:

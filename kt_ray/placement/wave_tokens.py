@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from kt_ray.config.schema import Config, DataConfig
+from kt_ray.config.schema import Config
 from kt_ray.placement.generation_memory import generates, step_tokens
 from kt_ray.placement.plan_types import Held
 
@@ -41,11 +41,6 @@ class Load:
         return replace(self, total=total, group=min(total, self.own_group * replicas // copies))
 
 
-def widest_row(data: DataConfig) -> int:
-    """Positions of the longest row, padding to a multiple included."""
-    return math.ceil(data.max_length / data.pad_to_multiple_of) * data.pad_to_multiple_of
-
-
 def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
     """Tokens of a wave of `wave` micro-batches per replica, cut into `groups`; every row at data.max_length.
 
@@ -55,7 +50,7 @@ def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
         tokens = step_tokens(config)
         all_replicas = tokens * config.rule.replica_count
         return Load(all_replicas, tokens, tokens, tokens, tokens, tokens, own_group=tokens)
-    trainer, row = config.trainer, widest_row(config.data)
+    trainer, row = config.trainer, config.data.widest_row
     replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)
     micro = min(config.micro_batch_rows(replicas), step_rows)

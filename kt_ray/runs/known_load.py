@@ -70,6 +70,8 @@ def resumed_choice(config: Config) -> Choice | None:
         return None
     try:
         plan = read_json(checkpoint.parent.parent / "plan.json", "plan.json", "")
+        # Plans of earlier versions have no such key, and took what auto means where nothing is chosen.
+        positions = plan.get("micro_batch_tokens", config.micro_batch_tokens(int(plan["replicas"])))
         return Choice(
             stages=int(plan["stages"]),
             replicas=int(plan["replicas"]),
@@ -84,6 +86,7 @@ def resumed_choice(config: Config) -> Choice | None:
             hosts=int(plan.get("attention_hosts", 1)),
             tuning=Tuning(*plan.get("tuning", ())) if _streams(plan) else NOTHING,
             stream_to=str(plan.get("stream_to", "actors")),
+            micro_batch=None if positions is None else int(positions),
             resident=None if plan.get("resident") is None else int(plan["resident"]),
         )
     except (UserError, ValueError, LookupError, TypeError, OverflowError):

@@ -449,8 +449,7 @@ def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool
     """
     own = config.trainer.stage == policy_steps.STAGE  # answers, of which data.train has the prompts
     rows = config.trainer.batch_size // (config.grpo.group_size if own else 1)
-    sizes = (config.micro_batch_rows(plan.replicas), plan.replicas, plan.groups)
-    budget = config.micro_batch_tokens(plan.replicas)
+    sizes = (plan.micro_batch_rows, plan.replicas, plan.groups)
     batches = Batches(
         data.train,
         rows,
@@ -462,7 +461,7 @@ def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool
         multiple=config.data.pad_to_multiple_of,
         group_by_length=config.data.group_by_length,
         unpadded=unpadded,
-        budget=budget,
+        budget=plan.micro_batch_tokens,
     )
     if own:
         return _policy_batches(config, batches, data)
@@ -474,7 +473,7 @@ def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool
         largest=plan.wave,
         multiple=config.data.pad_to_multiple_of,
         unpadded=unpadded,
-        budget=budget,
+        budget=plan.micro_batch_tokens,
     )
     return StepBatches(
         total_steps=_total_steps(config, batches.steps_per_epoch),

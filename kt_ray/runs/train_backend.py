@@ -433,13 +433,13 @@ class ClusterBackend:
         config, plan = self._generation.config, self._generation.plan
         waves = step_waves(
             [_row(datum, index) for index, datum in enumerate(data)],
-            config.micro_batch_rows(plan.replicas),
+            plan.micro_batch_rows,
             plan.replicas,
             plan.groups,
             plan.wave,
             multiple=config.data.pad_to_multiple_of,
             unpadded=self._unpadded,
-            budget=config.micro_batch_tokens(plan.replicas),
+            budget=plan.micro_batch_tokens,
         )
         return with_loss_inputs(waves, {index: datum.inputs for index, datum in enumerate(data)})
 
@@ -607,8 +607,7 @@ def _room_for_several(config: Config, plan: Plan) -> Room:
     """What the plan counts memory for."""
     if not plan.joins_trainings:
         return Room(0, 0)
-    multiple = config.data.pad_to_multiple_of
-    micro = config.micro_batch_rows(plan.replicas) * math.ceil(config.data.max_length / multiple) * multiple
+    micro = plan.micro_batch_rows * config.data.widest_row
     return Room(math.ceil(plan.wave / plan.groups) * micro, plan.wave * micro)
 
 

@@ -43,6 +43,7 @@ from kt_ray.timing.step_costs import PlanDurations
 GAIN = 1.05  # memory's choice stays unless another one is so many times as fast
 GROUPS = (1, 4, 8)  # tried beside the usual two
 WORKERS_GROUPS = (1, 4)  # where workers compute experts, to which more groups add nothing but kernels
+MICRO_BATCHES = (2048, 4096, 8192)  # positions of a GPU's micro-batch that are tried
 LAYOUTS = 3  # that fit are simulated at the most, those with most replicas first
 # Factors of a GPU's speed, by which lanes get less or more, and what that has to gain: a little, as the
 # choice by rates leaves attention out.
@@ -174,8 +175,8 @@ class _Search:
         """One thing after the other, as long as it is clearly faster."""
         end = start
         for alternatives in (
-            *(_other_residents, _other_activations, _other_attention, _other_output),
-            _other_groups,
+            *(_other_micro_batches, _other_residents, _other_activations, _other_attention),
+            *(_other_output, _other_groups),
         ):
             end = _faster(end, self.fitting(alternatives(end), end.plan.tuning))
         return end
@@ -253,7 +254,16 @@ def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     shape = (plan.stages, plan.replicas, plan.groups, plan.wave)
     held = (plan.experts[0].activations, seconds, plan.activations, plan.attention_output)
     hosts = (plan.attention_hosts, plan.copies)
-    return Choice(*shape, *held, plan.resident, *hosts, plan.tuning, plan.head_ranges, plan.stream_to)
+    return Choice(
+        *shape,
+        *held,
+        plan.resident,
+        *hosts,
+        plan.tuning,
+        plan.head_ranges,
+        plan.stream_to,
+        plan.micro_batch_tokens,
+    )
 
 
 def _layout(choice: Choice) -> Layout:
@@ -292,7 +302,14 @@ def with_choice(config: Config, choice: Choice) -> Config:
         keys["rule.attention_output"] = choice.output
     if rule.resident_layers == "auto" and choice.resident is not None:
         keys["rule.resident_layers"] = choice.resident
+    if choice.micro_batch is not None and may_choose_micro_batches(config):
+        keys["trainer.micro_batch_tokens"] = choice.micro_batch
     return with_keys(config, keys)
+
+
+def may_choose_micro_batches(config: Config) -> bool:
+    """Whether how many rows share a micro-batch is left open."""
+    return config.packs_micro_batches and config.trainer.micro_batch_tokens == "auto"
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,6 +355,15 @@ def _other_copies(best: _Candidate) -> Iterator[Config]:
         for copies in range(nodes, 1, -1):
             if nodes % copies == 0:
                 yield with_keys(best.config, {"rule.experts.copies": copies})
+
+
+def _other_micro_batches(best: _Candidate) -> Iterator[Config]:
+    """Larger ones take fewer kernels, for which a fast GPU waits, and more memory."""
+    if may_choose_micro_batches(best.config) and best.plan.workers[0].device != "cpu":
+        for tokens in MICRO_BATCHES:
+            changed = with_keys(best.config, {"trainer.micro_batch_tokens": tokens})
+            if changed.micro_batch_rows(best.plan.replicas) > best.plan.micro_batch_rows:
+                yield changed
 
 
 def _other_activations(best: _Candidate) -> Iterator[Config]:
@@ -400,13 +426,16 @@ def _other_tunings(best: _Candidate) -> Iterator[Tuning]:
         yield Tuning(speed, not lane.recompute)
 
 
+def _summed(choice: Choice) -> tuple[object, ...]:
+    """What decides in which order a run adds up."""
+    return (*choice[:5], choice.copies, choice.ranges, choice.stream_to, choice.micro_batch)
+
+
 def _beside_resumed(plan: Plan, before: Choice) -> Plan:
     """The plan of a resumed run, with a note of whether it adds up as before."""
     now = choice_of(plan)
     streams_anew = plan.streams and before.tuning == NOTHING
-    if not streams_anew and (now[:5], now.copies, now.ranges, now.stream_to) == (
-        *(before[:5], before.copies, before.ranges, before.stream_to),
-    ):
+    if not streams_anew and _summed(now) == _summed(before):
         note = "layout, groups, waves and activations are those of the run that is resumed"
     else:
         earlier = choice_text(before)

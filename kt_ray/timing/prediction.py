@@ -17,7 +17,6 @@ from kt_ray.config.fields import show
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
-from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.layout import layout_is_auto
@@ -277,7 +276,7 @@ def neighbours(
     dims, hardware = plan.dims, plan.hardware
     changes = []
     present = choice_of(plan)
-    for keys, effect in _candidates(config, hardware):
+    for keys, effect in _candidates(config, plan):
         changed = with_keys(with_choice(config, present), {**keys, "mode": "plan"})
         try:
             check(changed)
@@ -296,9 +295,10 @@ def neighbours(
     return tuple(sorted(changes, key=lambda c: -c.gain)[:SHOWN])
 
 
-def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, Any], str]]:
+def _candidates(config: Config, plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
     """Changes of keys, and what each costs."""
-    rule, trainer, sockets = config.rule, config.trainer, hardware.on(0)
+    rule, trainer, hardware = config.rule, config.trainer, plan.hardware
+    sockets = hardware.on(0)
     same, rounding = "same results", "same results to rounding"
     if rule.groups != "auto":
         for groups in (1, 2, 3, 4, 6, 8):
@@ -321,10 +321,12 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, 
         rows = trainer.batch_size * factor
         larger = "more rows in a pass" if config.trainings else "a larger step: fewer updates per epoch"
         yield {"trainer.batch_size": rows}, larger
-    micro = config.micro_batch_rows(rule.replica_count)
-    for size in (micro * 2, micro // 2):
-        if 1 <= size <= math.ceil(trainer.batch_size / rule.replica_count):
-            yield {"trainer.micro_batch_size": size}, rounding
+    for size in (plan.micro_batch_rows * 2, plan.micro_batch_rows // 2):
+        if 1 <= size <= math.ceil(trainer.batch_size / plan.replicas):
+            if config.packs_micro_batches:
+                yield {"trainer.micro_batch_tokens": size * config.data.widest_row}, rounding
+            else:
+                yield {"trainer.micro_batch_size": size}, rounding
     for backend in ("AMXINT8", "AMXINT4"):
         if backend != rule.experts.backend and config.model.experts_path is None:
             yield {"rule.experts.backend": backend}, "experts quantised"

@@ -77,9 +77,7 @@ def even_waves(plan: Plan, config: Config, row: int) -> tuple[WaveShape, ...]:
     """The waves of a step of rows of `row` tokens each, all trained, as kt_ray.data.batches cuts them."""
     trainer = config.trainer
     lengths = [(row, row)] * trainer.batch_size
-    return waves_of_rows(
-        lengths, config.micro_batch_rows(plan.replicas), plan.replicas, plan.groups, plan.wave
-    )
+    return waves_of_rows(lengths, plan.micro_batch_rows, plan.replicas, plan.groups, plan.wave)
 
 
 def waves_of_rows(

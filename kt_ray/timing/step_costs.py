@@ -177,7 +177,8 @@ class PlanDurations:
             joined = Counts(passes=5.0 * positions * plan.dims.hidden_size, operations=JOIN_OPS)
             return 0.0, seconds(joined, device, host, dtype, positions)
         if kind == "loss":
-            chunk = logit_rows(self.config.trainer.loss_chunk, max(1, m.trained), plan.dims.vocab_size)
+            asked, vocab = self.config.trainer.loss_chunk, plan.dims.vocab_size
+            chunk = logit_rows(asked, max(1, m.trained), vocab, gpu=self.on_gpu)
             return 0.0, head_seconds(plan.dims, device, host, dtype, m.trained, chunk)
         return 0.0, 0.0
 

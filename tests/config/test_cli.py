@@ -99,6 +99,18 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["trainer.micro_batch_size=16"],
         ["trainer.micro_batch_size=16", "batch_size=8", "set trainer.micro_batch_size=8"],
     ),
+    (
+        ["trainer.micro_batch_tokens=1024", "trainer.micro_batch_size=2"],
+        [
+            "trainer.micro_batch_tokens=1024",
+            "micro_batch_size=2, which counts rows",
+            "micro_batch_tokens=auto",
+        ],
+    ),
+    (
+        ["trainer.micro_batch_tokens=1024", "trainer.stage=kto", "trainer.micro_batch_size=auto"],
+        ["trainer.micro_batch_tokens=1024", "with trainer.stage=kto", "micro_batch_tokens=auto"],
+    ),
     (["trainer.preview=-1"], ["trainer.preview=-1", "at least 0", "set trainer.preview=0"]),
     (["trainer.resume=lastest"], ["trainer.resume=lastest", "latest", "set trainer.resume=latest"]),
     (

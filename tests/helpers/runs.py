@@ -65,7 +65,7 @@ def waves_of(rows: Sequence[Row], config: Config, plan: Plan, *, unpadded: bool 
     """The rows of one step, for PassSpec."""
     data = [DataRow(np.array(r.ids), np.array(r.labels), r.sample) for r in rows]
     multiple = config.data.pad_to_multiple_of
-    size = config.micro_batch_rows(plan.replicas)
+    size = plan.micro_batch_rows
     (wave,) = step_waves(data, size, plan.replicas, plan.groups, multiple=multiple, unpadded=unpadded)
     return wave
 
@@ -98,12 +98,12 @@ def steps(
         steps_per_epoch=len(batches),
         train=lambda step: step_waves(
             [DataRow(np.array(r.ids), np.array(r.labels), r.sample) for r in batches[step % len(batches)]],
-            config.micro_batch_rows(cluster.plan.replicas),
+            cluster.plan.micro_batch_rows,
             cluster.plan.replicas,
             cluster.plan.groups,
             cluster.plan.wave,
             multiple=config.data.pad_to_multiple_of,
-            budget=config.micro_batch_tokens(cluster.plan.replicas),
+            budget=cluster.plan.micro_batch_tokens,
         ),
     )
     trainer = Trainer(config, cluster, step_batches, first_step=first)

@@ -12,7 +12,7 @@ from kt_ray.batch import IGNORE
 from kt_ray.config.schema import LoraConfig
 from kt_ray.model.stage import Stage
 from kt_ray.model.token_loss import chunked_cross_entropy, plain_cross_entropy, shifted_targets
-from kt_ray.placement.memory import LOGITS_BYTES, logit_rows
+from kt_ray.placement.memory import GPU_LOGITS_BYTES, LOGITS_BYTES, logit_rows
 from tests.helpers.stages import make_stages
 
 Checkpoint = Callable[..., Path]
@@ -35,7 +35,12 @@ def test_shift() -> None:
     ],
 )
 def test_logit_rows(setting: int | str, rows: int, vocab: int, expected: int) -> None:
-    assert logit_rows(setting, rows, vocab) == expected
+    assert logit_rows(setting, rows, vocab, gpu=False) == expected
+    larger = GPU_LOGITS_BYTES // LOGITS_BYTES
+    if setting == "auto" and expected < rows:
+        assert expected < logit_rows(setting, larger * rows, vocab, gpu=True) <= larger * (expected + 1)
+    else:
+        assert logit_rows(setting, rows, vocab, gpu=True) == expected
 
 
 def test_deepspeeds_loss_is_used_and_exact() -> None:

@@ -183,6 +183,17 @@ def test_micro_batches_at_auto_fill_512_positions_and_leave_every_replica_two(
     assert load_of(config, plan.wave, plan.groups).micro == rows * length
 
 
+def test_micro_batches_of_so_many_tokens() -> None:
+    """Padded rows; one always fits."""
+    trainer = {"batch_size": 64, "micro_batch_size": "auto", "micro_batch_tokens": 2048}
+    for length, rows in ((500, 4), (1000, 2), (4000, 1)):
+        data = {"max_length": length, "pad_to_multiple_of": 64}
+        config = make_config(data=data, trainer=trainer)
+        assert config.micro_batch_rows(1) == rows
+        plan = make_plan(small_dims(), config, make_hardware())
+        assert (plan.micro_batch_rows, plan.micro_batch_tokens) == (rows, rows * config.data.widest_row)
+
+
 def test_pairs_and_verdicts_do_not_share_micro_batches_by_length() -> None:
     for stage in ("dpo", "orpo", "kto"):
         config = make_config(data={"max_length": 16}, trainer={"micro_batch_size": "auto", "stage": stage})

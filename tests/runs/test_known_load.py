@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kt_ray.config.mapping import with_keys
 from kt_ray.placement.lane_share import NOTHING
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.render import plan_to_dict
@@ -33,12 +34,15 @@ def test_the_choice_of_the_plan_before(
 
 def test_plans_of_earlier_versions_and_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_to_dict(make_plan(small_dims(), make_config(), make_hardware()))
-    del plan["activations"], plan["resident"]
+    del plan["activations"], plan["resident"], plan["micro_batch_tokens"]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     checkpoint = tmp_path / "checkpoints" / "step_000001"
     monkeypatch.setattr(known_load, "checkpoint_to_resume", lambda config: checkpoint)
     choice = known_load.resumed_choice(make_config())
     assert choice is not None and choice.attention == "group" and choice.resident is None
+    auto = with_keys(make_config(), {"trainer.micro_batch_size": "auto", "data.max_length": 100})
+    packed = known_load.resumed_choice(auto)
+    assert packed is not None and packed.micro_batch == auto.micro_batch_tokens(1) > 100
     (tmp_path / "plan.json").write_text("{}")
     assert known_load.resumed_choice(make_config()) is None
 

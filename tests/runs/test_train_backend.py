@@ -66,11 +66,11 @@ def test_the_bits_of_mode_train(model: Path, tmp_path: Path, layout: tuple[str, 
             steps_per_epoch=3,
             train=lambda step: step_waves(
                 steps[step],
-                config.micro_batch_rows(cluster.plan.replicas),
+                cluster.plan.micro_batch_rows,
                 cluster.plan.replicas,
                 cluster.plan.groups,
                 cluster.plan.wave,
-                budget=config.micro_batch_tokens(cluster.plan.replicas),
+                budget=cluster.plan.micro_batch_tokens,
             ),
         )
         trainer = Trainer(config, cluster, batches)

@@ -31,6 +31,7 @@ from kt_ray.timing.lane_rates import lane_rates
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3)
+V2_LITE = model_dims(compose(["mode=plan", "model=deepseek_v2_lite"]).model)
 
 
 def host(gpus: int, gib: float, memory: int = 2048 * GIB) -> Hardware:
@@ -386,3 +387,49 @@ def test_a_run_that_streamed_nothing_says_so_where_it_now_does() -> None:
     before = plan_for(with_keys(config, {"rule.experts.stream": "off"})).compared[0]
     plan = plan_for(with_keys(config, {"rule.experts.stream": 0.5}), before._replace(tuning=NOTHING))
     assert plan.streams and "to rounding, not bit for bit" in plan.notes[-1]
+
+
+def packing(batch_size: int = 64, **trainer: int | str) -> Config:
+    keys = {"batch_size": batch_size, **trainer}
+    return compose(
+        [
+            "mode=plan",
+            "model=deepseek_v2_lite",
+            "data.max_length=512",
+            *(f"trainer.{k}={v}" for k, v in keys.items()),
+        ]
+    )
+
+
+def test_rows_share_a_gpus_micro_batches_where_that_is_faster() -> None:
+    """The host tells the GPU about every kernel; what is chosen is asked for alike, and stays on resume."""
+    hardware = host(1, 48)
+    plan = choose_plan(V2_LITE, packing(), hardware)
+    small = choose_plan(V2_LITE, packing(micro_batch_tokens=512), hardware)
+    alone = choose_plan(V2_LITE, packing(micro_batch_size=1), hardware)
+    assert (small.micro_batch_rows, small.micro_batch_tokens) == (1, 512)
+    assert (alone.micro_batch_rows, alone.micro_batch_tokens) == (1, None)
+    rows, tokens = plan.micro_batch_rows, plan.micro_batch_tokens
+    assert rows > 1 and tokens == 512 * rows
+    assert {choice.micro_batch for choice in plan.compared} >= {512, tokens}
+    assert plan.compared[0].seconds * GAIN < small.compared[0].seconds
+    assert f" of {tokens} tokens, " in next(note for note in plan.notes if note.startswith("chosen by"))
+    asked = choose_plan(V2_LITE, packing(micro_batch_tokens=tokens), hardware)
+    assert (asked.micro_batch_rows, asked.wave) == (rows, plan.wave)
+    again = choose_plan(V2_LITE, packing(), hardware, before=plan.compared[0])
+    assert (again.micro_batch_rows, again.wave) == (rows, plan.wave)
+    assert "are those of the run that is resumed" in again.notes[-1]
+    other = choose_plan(V2_LITE, packing(micro_batch_tokens=512), hardware, before=plan.compared[0])
+    assert other.micro_batch_rows == 1 and "not bit for bit" in other.notes[-1]
+
+
+def test_every_replica_has_two_micro_batches_or_more() -> None:
+    plan = choose_plan(V2_LITE, packing(8), host(1, 48))
+    assert plan.micro_batch_rows <= 8 // (2 * plan.replicas)
+
+
+def test_a_cpus_micro_batches_stay() -> None:
+    config = with_keys(make_config(trainer={"batch_size": 64}), {"trainer.micro_batch_size": "auto"})
+    plan = choose_plan(small_dims(), config, make_hardware())
+    assert {choice.micro_batch for choice in plan.compared} == {plan.micro_batch_tokens}
+    assert plan.micro_batch_tokens == config.micro_batch_tokens(plan.replicas)

@@ -91,11 +91,11 @@ def batches(config: Config, cluster: ActorCluster) -> StepBatches:
     def cut(rows: Sequence[Row]) -> list[object]:
         return step_waves(  # type: ignore[return-value]
             rows,
-            config.micro_batch_rows(plan.replicas),
+            plan.micro_batch_rows,
             plan.replicas,
             plan.groups,
             plan.wave,
-            budget=config.micro_batch_tokens(plan.replicas),
+            budget=plan.micro_batch_tokens,
         )
 
     return StepBatches(

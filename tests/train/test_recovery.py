@@ -70,7 +70,7 @@ class Run:
                     DataRow(np.array(r.ids), np.array(r.labels), r.sample)
                     for r in BATCHES[step % len(BATCHES)]
                 ],
-                self.config.micro_batch_rows(plan.replicas),
+                plan.micro_batch_rows,
                 plan.replicas,
                 plan.groups,
                 plan.wave,
