@@ -43,10 +43,11 @@ torch_environment.apply()  # as the command line does: before torch is imported
 from kt_ray.batch import WHOLE, PassSpec, TokenLoss  # noqa: E402
 from kt_ray.config.compose import compose  # noqa: E402
 from kt_ray.data.template import load_tokenizer  # noqa: E402
+from kt_ray.placement.generation_memory import within_server  # noqa: E402
 from kt_ray.runs.generation import generation_of  # noqa: E402
 from kt_ray.runs.prepare import prepare_model  # noqa: E402
 from kt_ray.runs.start_cluster import started  # noqa: E402
-from kt_ray.runs.train_backend import ClusterBackend, planned  # noqa: E402
+from kt_ray.runs.train_backend import ClusterBackend  # noqa: E402
 from kt_ray.train.reports import PassReport  # noqa: E402
 from kt_ray.train_server.backend import AdamParams, Datum, Pass  # noqa: E402
 
@@ -65,7 +66,7 @@ class Round(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     about = common.quiet_machine(args.wait_quiet)
-    config = planned(
+    config = within_server(
         compose(
             [
                 "mode=train_server",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from kt_ray.actors.watch import Status
@@ -261,8 +262,13 @@ class PlainActor(ABC):
     # -- several trainings over one base ------------------------------------------------------
 
     @abstractmethod
-    def _training_state(self) -> list[Tensor]:
-        """All tensors that are the present training's own, in one order: values, gradients, moments."""
+    def _training_state(self) -> list[tuple[Tensor, bool]]:
+        """All tensors that are the present training's own, in one order: values, gradients, moments; and
+        whether each stays where it is: on a GPU, or at an address that others know."""
+
+    @abstractmethod
+    def _moved(self) -> None:
+        """What `_training_state` gave lies elsewhere now."""
 
     def switch_training(
         self, name: str, before: str | None, seed: int | None, part: LoraPart = WHOLE
@@ -276,25 +282,34 @@ class PlainActor(ABC):
             part: that a new one is limited to.
         """
         self.claim_thread()
+        state, step = self._training_state(), 0
         if seed is None:
             self._put_aside(name)
-        state = self._training_state()
-        other = None if seed is not None else self._aside.pop(name)
+            values, step = self._aside.pop(name)
+            self._exchange(state, values)
+        elif before is not None:
+            values = [torch.zeros_like(tensor, device="cpu") for tensor, _ in state]
+            self._exchange(state, values)
         if before is not None:
-            mine = [tensor.to("cpu", copy=True) for tensor in state]
-            self._aside[before] = mine, self._committed + 1
-        if other is None:
+            self._aside[before] = values, self._committed + 1
+        if seed is not None:
             self._restart_lora(seed)
             for own, value in self.lora("param").items():
                 limit(part, own, value)
             self._begin_from(0)
-            self._set_step(0)
-            return
-        values, step = other
-        for tensor, value in zip(state, values, strict=True):
-            tensor.copy_(value)
         self._set_step(step)
         self._committed = step - 1
+
+    def _exchange(self, state: Iterable[tuple[Tensor, bool]], values: Iterable[Tensor]) -> None:
+        """What `_training_state` gave for these values on the host: pointers, where both may move."""
+        for (tensor, stays), value in zip(state, values, strict=True):
+            mine, other = tensor.data, value.data
+            if stays:
+                value.data = mine.to("cpu", copy=True)
+                mine.copy_(other)
+            else:
+                tensor.data, value.data = other, mine
+        self._moved()
 
     def _put_aside(self, name: str) -> list[Tensor]:
         """The state of a training that was put aside, live."""

@@ -33,7 +33,7 @@ from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.native import DropoutSpec
 from kt_ray.optim.masters import Masters, flat_of, set_flat
-from kt_ray.optim.optimizers import AdamStep, squared_norm, state_kinds, use_torch_threads
+from kt_ray.optim.optimizers import AdamStep, squared_norm, use_torch_threads
 from kt_ray.placement.order import worker_program
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import gib
@@ -508,13 +508,18 @@ class AttentionWorker(PlainActor):
         """Masters follow: `hold_masters`, `start_masters`, `publish`."""
         self.stage.load_parameters(self.stage.initial_parameters(seed))
 
-    def _training_state(self) -> list[torch.Tensor]:
+    def _training_state(self) -> list[tuple[torch.Tensor, bool]]:
         self.stage.adapters.switch_all(True)
         parameters = self.stage.parameters.values()
         gradients = [p.grad for p in parameters if p.grad is not None]
         assert len(gradients) == len(parameters), "discard() or a step comes first"
-        of_masters = [t for what in ("param", *state_kinds(self.optim)) for _, t in self.trained(what)]
-        return [*(p.data for p in parameters), *gradients, *of_masters]
+        of_masters = [] if self._masters is None else self._masters.training_state()
+        return [(tensor, self._on_gpu) for tensor in (*parameters, *gradients, *of_masters)]
+
+    def _moved(self) -> None:
+        self.stage.adapters.find_trained()
+        if self._masters is not None:
+            self._masters.find_values()
 
     def keep_adapter(self, name: str, copy: bool) -> None:
         self.stage.adapters.keep(name, copy=copy)

@@ -322,8 +322,11 @@ class ExpertActor(PlainActor):
     def _restart_lora(self, seed: int | None = None) -> None:
         self.experts.restart_lora(seed)
 
-    def _training_state(self) -> list[Tensor]:
+    def _training_state(self) -> list[tuple[Tensor, bool]]:
         return list(self.experts.training_state())
+
+    def _moved(self) -> None:
+        self.experts.find_lora()
 
     # -- what it trains ----------------------------------------------------------------------
 

@@ -628,7 +628,7 @@ def _serve(c: Config) -> Iterator[Fault]:
 
 
 def _train_server(c: Config) -> Iterator[Fault]:
-    if c.mode != "train_server":
+    if not c.trainings:
         return
     for key, plain, why in (
         ("optim.name", "adamw", "clients state AdamW's parameters with every step"),
@@ -680,9 +680,10 @@ def _place(c: Config) -> Iterator[Fault]:
             "a name without slashes",
             "set run.name=<name> and put the directory into run.root",
         )
-    if c.mode != "plan" and c.plan.hardware is not None:
-        yield Fault(
-            "plan.hardware",
-            f"has no meaning with mode={c.mode}",
-            remedy="set mode=plan, or plan.hardware=null",
-        )
+    for key, plain in (("plan.hardware", None), ("plan.mode", "train")):
+        if c.mode != "plan" and value_of(c, key) != plain:
+            yield Fault(
+                key,
+                f"has no meaning with mode={c.mode}",
+                remedy=f"set mode=plan, or {key}={show(plain)}",
+            )

@@ -41,6 +41,7 @@ WORDS: dict[str, tuple[str, ...]] = {
         *("train", "plan", "doctor", "accept", "preview", "predict", "chat", "serve", "eval", "report"),
         *("compare", "train_server"),
     ),
+    "plan.mode": ("train", "train_server"),
     "model.build": ("demo_base", "demo", "mini"),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.attn_implementation": ("sdpa", "eager"),

@@ -275,6 +275,7 @@ class ClusterConfig:
 class PlanConfig:
     """`mode=plan`; `rates` also counts for `mode=doctor` and for the prediction of `mode=train`."""
 
+    mode: str = "train"
     hardware: str | None = None
     rates: str = "auto"
 
@@ -418,7 +419,8 @@ class Config:
     @property
     def trainings(self) -> int:
         """LoRA trainings over one base that there is to be memory for; 0 = one run's own."""
-        return self.train_server.adapters if self.mode == "train_server" else 0
+        mode = self.plan.mode if self.mode == "plan" else self.mode
+        return self.train_server.adapters if mode == "train_server" else 0
 
     @property
     def answering_rows(self) -> int:

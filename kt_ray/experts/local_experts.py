@@ -222,12 +222,16 @@ class LocalExperts:
         self._optimizer = LoraOptimizer([parameter for _, parameter in named], spec.optim, sides)
         for parameter in self._others():
             parameter.grad = torch.zeros_like(parameter)
+        self.find_lora()
+        if self.lane is not None:
+            for lora in self.lora.values():
+                self.lane.lock(lora.tensors())
+
+    def find_lora(self) -> None:
+        """The present LoRA and its gradients are where the parameters point now."""
         for layer, matrices in self._parameters.items():
-            self.lora[layer] = _adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
-            grads = {k: p.grad for k, p in matrices.items() if p.grad is not None}
-            self._grads[layer] = _adapter(grads, spec.lora.scale)
-            if self.lane is not None:
-                self.lane.lock(self.lora[layer].tensors())
+            self.lora[layer] = _adapter({k: p.data for k, p in matrices.items()}, self.spec.lora.scale)
+            self._grads[layer] = _adapter({k: _grad(p) for k, p in matrices.items()}, self.spec.lora.scale)
 
     def _for_lora(self, make: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
         """A matrix's memory: what `make` gives, or zeros where others can map them."""
@@ -602,26 +606,23 @@ class LocalExperts:
                 for i, names in enumerate(self.names[layer]):
                     yield f"{names[projection]}.lora_{side.upper()}.weight", stacked[i]
 
-    def training_state(self) -> Iterator[Tensor]:
-        """All tensors that are one training's own, in one order: values, gradients, moments."""
-        own = set(self._updated())
-        for layer, matrices in self._parameters.items():
+    def training_state(self) -> Iterator[tuple[Tensor, bool]]:
+        """All tensors that are one training's own, in one order: values, gradients, moments; and whether each
+        stays where it is. Values do that others map or a lane copies from; see `find_lora`."""
+        stay = self._file is not None or self.lane is not None
+        for matrices in self._parameters.values():
             for parameter in matrices.values():
-                yield from (parameter.data, _grad(parameter))
-                if layer in own and self._optimizer is not None:
-                    for kind in state_kinds(self.spec.optim):
-                        yield self._optimizer.state(parameter, kind)
+                yield from ((parameter, stay), (_grad(parameter), False))
+        for moment in () if self._optimizer is None else self._optimizer.states():
+            yield moment, False
 
     def _state_of(self, state: Iterable[Tensor]) -> _State:
         """What `training_state` gave, by layer."""
-        found, own, rest = _State({}, {}), set(self._updated()), iter(state)
+        found, rest = _State({}, {}), iter(state)
         for layer, matrices in self._parameters.items():
             values, grads = {}, {}
             for key in matrices:
                 values[key], grads[key] = next(rest), next(rest)
-                if layer in own:
-                    for _ in state_kinds(self.spec.optim):
-                        next(rest)
             found.lora[layer] = _adapter(values, self.spec.lora.scale)
             found.grads[layer] = _adapter(grads, self.spec.lora.scale)
         return found

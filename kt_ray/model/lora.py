@@ -246,12 +246,15 @@ class AdapterSwitch:
             for index, layer in layers.items()
         }
         self._trained = dict(parameters)
-        self._values: dict[bool | str, Mapping[str, Tensor]] = {
-            True: {n: p.data for n, p in parameters.items()}
-        }
+        self._values: dict[bool | str, Mapping[str, Tensor]] = {}
+        self.find_trained()
         self._grads: dict[bool | str, Mapping[str, Tensor]] = {}
         self._state: dict[int, bool | str] = dict.fromkeys(layers, True)
         self._loaded: dict[int, bool | str] = dict.fromkeys(layers, True)
+
+    def find_trained(self) -> None:
+        """The trained adapter's values are where all parameters point now."""
+        self._values[True] = {n: p.data for n, p in self._trained.items()}
 
     def keep(self, name: str, *, copy: bool) -> None:
         """Keep the trained adapter's present values under a name; `copy` if they will change."""

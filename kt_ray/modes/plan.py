@@ -22,6 +22,7 @@ from kt_ray.dims.weight_formats import plain_storage
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for
 from kt_ray.placement.balance import without_load
+from kt_ray.placement.generation_memory import within_server
 from kt_ray.placement.lora_sizes import adapted_names
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
@@ -51,7 +52,7 @@ def run(config: Config) -> int:
         UserError: the model is no MoE model, the rule cannot be laid out at all, or no row would be trained.
     """
     console = screen_console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
-    config = as_adapter(config)
+    config = within_server(config) if config.trainings else as_adapter(config)
     hardware = hardware_for(config)
     dims = model_dims(config.model)
     check_patterns(config.lora, adapted_names(dims, config.lora), dims.moe_layers, dims.num_experts)
@@ -167,6 +168,13 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
         f"step      {config.trainer.batch_size} rows x {config.data.max_length} tokens = "
         f"{plan.tokens_per_step:,} tokens at most{_unnamed(config)}; {lora}",
     ]
+    if config.trainings:
+        server, joined = config.train_server, "joined" if plan.joins_trainings else "not joined"
+        lines.append(
+            f"server    {counted(server.adapters, 'training')} in memory of at most {server.trainings}, "
+            f"whose passes are {joined}; {counted(server.samplers, 'sampler')}; "
+            f"{counted(config.serve.max_batch, 'answer')} at a time in each replica"
+        )
     if plan.expected_load is not None:
         load = plan.expected_load
         lines.append(
@@ -184,6 +192,8 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
 def _unnamed(config: Config) -> str:
     """Where the size of a step comes from, if no rows are named."""
     data = config.data
+    if config.trainings:
+        return ""
     named = data.path is not None or data.sources is not None or data.builtin is not None
     return "" if named else " (no rows are named: trainer.batch_size x data.max_length)"
 

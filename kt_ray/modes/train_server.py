@@ -10,13 +10,14 @@ from pathlib import Path
 from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.config.schema import Config
 from kt_ray.data.template import load_tokenizer
+from kt_ray.placement.generation_memory import within_server
 from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.runs.disk_room import gigabytes
 from kt_ray.runs.generation import generation_of
 from kt_ray.runs.prepare import prepare_model
 from kt_ray.runs.run_lock import locked
 from kt_ray.runs.start_cluster import started
-from kt_ray.runs.train_backend import ClusterBackend, planned
+from kt_ray.runs.train_backend import ClusterBackend
 from kt_ray.serve.access import bare, check_address, digest, is_loopback, taken_key
 from kt_ray.serve.run import check_port
 from kt_ray.tracking.console import say, setup_logging
@@ -33,7 +34,7 @@ def run(config: Config) -> int:
     key = taken_key(serve.api_key)
     check_address(serve.host, key)
     check_port(serve.host, serve.port)
-    config = planned(replace(config, serve=serve))
+    config = within_server(replace(config, serve=serve))
     model = prepare_model(config, training=True)
     named = "model.tokenizer" if config.model.tokenizer else "model.path"
     generation = generation_of(model, load_tokenizer(config.model.tokenizer or model.model_dir, named))

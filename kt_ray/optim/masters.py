@@ -28,15 +28,29 @@ class Masters:
         # per stage: the optimizer's parameters, one for all names or one for each
         self._parameters: list[list[torch.nn.Parameter]] = []
         sides: list[str] = []
+        self._whole = elementwise(optim)
         for stage, flat, grad in zip(shapes, self._flat, self._grad, strict=True):
-            whole = elementwise(optim)
-            values, grads = ([flat], [grad]) if whole else (_views(flat, stage), _views(grad, stage))
-            parameters = [torch.nn.Parameter(value) for value in values]
-            for parameter, of_it in zip(parameters, grads, strict=True):
+            parameters = [torch.nn.Parameter(value) for value in self._parts(flat, stage)]
+            for parameter, of_it in zip(parameters, self._parts(grad, stage), strict=True):
                 parameter.grad = of_it
             self._parameters.append(parameters)
-            sides += [""] if whole else ["B" if name.endswith(".lora_B.weight") else "A" for name in stage]
+            sides += (
+                [""] if self._whole else ["B" if name.endswith(".lora_B.weight") else "A" for name in stage]
+            )
         self.optimizer = LoraOptimizer([p for stage in self._parameters for p in stage], optim, sides)
+
+    def _parts(self, flat: torch.Tensor, stage: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:
+        return [flat] if self._whole else _views(flat, stage)
+
+    def training_state(self) -> list[torch.Tensor]:
+        """All tensors that are one training's own, in one order: values and moments, without names."""
+        return [*self._flat, *self.optimizer.states()]
+
+    def find_values(self) -> None:
+        """The tensors that `training_state` gave point elsewhere now: so do the parameters."""
+        for shapes, flat, parameters in zip(self._shapes, self._flat, self._parameters, strict=True):
+            for parameter, value in zip(parameters, self._parts(flat, shapes), strict=True):
+                parameter.data = value
 
     def set(self, stage: int, flat: torch.Tensor) -> None:
         self._flat[stage].copy_(flat)
@@ -54,7 +68,7 @@ class Masters:
                 yield from zip(
                     shapes, _views((self._flat if what == "param" else self._grad)[i], shapes), strict=True
                 )
-            elif len(parameters) == 1 and parameters[0].dim() == 1:
+            elif self._whole:
                 yield from zip(shapes, _views(self.optimizer.state(parameters[0], what), shapes), strict=True)
             else:
                 yield from zip(shapes, (self.optimizer.state(p, what) for p in parameters), strict=True)

@@ -167,6 +167,10 @@ class LoraOptimizer:
         """One of the `state_kinds` of one parameter, as a live tensor of its shape."""
         return self._inner.state[parameter][kind]
 
+    def states(self) -> list[torch.Tensor]:
+        """All that `state` gives, in parameter order."""
+        return [self.state(parameter, kind) for parameter in self.parameters for kind in self._kinds]
+
     def apply(self, lr: float, clip: float, adam: AdamStep | None = None) -> None:
         """Scale gradients by `clip`, take one step at `lr`, zero the gradients.
 

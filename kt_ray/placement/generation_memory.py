@@ -38,6 +38,12 @@ def within_training(config: Config) -> Config:
     return with_keys(config, {f"generate.{key}": value for key, value in keys.items()})
 
 
+def within_server(config: Config) -> Config:
+    """What a train server's plan is made for: training, and answers of serve.max_batch rows beside it."""
+    rows = config.serve.max_batch
+    return with_keys(config, {"generate.batch_size": rows, "eval.after_training": rows})
+
+
 def room(dims: ModelDims, config: Config) -> int:
     """Tokens that the caches of one replica have room for: generate.cache_tokens, "auto" worked out."""
     generate = config.generate
@@ -74,7 +80,7 @@ def absorbs_keys(config: Config) -> bool:
     if config.generate.latent_keys != "auto":
         return config.generate.latent_keys == "absorbed"
     learns = config.trainer.stage == "grpo" and not generates(config)
-    return not learns and config.mode != "train_server"
+    return not learns and not config.trainings
 
 
 def attends_as_cached(dims: ModelDims, config: Config, layer: int) -> bool:

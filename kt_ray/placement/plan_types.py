@@ -295,6 +295,11 @@ class Plan:
         return next((lane for lane in lanes if lane is not None), None)
 
     @property
+    def joins_trainings(self) -> bool:
+        """Whether a pass may be of several LoRA trainings: lanes, and attention by ranges, have one LoRA."""
+        return self.lane is None and self.activations != "ranges"
+
+    @property
     def streams(self) -> bool:
         """Whether experts are carried to GPUs, or to a stand-in."""
         return self.lane is not None and self.lane.streams

@@ -116,6 +116,8 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
     for name, other in rules.items():
         if name != rule.name:
             yield Remedy(f"rule={name}", _placed(other)), replace(config, rule=other)
+    for adapters in _halves(config.trainings, 1):
+        yield change("train_server.adapters", adapters, "same results, more trainings wait on disk")
     if not absorbs_keys(config):
         rounds = "answers' log-probabilities round otherwise than training's"
         yield change("generate.latent_keys", "absorbed", rounds)

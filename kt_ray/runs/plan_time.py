@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -19,9 +19,10 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import choice_text, counted
-from kt_ray.runs.disk_room import disk_need, shortage
+from kt_ray.runs.disk_room import disk_need, gigabytes, shortage
 from kt_ray.runs.rundir import place_to_write
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
 from kt_ray.timing.sampling_seconds import SamplingTime, predict_sampling
@@ -90,20 +91,26 @@ def run_line(prediction: Prediction, rates: Rates) -> str:
 
 
 def sampling(config: Config, plan: Plan, rates: Rates, prompts: Sequence[Row] = ()) -> SamplingTime | None:
-    """A round of answers of trainer.stage=grpo, as long as they may get; None = another stage.
+    """A round of answers of trainer.stage=grpo, as long as they may get, or as many as a train server's
+    samplers give at a time; None = neither.
 
     Args:
         prompts: of a step, whose mean length counts; () = prompts as long as data.max_length leaves.
     """
-    if config.trainer.stage != "grpo":
-        return None
     tokens = sum(len(row.input_ids) for row in prompts)
     longest, size = config.generate.max_new_tokens, config.grpo.group_size
+    if config.trainings:
+        count, size = plan.replicas * config.serve.max_batch, 1
+        longest = min(longest, config.data.max_length // 2)
+    elif config.trainer.stage == "grpo":
+        count = config.trainer.batch_size // size * config.grpo.steps_per_rollout
+    else:
+        return None
     return predict_sampling(
         plan,
         config,
         rates,
-        prompts=config.trainer.batch_size // size * config.grpo.steps_per_rollout,
+        prompts=count,
         group=size,
         prompt_tokens=math.ceil(tokens / len(prompts)) if prompts else config.data.max_length - longest,
         answer_tokens=longest,
@@ -119,6 +126,22 @@ def sampling_line(config: Config, sampled: SamplingTime, step_seconds: float) ->
         f"sampling {_figure(sampled.tokens_per_s)} tokens/s, {sampled.seconds:.3g} s {every} "
         f"({sampled.prefill:.3g} s of it for prompts), {share:.0%} of the time; answers as long as they may "
         "get"
+    )
+
+
+def _server_lines(config: Config, plan: Plan, sampled: SamplingTime) -> Iterator[str]:
+    """How fast a train server's samplers are, and what its trainings take on disk."""
+    answers, most = config.serve.max_batch * plan.replicas, config.train_server.trainings
+    prompt, answer = sampled.prompt_tokens // answers, sampled.answer_tokens // answers
+    yield (
+        f"sampling   {_figure(sampled.tokens_per_s)} tokens/s: {duration(sampled.seconds)} for "
+        f"{counted(answers, 'answer')} of {answer} tokens at a time, of it {duration(sampled.prefill)} for "
+        f"prompts of {prompt}, each another one"
+    )
+    each = checkpoint_bytes(plan.dims, config)
+    yield (
+        f"disk       {gigabytes(each)} for each training, {gigabytes(each * most)} for {most} "
+        "(train_server.trainings)"
     )
 
 
@@ -191,10 +214,14 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
         f"loading    {duration(prediction.load_seconds)} at {rates.disk.value / 1e9:.2g} GB/s "
         f"({rates.disk.source})",
     ]
-    if (sampled := sampling(config, plan, rates)) is not None:
-        lines.insert(1, sampling_line(config, sampled, simulated.seconds))
-    steps, line = _length(config, step_seconds(config, prediction, sampled), rows)
-    lines += [line, *_disk(config, plan, prediction, steps)]
+    sampled = sampling(config, plan, rates)
+    if config.trainings and sampled is not None:
+        lines += _server_lines(config, plan, sampled)
+    else:
+        if sampled is not None:
+            lines.insert(1, sampling_line(config, sampled, simulated.seconds))
+        steps, line = _length(config, step_seconds(config, prediction, sampled), rows)
+        lines += [line, *_disk(config, plan, prediction, steps)]
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
     else:

@@ -23,7 +23,6 @@ import numpy as np
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.batch import IGNORE, WHOLE, LoraPart, MicroBatch, PassSpec, TokenLoss, Wave
-from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves, with_loss_inputs
 from kt_ray.data.row_types import Row
@@ -48,12 +47,6 @@ _STEPS = "steps.json"
 SNAPSHOT_STEPS = 16  # optimizer steps after which a sampler, or twice as many after which a step, makes one
 
 T = TypeVar("T")
-
-
-def planned(config: Config) -> Config:
-    """What the plan is made for: training, and answers of serve.max_batch rows beside it."""
-    rows = {"generate.batch_size": config.serve.max_batch, "eval.after_training": config.serve.max_batch}
-    return with_keys(config, rows)
 
 
 @dataclass
@@ -611,9 +604,8 @@ class Room(NamedTuple):
 
 
 def _room_for_several(config: Config, plan: Plan) -> Room:
-    """What the plan counts memory for; none where a pass has one LoRA: GPU lanes, attention by ranges."""
-    lanes = [*(worker.lane for worker in plan.workers), *(actor.lane for actor in plan.experts)]
-    if plan.activations == "ranges" or any(lane is not None for lane in lanes):
+    """What the plan counts memory for."""
+    if not plan.joins_trainings:
         return Room(0, 0)
     micro = plan.micro_batch_rows * config.data.widest_row
     return Room(math.ceil(plan.wave / plan.groups) * micro, plan.wave * micro)

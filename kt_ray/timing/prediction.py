@@ -319,7 +319,8 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[dict[str, Any], st
         yield {"rule.wave": "auto"}, same
     for factor in (2, 4):
         rows = trainer.batch_size * factor
-        yield {"trainer.batch_size": rows}, "a larger step: fewer updates per epoch"
+        larger = "more rows in a pass" if config.trainings else "a larger step: fewer updates per epoch"
+        yield {"trainer.batch_size": rows}, larger
     for size in (plan.micro_batch_rows * 2, plan.micro_batch_rows // 2):
         if 1 <= size <= math.ceil(trainer.batch_size / plan.replicas):
             if config.packs_micro_batches:

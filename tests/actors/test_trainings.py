@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from kt_ray.actors.actor import PlainActor
+from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.cluster import ActorCluster
+from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.batch import Wave
 from kt_ray.config.schema import Config
 from kt_ray.optim.optimizers import AdamStep
@@ -75,9 +80,40 @@ def alone(model: Path, config: Config, name: str) -> tuple[list[float], dict[str
         return seen, turns.parameters(name)
 
 
+def addresses(cluster: ActorCluster) -> list[int]:
+    """Where every actor's LoRA is that it computes with."""
+    actors = [cast(Any, handle).actor for handle in cluster.handles]
+    return [tensor.data_ptr() for actor in actors for tensor in actor.lora("param").values()]
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["pointers", "copies"])
+def test_a_switch_exchanges_pointers_unless_addresses_are_known(
+    model: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    for kind in (AttentionWorker, ExpertActor):
+
+        def state(self: PlainActor, given: Callable[..., Any] = kind._training_state) -> Any:
+            return [(tensor, stays) for tensor, _ in given(self)]
+
+        monkeypatch.setattr(kind, "_training_state", state)
+    config = config_for(model, "optim.lora_plus_ratio=4")  # an optimizer of matrices
+    check_turns(model, config)
+    with local_cluster(model, config) as cluster:
+        turns, seen = Turns(cluster, config), {}
+        for name in "abab":
+            turns.take(name)
+            seen.setdefault(name, []).append(addresses(cluster))
+    (a, a_again), (b, b_again) = seen["a"], seen["b"]
+    assert a == a_again and b == b_again
+    assert a == b if stays else not set(a) & set(b)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_trainings_that_take_turns_are_each_as_alone(model: Path, layout: tuple[str, ...]) -> None:
-    config = config_for(model, *layout)
+    check_turns(model, config_for(model, *layout))
+
+
+def check_turns(model: Path, config: Config) -> None:
     expected = {name: alone(model, config, name) for name in "ab"}
     assert expected["a"][0] != expected["b"][0]
     with local_cluster(model, config) as cluster:
@@ -162,9 +198,11 @@ def test_kept_copies_stay_as_they_were(model: Path, layout: tuple[str, ...]) -> 
         turns.take("b")  # another training, with another copy
         turns.forward_backward("b")
         turns.update("b")
+        of_b = loss(turns, True)
         cluster.keep_adapter("second")
         assert loss(turns, "first") == kept
         other = loss(turns, "second")
+        assert other == of_b
         cluster.drop_adapter("first")
         turns.take("a")
         cluster.keep_adapter("third")  # in the memory of the one that was dropped

@@ -12,10 +12,11 @@ from kt_ray.batch import IGNORE, TokenLoss
 from kt_ray.config.compose import compose
 from kt_ray.data.row_types import Row
 from kt_ray.data.template import load_tokenizer
+from kt_ray.placement.generation_memory import within_server
 from kt_ray.runs.generation import generation_of
 from kt_ray.runs.prepare import prepare_model
 from kt_ray.runs.start_cluster import started
-from kt_ray.runs.train_backend import ClusterBackend, planned
+from kt_ray.runs.train_backend import ClusterBackend
 from kt_ray.train_server.backend import AdamParams, Datum
 
 ADAM = AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
@@ -27,7 +28,7 @@ def backend_on(model: Path, root: Path, *overrides: str) -> Iterator[ClusterBack
     """overrides: "cluster=local" unless they say otherwise."""
     common = ("mode=train_server", "cluster=local", "model.dtype=float32", "lora.rank=4", "lora.alpha=8")
     small = ("data.max_length=64", "generate.max_new_tokens=32", "serve.max_batch=4", "rule.worker_threads=1")
-    config = planned(compose([f"model.path={model}", *common, *small, *overrides]))
+    config = within_server(compose([f"model.path={model}", *common, *small, *overrides]))
     prepared = prepare_model(config, training=True)
     generation = generation_of(prepared, load_tokenizer(prepared.model_dir, "model.path"))
     with started(generation, "test") as cluster:

@@ -13,13 +13,15 @@ import pytest
 
 from kt_ray.config.compose import compose
 from kt_ray.config.files import option_names
+from kt_ray.config.mapping import with_keys
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Figure
 from kt_ray.modes.plan import model_dims, other_rules, run
+from kt_ray.placement.generation_memory import within_server
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.remedies import shortage
+from kt_ray.placement.remedies import remedies, shortage
 from kt_ray.placement.render import billions, memory_table, worker_row
 from kt_ray.timing.prediction import predict
 from tests.placement.configs import SMALL, make_config
@@ -64,6 +66,44 @@ def test_a_step_of_unnamed_rows_is_a_real_one(capsys: pytest.CaptureFixture[str]
     assert "8 rows x 1024 tokens = 8,192 tokens at most (no rows are named: " in text
     assert "run        length unknown" in text
     assert "no rows are named" not in output(capsys, "model=mini")[1]
+
+
+def test_a_train_server(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("model=qwen3_30b_a3b", "plan.hardware=2x3090_1x7763", "plan.mode=train_server")
+    how = ("lora.rank=32", "rule.replicas=1", "rule.stages=2", "serve.max_batch=16")
+    code, text = output(capsys, *where, *how)
+    assert code == 0
+    for wanted in (
+        "server    4 trainings in memory of at most 32, whose passes are not joined",  # experts on the GPUs
+        "more rows in a pass",
+        "8 samplers; 16 answers at a time in each replica",
+        "16 answers of 256 tokens at a time",
+        "prompts of 768, each another one",
+        "disk       20.3 GB for each training, 648.1 GB for 32 (train_server.trainings)",
+        "predicted  ",
+    ):
+        assert wanted in text, wanted
+    assert "run        " not in text and "no rows are named" not in text
+    served = within_server(compose(["mode=train_server", "model.path=/there", *how]))  # the server's own plan
+    planned = within_server(compose(["mode=plan", *where, *how]))
+    dims, hardware = model_dims(planned.model), hardware_for(planned)
+    plans = [make_plan(dims, config, hardware) for config in (planned, served)]
+    assert plans[0].budgets == plans[1].budgets
+    assert "whose passes are joined" in output(capsys, *where, *how, "rule.experts.stream=off")[1]
+    config = with_keys(planned, {"train_server.adapters": 16})
+    found = {remedy.overrides for remedy in remedies(dims, config, hardware, {})}
+    assert not make_plan(dims, config, hardware).fits and "train_server.adapters=8" in found
+
+
+@pytest.mark.parametrize("wrong", ["plan.mode=serve", "lora.dropout=0.1"])
+def test_what_a_train_server_refuses_is_not_planned(wrong: str) -> None:
+    with pytest.raises(UserError, match=wrong.partition("=")[0]):
+        compose(["mode=plan", "model=qwen3_30b_a3b", "plan.mode=train_server", wrong])
+
+
+def test_plan_mode_is_for_plans() -> None:
+    with pytest.raises(UserError, match=r"plan\.mode"):
+        compose(["mode=train", "plan.mode=train_server"])
 
 
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
