@@ -86,7 +86,7 @@ GPU_RUNTIME = int(0.8 * GIB)  # CUDA context, libraries, allocator slack
 
 # Float32 logits that trainer.loss_chunk=auto allows at once. A GPU waits for the host between small chunks.
 LOGITS_BYTES = 1 << 26
-GPU_LOGITS_BYTES = 1 << 28
+GPU_LOGITS_BYTES = 1 << 27
 
 # Items of a budget, in the order in which they are shown.
 ITEMS = (
