@@ -125,13 +125,25 @@ struct FastRow<Format::int8> : ByteRow {
     static constexpr int64_t x_at(int q) { return q / 2 * kStrip; }
 };
 
-// E4M3: the lower and the upper bytes of its values, looked up.
+// Byte 2 j of either of two registers in word j.
+constexpr Bytes kEvenPairs = [] {
+    Bytes bytes{};
+    for (int i = 0; i < 64; ++i) bytes.of[i] = static_cast<uint8_t>(i / 2 * 2 + i % 2 * 64);
+    return bytes;
+}();
+
+// E4M3: the lower and the upper bytes of its values, looked up and put together.
 template <>
 struct FastRow<Format::fp8> : ByteRow {
     static constexpr int kWords = 4, kPart = 4;
     ByteTables table;
+    __m512i even, odd;
 
-    explicit FastRow(const Matrix& m) : ByteRow(m), table(kFp8Words) {}
+    explicit FastRow(const Matrix& m)
+        : ByteRow(m),
+          table(kFp8Words),
+          even(_mm512_load_si512(kEvenPairs.of)),
+          odd(_mm512_or_si512(even, _mm512_set1_epi8(1))) {}
     struct Raw {
         __m512i low[2], high[2];
     };
@@ -145,11 +157,7 @@ struct FastRow<Format::fp8> : ByteRow {
         return raw;
     }
     KT_INLINE __m512i word(const Raw& raw, int q) const {
-        const __m512i lower = raw.low[q / 2], upper = raw.high[q / 2];
-        const __m512i top = q & 1 ? upper : _mm512_slli_epi16(upper, 8);
-        const __m512i bottom = q & 1 ? _mm512_srli_epi16(lower, 8) : lower;
-        // 0xff00 ? top : bottom
-        return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(0xff00)), top, bottom, 0xca);
+        return _mm512_permutex2var_epi8(raw.low[q / 2], q % 2 ? odd : even, raw.high[q / 2]);
     }
     static constexpr int64_t x_at(int q) { return q * kStrip; }
     KT_INLINE static __m512 part_scale(const Raw&, const float* scale, int) { return _mm512_set1_ps(*scale); }
