@@ -107,6 +107,13 @@ def single_keys(config: Config) -> Iterator[Fault]:
 
 def _model(c: Config) -> Iterator[Fault]:
     model, backend, gguf = c.model, c.rule.experts.backend, c.model.experts_path
+    if c.generate.latent_keys == "absorbed" and model.attn_implementation == "eager":
+        yield Fault(
+            "generate.latent_keys",
+            "needs torch's fused attention, but model.attn_implementation=eager",
+            "auto or expanded",
+            "set generate.latent_keys=auto",
+        )
     if gguf is not None and model.build is not None:
         yield Fault(
             "model.experts_path",

@@ -93,6 +93,13 @@ def _dora(c: Config) -> Iterator[Fault]:
             "trains vectors, and optim.name=muon turns matrices alone",
             remedy="set optim=adamw, or lora.dora=false",
         )
+    if c.generate.latent_keys == "absorbed":
+        yield Fault(
+            "generate.latent_keys",
+            "needs weights that are a matrix and an adapter, not those of lora.dora=true",
+            "auto or expanded",
+            "set generate.latent_keys=auto",
+        )
     if c.rule.attention_output == "retain":
         yield Fault(
             "lora.dora",

@@ -6,8 +6,9 @@ runs. Nothing is kept for a backward pass; caches are kept instead:
     caches        `CacheWidth` of every layer for generate.cache_tokens tokens in generate.batch_size rows
                   and the row of a prompt that is kept for requests that wait; the largest layer's twice, as
                   it grows by copying
-    workspace     one layer of a step's tokens with its mask, and what it makes of all cached tokens: latent
-                  keys in one tensor; others for every head, where several share one key
+    workspace     one layer of a step's tokens with its mask, and what it makes of all cached tokens: keys for
+                  every head, where several share one; latent ones in one tensor, for every head only while a
+                  prompt is read in
     logits        of every row
 
 With eval.after_training or trainer.stage=grpo, training's plan counts (as `answers`) what this needs beyond
@@ -92,12 +93,15 @@ def attends_as_cached(dims: ModelDims, config: Config, layer: int) -> bool:
     return latent and not eager and not config.lora.dora
 
 
-def _workspace_width(dims: ModelDims, config: Config) -> float:
-    """Elements that a layer makes of one cached token, of the layer that makes most."""
+def _made_of_cached(dims: ModelDims, config: Config) -> float:
+    """Elements that a layer makes of what is cached, of the layer that makes most."""
+    cached = room(dims, config)
     caching = [layer for layer, width in enumerate(dims.cache_widths) if width.token or width.near]
-    if caching and all(attends_as_cached(dims, config, layer) for layer in caching):
-        return max(dims.cache_widths[layer].token for layer in caching)
-    return dims.attention_width
+    if not caching or not all(attends_as_cached(dims, config, layer) for layer in caching):
+        return dims.attention_width * cached
+    prompt = min(cached, config.data.max_length, dims.context or cached)
+    latent = max(dims.cache_widths[layer].token for layer in caching)
+    return max(latent * cached, dims.attention_width * prompt)
 
 
 def generation_items(
@@ -109,7 +113,7 @@ def generation_items(
     """
     tokens = step_tokens(config)
     mask = element * longest_row(dims, config)
-    made = element * _workspace_width(dims, config) * room(dims, config)
+    made = element * _made_of_cached(dims, config)
     return {
         "kept activations": 0,
         "caches": cache_bytes(dims, config, layers, element),

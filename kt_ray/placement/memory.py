@@ -49,6 +49,7 @@ from kt_ray.placement.generation_memory import (
     generates,
     generation_items,
     longest_row,
+    step_tokens,
     within_training,
 )
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
@@ -505,7 +506,8 @@ def worker_items(
     }
 
     def generating(config: Config) -> dict[str, float]:
-        largest = max(kept_by_layer.values()) + hidden * 8
+        index = {n: index_scratch_bytes(dims, step_tokens(config), n, dtype) for n in kinds}
+        largest = max(size + index[layer] for layer, size in kept_by_layer.items()) + hidden * 8
         return generation_items(dims, config, own, last=last, layer=largest, element=element)
 
     if generates(config):

@@ -26,7 +26,7 @@ from kt_ray.placement.devices import (
     with_stream,
 )
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.placement.generation_memory import generates, room, step_tokens
+from kt_ray.placement.generation_memory import attends_as_cached, generates, room, step_tokens
 from kt_ray.placement.lane_plan import plan_lanes, with_held
 from kt_ray.placement.lane_share import UNTUNED, LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layout_of, layouts, with_layout
@@ -266,6 +266,10 @@ def _laid_out(
             "host memory, which takes time and saves none of it"
         )
     notes += _backend_notes(rule, hardware)
+    if config.generate.latent_keys == "absorbed" and not any(
+        attends_as_cached(dims, config, layer) for layer in range(dims.num_layers)
+    ):
+        notes.append("generate.latent_keys=absorbed changes nothing: no layer of this model has latent keys")
     groups = choose_groups(config, chosen.wave)
     own, placed_workers = keeping(chosen.held.experts), with_streams(groups)
     free = {b.device: float(b.capacity - b.total) for b in chosen.memory if not b.is_socket and b.capacity}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kt_ray.config.schema import Config
+from kt_ray.config.schema import MICRO_TOKENS, Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.parse import read_json
@@ -56,6 +56,19 @@ def _streams(plan: dict[str, Any]) -> bool:
     return any(lane and lane["shares"] for lane in lanes)
 
 
+def _micro_batch(plan: dict[str, Any], config: Config) -> tuple[int, int | None]:
+    """Rows of a micro-batch in a plan.json (0 = it does not say), and positions that they share."""
+    if "micro_batch_rows" in plan:
+        positions = plan["micro_batch_tokens"]
+        return int(plan["micro_batch_rows"]), None if positions is None else int(positions)
+    if not config.packs_micro_batches:
+        return 0, None
+    # Plans of earlier versions: as many rows of data.max_length as 512 tokens hold, two for each replica.
+    fair = config.trainer.batch_size // (2 * int(plan["replicas"]))
+    rows = max(1, min(MICRO_TOKENS // config.data.max_length, fair))
+    return rows, rows * config.data.widest_row
+
+
 def resumed_choice(config: Config) -> Choice | None:
     """Layout, groups, waves and activations of the resumed run, from its plan.json.
 
@@ -70,8 +83,7 @@ def resumed_choice(config: Config) -> Choice | None:
         return None
     try:
         plan = read_json(checkpoint.parent.parent / "plan.json", "plan.json", "")
-        # Plans of earlier versions have no such key, and took what auto means where nothing is chosen.
-        positions = plan.get("micro_batch_tokens", config.micro_batch_tokens(int(plan["replicas"])))
+        rows, positions = _micro_batch(plan, config)
         return Choice(
             stages=int(plan["stages"]),
             replicas=int(plan["replicas"]),
@@ -86,7 +98,8 @@ def resumed_choice(config: Config) -> Choice | None:
             hosts=int(plan.get("attention_hosts", 1)),
             tuning=Tuning(*plan.get("tuning", ())) if _streams(plan) else NOTHING,
             stream_to=str(plan.get("stream_to", "actors")),
-            micro_batch=None if positions is None else int(positions),
+            micro_batch=positions,
+            rows=rows,
             resident=None if plan.get("resident") is None else int(plan["resident"]),
         )
     except (UserError, ValueError, LookupError, TypeError, OverflowError):

@@ -343,7 +343,8 @@ def _check_fits(plan: Plan, config: Config, training: bool) -> None:
     if budget is None:
         return
     what, needed = "the plan does not fit", f"{budget.total / 1e9:.1f} GB needed"
-    remedy = "run the same command with mode=plan: it lists every item, and the rule or option that fits"
+    mode = "mode=plan plan.mode=train_server" if config.mode == "train_server" else "mode=plan"
+    remedy = f"run the same command with {mode}: it lists every item, and the rule or option that fits"
     if not training:
         what = "the model and its key-value caches do not fit"
         largest = sorted(budget.items.items(), key=lambda item: -item[1])[:4]

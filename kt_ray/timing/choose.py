@@ -263,6 +263,7 @@ def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
         plan.head_ranges,
         plan.stream_to,
         plan.micro_batch_tokens,
+        plan.micro_batch_rows,
     )
 
 
@@ -426,16 +427,20 @@ def _other_tunings(best: _Candidate) -> Iterator[Tuning]:
         yield Tuning(speed, not lane.recompute)
 
 
-def _summed(choice: Choice) -> tuple[object, ...]:
-    """What decides in which order a run adds up."""
-    return (*choice[:5], choice.copies, choice.ranges, choice.stream_to, choice.micro_batch)
+def _adds_up_as(now: Choice, before: Choice) -> bool:
+    """Whether a run of one adds up in the order of the other."""
+
+    def order(choice: Choice) -> tuple[object, ...]:
+        return (*choice[:5], choice.copies, choice.ranges, choice.stream_to, choice.micro_batch)
+
+    return order(now) == order(before) and before.rows in (0, now.rows)
 
 
 def _beside_resumed(plan: Plan, before: Choice) -> Plan:
     """The plan of a resumed run, with a note of whether it adds up as before."""
     now = choice_of(plan)
     streams_anew = plan.streams and before.tuning == NOTHING
-    if not streams_anew and _summed(now) == _summed(before):
+    if not streams_anew and _adds_up_as(now, before):
         note = "layout, groups, waves and activations are those of the run that is resumed"
     else:
         earlier = choice_text(before)

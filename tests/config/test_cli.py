@@ -111,6 +111,14 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["trainer.micro_batch_tokens=1024", "trainer.stage=kto", "trainer.micro_batch_size=auto"],
         ["trainer.micro_batch_tokens=1024", "with trainer.stage=kto", "micro_batch_tokens=auto"],
     ),
+    (
+        ["generate.latent_keys=absorbed", "model.attn_implementation=eager"],
+        ["generate.latent_keys=absorbed", "attn_implementation=eager", "set generate.latent_keys=auto"],
+    ),
+    (
+        ["generate.latent_keys=absorbed", "lora.dora=true", "lora.experts=false"],
+        ["generate.latent_keys=absorbed", "lora.dora=true", "set generate.latent_keys=auto"],
+    ),
     (["trainer.preview=-1"], ["trainer.preview=-1", "at least 0", "set trainer.preview=0"]),
     (["trainer.resume=lastest"], ["trainer.resume=lastest", "latest", "set trainer.resume=latest"]),
     (

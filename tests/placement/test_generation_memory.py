@@ -164,6 +164,25 @@ def test_latent_keys_that_stay_as_cached_need_one_copy() -> None:
     assert workspace(lora=dataclasses.replace(config_of().lora, dora=True)) > absorbed
 
 
+def test_a_prompt_has_keys_of_all_heads_while_it_is_read_in() -> None:
+    dims = small_dims("deepseek_v3")
+
+    def workspace(length: int) -> int:
+        config = dataclasses.replace(
+            config_of(batch_size=4, cache_tokens=10_000), data=make_config(data={"max_length": length}).data
+        )
+        return items(make_plan(dims, config, make_hardware(memory=64 << 30)))["workspace"]
+
+    dims = dataclasses.replace(dims, context=0)
+    assert workspace(10_000) - workspace(8_000) == 2 * dims.attention_width * 2_000
+
+
+def test_absorbed_keys_that_a_model_does_not_have() -> None:
+    notes = plan_of(config_of(latent_keys="absorbed")).notes
+    assert any("latent_keys=absorbed changes nothing" in note for note in notes)
+    assert not any("latent_keys" in note for note in plan_of(config_of()).notes)
+
+
 def generating(latent_keys: str) -> GenerateConfig:
     return GenerateConfig(batch_size=4, cache_tokens=100_000, latent_keys=latent_keys)
 

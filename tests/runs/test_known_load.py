@@ -12,7 +12,7 @@ from kt_ray.placement.lane_share import NOTHING
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.render import plan_to_dict
 from kt_ray.runs import known_load
-from kt_ray.timing.choose import choice_of
+from kt_ray.timing.choose import choice_of, with_choice
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 
@@ -34,15 +34,20 @@ def test_the_choice_of_the_plan_before(
 
 def test_plans_of_earlier_versions_and_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_to_dict(make_plan(small_dims(), make_config(), make_hardware()))
-    del plan["activations"], plan["resident"], plan["micro_batch_tokens"]
+    del plan["activations"], plan["resident"], plan["micro_batch_tokens"], plan["micro_batch_rows"]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     checkpoint = tmp_path / "checkpoints" / "step_000001"
     monkeypatch.setattr(known_load, "checkpoint_to_resume", lambda config: checkpoint)
     choice = known_load.resumed_choice(make_config())
     assert choice is not None and choice.attention == "group" and choice.resident is None
-    auto = with_keys(make_config(), {"trainer.micro_batch_size": "auto", "data.max_length": 100})
+    assert (choice.rows, choice.micro_batch) == (0, None)
+    keys = {"trainer.micro_batch_size": "auto", "data.max_length": 100, "trainer.batch_size": 20}
+    auto = with_keys(make_config(), keys | {"data.pad_to_multiple_of": 64})
     packed = known_load.resumed_choice(auto)
-    assert packed is not None and packed.micro_batch == auto.micro_batch_tokens(1) > 100
+    assert packed is not None and (packed.rows, packed.micro_batch) == (5, 5 * 128)
+    assert auto.micro_batch_rows(1) == 4  # padding counts now: what is resumed keeps its rows
+    again = with_choice(auto, packed)
+    assert (again.micro_batch_rows(1), again.micro_batch_tokens(1)) == (5, 5 * 128)
     (tmp_path / "plan.json").write_text("{}")
     assert known_load.resumed_choice(make_config()) is None
 

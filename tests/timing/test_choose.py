@@ -84,7 +84,7 @@ def test_it_is_the_plan_of_the_values_it_chose() -> None:
 
 def test_replicas_that_starve_the_experts_are_passed_over() -> None:
     """A replica fits, but only in waves so small that every expert gets few rows per call."""
-    hardware = host(2, 36)
+    hardware = host(2, 36.2)
     plan = v3(hardware, 64, groups=2, resident_layers=61, experts={"activations": "retain"})
     assert (make_plan(V3, v3_config(64), hardware).stages, plan.stages) == (1, 2)
     assert plan.notes[0].startswith(f"{LAYOUT}: 2 stages x 1 replica; 1 stage x 2 replicas would take ")
@@ -421,6 +421,17 @@ def test_rows_share_a_gpus_micro_batches_where_that_is_faster() -> None:
     assert "are those of the run that is resumed" in again.notes[-1]
     other = choose_plan(V2_LITE, packing(micro_batch_tokens=512), hardware, before=plan.compared[0])
     assert other.micro_batch_rows == 1 and "not bit for bit" in other.notes[-1]
+
+
+def test_other_rows_of_a_micro_batch_add_up_otherwise() -> None:
+    config = make_config(trainer={"batch_size": 8, "micro_batch_size": 2}, rule={"wave": 2})
+    before = choose_plan(small_dims(), config, make_hardware()).compared[0]
+    other = with_keys(config, {"trainer.micro_batch_size": 4})
+    plan = choose_plan(small_dims(), other, make_hardware(), before=before)
+    assert "not bit for bit" in plan.notes[-1]
+    unknown = before._replace(rows=0)  # a plan of an earlier version
+    plan = choose_plan(small_dims(), config, make_hardware(), before=unknown)
+    assert "are those of the run that is resumed" in plan.notes[-1]
 
 
 def test_every_replica_has_two_micro_batches_or_more() -> None:
