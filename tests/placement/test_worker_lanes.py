@@ -102,9 +102,9 @@ def test_as_many_places_as_there_is_room_for() -> None:
     assert (lane.held, lane.ahead) == (few, few) and few < AHEAD
     every = lane_of(v3_plan(tuning=EVERYTHING))
     assert every.ahead == AHEAD and AHEAD < every.held <= 256
-    tight = lane_of(v3_plan(gib=20, tuning=EVERYTHING))
+    tight = lane_of(v3_plan(gib=20.2, tuning=EVERYTHING))
     assert 0 < tight.ahead < AHEAD and tight.held - tight.ahead in (0, 1)
-    assert v3_plan(gib=20, tuning=EVERYTHING).fits
+    assert v3_plan(gib=20.2, tuning=EVERYTHING).fits
     alone = planned(gpus=2, stream=0.5)
     config = config_of()
     one = make_config(rule={**vars_of(config), "groups": 1}, trainer={"batch_size": 8, "micro_batch_size": 1})
