@@ -319,7 +319,7 @@ def test_plan_of_deepseek_v3_says_what_every_device_holds(capfd: pytest.CaptureF
     table = {line[:22].strip(): line[22:].split() for line in rows}
     for row in ("weights", "LoRA", "optimizer", "kept activations", "staging", "runtime", "sum", "capacity"):
         assert row in table, row
-    assert table["layers"][:4] == ["0-26", "27-60"] * 2  # two replicas of two stages
+    assert table["layers"][:4] == ["0-27", "28-60"] * 2  # two replicas of two stages
     assert table["experts per layer"][4:] == ["128", "128"]
     assert table["capacity"][:2] == ["22.42", "GiB"] and table["used"].count("%") == 6
     assert not Path("runs").exists()
