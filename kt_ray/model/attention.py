@@ -90,7 +90,7 @@ def attend(
     features = value.shape[-1]
     scaling = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     if latent_keys.is_unexpanded(query, key):
-        return latent_keys.attend(module, query, key, value, attention_mask, scaling), None
+        return _sdpa(module, query, key, value, attention_mask, scaling=scaling)
     window = windows.window_of(attention_mask)
     if window is not None and (dropout or kwargs.get("position_bias") is not None):
         attention_mask, window = windows.whole_mask(window, query.shape[2], query.device), None
@@ -114,8 +114,7 @@ def _sdpa(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if latent_keys.is_unexpanded(query, key):
-        scaling = kwargs["scaling"]
-        return latent_keys.attend(module, query, key, value, attention_mask, scaling), None
+        return latent_keys.attend(module, query, key, value, attention_mask, kwargs["scaling"]), None
     answer: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return answer
 

@@ -236,8 +236,8 @@ class Choice(NamedTuple):
     tuning: Tuning = UNTUNED  # `Plan.tuning`
     ranges: int = 0  # `Plan.head_ranges`
     stream_to: str = "actors"  # `Plan.stream_to`
-    micro_batch: int | None = None  # `Plan.micro_batch_tokens`
-    rows: int = 0  # `Plan.micro_batch_rows`; 0 = not known
+    micro_batch_tokens: int | None = None  # `Plan.micro_batch_tokens`
+    micro_batch_rows: int = 0  # `Plan.micro_batch_rows`; 0 = not known
 
 
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it

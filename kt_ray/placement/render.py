@@ -257,7 +257,7 @@ def choice_text(choice: Choice) -> str:
     again = {None: "", True: ", experts on the GPU recomputed", False: ", experts on the GPU retained"}
     held += again[choice.tuning.recompute]
     held += _tuning_text(choice.tuning.speed)
-    tokens = "" if choice.micro_batch is None else f" of {choice.micro_batch} tokens"
+    tokens = "" if choice.micro_batch_tokens is None else f" of {choice.micro_batch_tokens} tokens"
     return f"{layout}, {groups}, waves of {counted(choice.wave, 'micro-batch')}{tokens}, {held}"
 
 

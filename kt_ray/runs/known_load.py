@@ -98,8 +98,8 @@ def resumed_choice(config: Config) -> Choice | None:
             hosts=int(plan.get("attention_hosts", 1)),
             tuning=Tuning(*plan.get("tuning", ())) if _streams(plan) else NOTHING,
             stream_to=str(plan.get("stream_to", "actors")),
-            micro_batch=positions,
-            rows=rows,
+            micro_batch_tokens=positions,
+            micro_batch_rows=rows,
             resident=None if plan.get("resident") is None else int(plan["resident"]),
         )
     except (UserError, ValueError, LookupError, TypeError, OverflowError):

@@ -303,12 +303,12 @@ def with_choice(config: Config, choice: Choice) -> Config:
         keys["rule.attention_output"] = choice.output
     if rule.resident_layers == "auto" and choice.resident is not None:
         keys["rule.resident_layers"] = choice.resident
-    if choice.micro_batch is not None and may_choose_micro_batches(config):
-        keys["trainer.micro_batch_tokens"] = choice.micro_batch
+    if choice.micro_batch_tokens is not None and _chooses_micro_batches(config):
+        keys["trainer.micro_batch_tokens"] = choice.micro_batch_tokens
     return with_keys(config, keys)
 
 
-def may_choose_micro_batches(config: Config) -> bool:
+def _chooses_micro_batches(config: Config) -> bool:
     """Whether how many rows share a micro-batch is left open."""
     return config.packs_micro_batches and config.trainer.micro_batch_tokens == "auto"
 
@@ -360,7 +360,7 @@ def _other_copies(best: _Candidate) -> Iterator[Config]:
 
 def _other_micro_batches(best: _Candidate) -> Iterator[Config]:
     """Larger ones take fewer kernels, for which a fast GPU waits, and more memory."""
-    if may_choose_micro_batches(best.config) and best.plan.workers[0].device != "cpu":
+    if _chooses_micro_batches(best.config) and best.plan.workers[0].device != "cpu":
         for tokens in MICRO_BATCHES:
             changed = with_keys(best.config, {"trainer.micro_batch_tokens": tokens})
             if changed.micro_batch_rows(best.plan.replicas) > best.plan.micro_batch_rows:
@@ -431,9 +431,9 @@ def _adds_up_as(now: Choice, before: Choice) -> bool:
     """Whether a run of one adds up in the order of the other."""
 
     def order(choice: Choice) -> tuple[object, ...]:
-        return (*choice[:5], choice.copies, choice.ranges, choice.stream_to, choice.micro_batch)
+        return (*choice[:5], choice.copies, choice.ranges, choice.stream_to, choice.micro_batch_tokens)
 
-    return order(now) == order(before) and before.rows in (0, now.rows)
+    return order(now) == order(before) and before.micro_batch_rows in (0, now.micro_batch_rows)
 
 
 def _beside_resumed(plan: Plan, before: Choice) -> Plan:

@@ -40,8 +40,6 @@ ROW_OPS = 30.0  # transformers' logits processors and the draw, row by row on th
 # part, all are laid out anew, and keys and values of two widths go through products (torch.profiler on a
 # layer of the demo, one thread).
 REPEATED, FROM_LATENT = 1.5, 5.0
-# Passes over cached elements: they grow by copying, latent ones are put together in one tensor as well.
-GROWN, TOGETHER = 1.0, 2.0
 DRAWN = 2.0  # passes of such a row over the vocabulary, each like a log-softmax
 
 
@@ -149,14 +147,14 @@ class _Steps:
         tokens, seen = rows * context, rows * (context if kept.token else near)
         copied = kept.token * tokens + kept.near * rows * near
         if attends_as_cached(self.plan.dims, self.durations.config, layer):
-            # Queries as wide as what is cached, in all heads, and the answers.
+            # Queries as wide as what is cached, in all heads, and the answers; it is copied as it grows, and
+            # once more into one tensor.
             products = 4.0 * self.plan.dims.num_heads * kept.token * seen
-            total = Counts(passes=TOGETHER * copied, held=products)
-            return self._seconds(total, tokens)
+            return self._seconds(Counts(passes=2 * copied, held=products), tokens)
         heads = sum(work.heads) * seen
         latent = [module for module in work.modules if module[0].endswith("kv_b_proj")]
         again = (FROM_LATENT if latent else REPEATED) * heads if heads > copied else 0.5 * copied
-        total = Counts(passes=GROWN * copied + again)
+        total = Counts(passes=copied + again)
         for _, n_in, n_out, rank, _ in latent:
             total = total.plus(work.linear(n_in, n_out, rank, tokens)._replace(operations=0.0))
         return self._seconds(total, tokens)

@@ -40,11 +40,11 @@ def test_plans_of_earlier_versions_and_none(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(known_load, "checkpoint_to_resume", lambda config: checkpoint)
     choice = known_load.resumed_choice(make_config())
     assert choice is not None and choice.attention == "group" and choice.resident is None
-    assert (choice.rows, choice.micro_batch) == (0, None)
+    assert (choice.micro_batch_rows, choice.micro_batch_tokens) == (0, None)
     keys = {"trainer.micro_batch_size": "auto", "data.max_length": 100, "trainer.batch_size": 20}
     auto = with_keys(make_config(), keys | {"data.pad_to_multiple_of": 64})
     packed = known_load.resumed_choice(auto)
-    assert packed is not None and (packed.rows, packed.micro_batch) == (5, 5 * 128)
+    assert packed is not None and (packed.micro_batch_rows, packed.micro_batch_tokens) == (5, 5 * 128)
     assert auto.micro_batch_rows(1) == 4  # padding counts now: what is resumed keeps its rows
     again = with_choice(auto, packed)
     assert (again.micro_batch_rows(1), again.micro_batch_tokens(1)) == (5, 5 * 128)

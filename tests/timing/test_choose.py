@@ -411,7 +411,7 @@ def test_rows_share_a_gpus_micro_batches_where_that_is_faster() -> None:
     assert (alone.micro_batch_rows, alone.micro_batch_tokens) == (1, None)
     rows, tokens = plan.micro_batch_rows, plan.micro_batch_tokens
     assert rows > 1 and tokens == 512 * rows
-    assert {choice.micro_batch for choice in plan.compared} >= {512, tokens}
+    assert {choice.micro_batch_tokens for choice in plan.compared} >= {512, tokens}
     assert plan.compared[0].seconds * GAIN < small.compared[0].seconds
     assert f" of {tokens} tokens, " in next(note for note in plan.notes if note.startswith("chosen by"))
     asked = choose_plan(V2_LITE, packing(micro_batch_tokens=tokens), hardware)
@@ -429,7 +429,7 @@ def test_other_rows_of_a_micro_batch_add_up_otherwise() -> None:
     other = with_keys(config, {"trainer.micro_batch_size": 4})
     plan = choose_plan(small_dims(), other, make_hardware(), before=before)
     assert "not bit for bit" in plan.notes[-1]
-    unknown = before._replace(rows=0)  # a plan of an earlier version
+    unknown = before._replace(micro_batch_rows=0)  # a plan of an earlier version
     plan = choose_plan(small_dims(), config, make_hardware(), before=unknown)
     assert "are those of the run that is resumed" in plan.notes[-1]
 
@@ -442,5 +442,5 @@ def test_every_replica_has_two_micro_batches_or_more() -> None:
 def test_a_cpus_micro_batches_stay() -> None:
     config = with_keys(make_config(trainer={"batch_size": 64}), {"trainer.micro_batch_size": "auto"})
     plan = choose_plan(small_dims(), config, make_hardware())
-    assert {choice.micro_batch for choice in plan.compared} == {plan.micro_batch_tokens}
+    assert {choice.micro_batch_tokens for choice in plan.compared} == {plan.micro_batch_tokens}
     assert plan.micro_batch_tokens == config.micro_batch_tokens(plan.replicas)
