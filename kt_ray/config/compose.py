@@ -169,7 +169,8 @@ def translate(error: Exception, overrides: Sequence[str]) -> UserError:
             given = f"{present[1]}={show(_value_given(present[1], overrides))}"
             return UserError(f"{present[1]} {fault}", observed=f"+{given}", remedy=f"write {given}")
     if text.startswith("Config group override must be"):
-        group = next(g for g in option_groups() if _is_plain_value(_value_given(g, overrides)))
+        given = [override.lstrip("+").partition("=")[0] for override in overrides]
+        group = next(g for g in option_groups() if g in given and _is_plain_value(_value_given(g, overrides)))
         return _no_option(group, show(_value_given(group, overrides)), option_names(group))
     for fault_of in (error, cause):
         if isinstance(fault_of, OmegaConfBaseException):
@@ -193,7 +194,7 @@ def _missing_key(key: str, text: str, inner: Any, overrides: Sequence[str]) -> U
 
 
 def _is_plain_value(value: Any) -> bool:
-    return value is not None and not isinstance(value, str | list)
+    return not isinstance(value, str | list)
 
 
 def _first_line(error: Exception) -> str:
@@ -295,6 +296,8 @@ def _no_option(group: str, name: str, options: list[str]) -> UserError:
         remedy = f"write {plan}; to train there, model={machine[0]} model.path=DIR"
     elif group in _IMPLIED and ("/" in name or re.search(r"\.(jsonl?|parquet)$", name)):
         remedy = f"write {group}.path={name}"
+    elif name == "null":
+        match, remedy = None, f"leave {group}=null out"
     else:
         remedy = f"write {group}={match}" if match else "choose one of these"
     return UserError(

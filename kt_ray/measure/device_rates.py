@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kt_ray.cpu_products import widen_products
 from kt_ray.gpu import choose_attention_kernels
 from kt_ray.hardware.rates import Curve, DeviceRate, Figure, LinkRate
 from kt_ray.measure.blocks import Timed, measure_blocks
@@ -28,6 +29,7 @@ def measure_cpu(
     threads: int, hidden: int = 2048, vocabulary: int = 32768, tokens: int = 512, seconds: float = SECONDS
 ) -> DeviceRate:
     """torch on `threads` threads."""
+    widen_products()
 
     def timed(call: Callable[[], object]) -> float:
         return median_seconds(call, seconds)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.names import MAGNITUDE
+from kt_ray.cpu_products import widen_products
 from kt_ray.errors import UserError
 from kt_ray.gpu import choose_attention_kernels
 from kt_ray.model.build import StageModel, build_stage_model
@@ -79,6 +80,8 @@ class Stage:
         self.moe_layers = tuple(sorted(model.experts))
         self.num_experts, self.top_k = model.num_experts, model.top_k
         self.hidden_size, self.vocab_size, self.dtype = model.hidden_size, model.vocab_size, model.dtype
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+            widen_products()
         check_family(model.capture, self.first, self.last, model.hidden_size, spec.device)
         self.state_shape = model.capture.state_shape
         self.dropout = DropoutContext()

@@ -20,6 +20,7 @@ REPO = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPO / "benchmarks"
 
 STARTS = {
+    "cpu_products": "--hidden 64 --rows 1 8 --threads 1 --rounds 1 --json {out}",
     "decode": "--rows 1 --groups 2x2 --prompt 8 --tokens 3 --warmup 1 --rounds 1 "
     "--clusters local --json {out} -- model=demo_random",
     "dispatch_turns": "--callers 1 2 --calls 4 --per-turn 2 --rounds 1 --json {out}",

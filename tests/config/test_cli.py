@@ -49,6 +49,8 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["model=deepseek_v9", "did you mean model=deepseek_v3?", "write model=deepseek_v3"],
     ),
     (["rule=amx4gpu"], ["rule=amx4gpu", "write rule=amx_4gpu"]),
+    (["experiment=null"], ["experiment=null is not an option", "leave experiment=null out"]),
+    (["+model=null"], ["model=null is not an option", "leave model=null out"]),
     (["experiment=smok"], ["experiment=smok", "write experiment=smoke"]),
     (
         ["experiment=olmoe_laptop_16gb"],

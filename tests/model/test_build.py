@@ -70,6 +70,17 @@ def test_other_number_of_layers(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bfloat16_products_of_a_cpu(
+    checkpoint: Checkpoint, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are widened where torch has no fast ones; a model in float32 is not slowed down for it."""
+    asked = []
+    monkeypatch.setattr("kt_ray.model.stage.widen_products", lambda: asked.append(dtype))
+    Stage(StageSpec(str(checkpoint("qwen3_moe")), (0, 3), 3, dtype=dtype))
+    assert asked == ([dtype] if dtype == "bfloat16" else [])
+
+
 def test_unknown_lora_target(checkpoint: Checkpoint) -> None:
     error = refuse(
         checkpoint("deepseek_v3"),
