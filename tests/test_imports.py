@@ -32,6 +32,7 @@ timeline:
 pulse:
 torch_environment:
 gpu: [torch]
+cpu_products: [torch]
 gpu_turns: [torch]
 config: errors parse
 dims: errors parse
@@ -44,7 +45,8 @@ evaluate: errors parse
 generate: errors [numpy torch]
 rewards: errors parse evaluate [numpy]
 checkpoint: terminal errors disk pulse parse native [torch]
-model: errors parse gpu gpu_turns native batch config dims placement generate checkpoint [numpy torch]
+model: errors parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
+    [numpy torch]
 adapter: disk parse config checkpoint [torch]
 data: errors disk parse batch config [numpy]
 experts: errors pulse gpu gpu_turns native config placement optim checkpoint model [torch]
@@ -57,7 +59,7 @@ serve: errors config generate data [numpy]
 train_server: errors batch generate serve [numpy torch]
 actors/ray: errors gpu torch_environment config hardware placement tracking generate data experts transport
     train actors serve [numpy torch ray]
-measure: gpu native batch config hardware placement timing optim model transport [numpy torch]
+measure: gpu cpu_products native batch config hardware placement timing optim model transport [numpy torch]
 runs: errors disk parse native batch config dims hardware placement timing optim tracking evaluate generate
     checkpoint model adapter data demo rewards train actors train_server actors/ray [numpy torch]
 doctor: errors native config dims hardware placement timing checkpoint demo actors actors/ray

@@ -169,8 +169,8 @@ def translate(error: Exception, overrides: Sequence[str]) -> UserError:
             given = f"{present[1]}={show(_value_given(present[1], overrides))}"
             return UserError(f"{present[1]} {fault}", observed=f"+{given}", remedy=f"write {given}")
     if text.startswith("Config group override must be"):
-        given = [override.lstrip("+").partition("=")[0] for override in overrides]
-        group = next(g for g in option_groups() if g in given and _is_plain_value(_value_given(g, overrides)))
+        named = [override.lstrip("+").partition("=")[0] for override in overrides]
+        group = next(g for g in option_groups() if g in named and _is_plain_value(_value_given(g, overrides)))
         return _no_option(group, show(_value_given(group, overrides)), option_names(group))
     for fault_of in (error, cause):
         if isinstance(fault_of, OmegaConfBaseException):
