@@ -30,6 +30,7 @@ _PANEL_BYTES = 128 << 10
 _AMX_PANEL_BYTES = 32 << 10  # depth goes in blocks through
 _AMX_SUM_PANELS = 4  # so many panels, whose sums are kept,
 _AMX_SPAN_ROWS = 512  # of so many rows
+_NARROW_SUM_PANELS = 8  # where a panel has 16 columns, along columns
 _BLOCK_ROWS = 32  # at most; fewer on most instruction sets
 _GRAD_ROWS = 512
 _GRAD_RANKS = 8
@@ -116,8 +117,9 @@ class EngineShape:
     def thread(self) -> int:
         """Bytes of one thread's scratch: two panels, packed rows, and what is as small as they are wide.
 
-        With w columns of a panel (32, or 16 on avx2 and reference), P = 128 KiB, g = 1 and S = 2 MiB / (H' c)
-        rows of a span, within 64 and 512; on amx P = 32 KiB, g = 4 and S = 512, but for float32:
+        With w columns of a panel (32, or 16 on avx2 and reference), P = 128 KiB, g = 1 (8 where w = 16) and
+        S = 2 MiB / (H' c) rows of a span, within 64 and 512; on amx P = 32 KiB, g = 4 and S = 512, but for
+        float32:
 
             2 min(P, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 g w)
             + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 256 r' + 43 KiB         r' at least 16
@@ -132,10 +134,11 @@ class EngineShape:
         span = _AMX_SPAN_ROWS if blocks else min(max(_SPAN_BYTES // (h * compute), 64), 512)
         rows = max(span, _CHUNK_ROWS)
         rank = max(r, 16)
+        sums = _AMX_SUM_PANELS if blocks else _NARROW_SUM_PANELS if columns == 16 else 1
         parts = (
             *(panel, panel),
             rows * max(h, i) * compute,
-            (_AMX_SUM_PANELS if blocks else 1) * rows * columns * 4,
+            sums * rows * columns * 4,
             _BLOCK_ROWS * columns * 4,
             2 * rank * columns * 4,
             -(-4 * rank // columns) * _CHUNK_ROWS * columns * 4,

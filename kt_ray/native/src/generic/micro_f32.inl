@@ -24,6 +24,10 @@ struct MicroF32 {
     static constexpr int64_t kLine = 16;
     static constexpr int64_t kMaxRows = kMaxRowsF32;
     static constexpr int64_t kPanelBytes = 128 * 1024, kSumPanels = 1;
+    // Along columns a line of the matrix holds columns of two panels of 16: short panels in groups meet it
+    // again while a cache has it.
+    static constexpr int64_t kColumnPanelBytes = kLanes == 8 ? 32 * 1024 : kPanelBytes;
+    static constexpr int64_t kColumnSumPanels = kLanes == 8 ? 8 : kSumPanels;
     static constexpr int64_t kRowStep = 1;
 
     // `left1` multiplies the second half of the panel; the same as `left0` unless kTwo.

@@ -20,10 +20,25 @@ constexpr int64_t slice_steps() {
 // A panel's depth is cut into blocks so that two of them stay in the cache that the micro-kernel reads them
 // from.
 template <class C>
-constexpr int64_t max_slices() {
-    return C::Micro::kPanelBytes /
+constexpr int64_t max_slices(bool along_columns = false) {
+    int64_t bytes = C::Micro::kPanelBytes;
+    if constexpr (requires { C::Micro::kColumnPanelBytes; })
+        if (along_columns) bytes = C::Micro::kColumnPanelBytes;
+    return bytes /
            (slice_steps<C>() * step_size<typename C::T>() * static_cast<int64_t>(sizeof(typename C::T)));
 }
+// How many panels a block of depth goes through before the next one.
+template <class Micro>
+constexpr int64_t sum_panels(bool along_columns) {
+    if constexpr (requires { Micro::kColumnSumPanels; })
+        return along_columns ? Micro::kColumnSumPanels : Micro::kSumPanels;
+    else
+        return Micro::kSumPanels;
+}
+template <class Micro>
+constexpr int64_t kMostSumPanels = sum_panels<Micro>(true) > sum_panels<Micro>(false)
+                                       ? sum_panels<Micro>(true)
+                                       : sum_panels<Micro>(false);
 
 // Where kColumns columns of a row lie: two vectors, and how far the next columns are.
 struct WideRow {
@@ -38,7 +53,7 @@ struct Scratch {
     T* panel[2];                  // decoded weights: in use, and the next
     T* packed;                    // left operand of a span or chunk
     T* ordered;                   // rows of a span in the order of a format
-    float* tiles;                 // [kSumPanels][rows of a span][kColumns]
+    float* tiles;                 // [sum_panels][rows of a span][kColumns]
     float* masked;                // [rows of a block][kColumns]
     float* lora_panel;            // [2 * rank_pad][kColumns]
     float* sums;                  // [panels of the projections][kChunkRows][kColumns]
@@ -74,7 +89,7 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     char* packed = take(rows * max_of(p.hidden_pad, p.inter_pad), sizeof(T));
     const int64_t ordered_rows = p.by_rows ? min_of(p.rows, kRowTokens) : 0;
     char* ordered = take(ordered_rows * C::Rows::ordered_size(max_of(p.hidden_pad, p.inter_pad)), sizeof(T));
-    char* tiles = take((p.by_rows ? 1 : C::Micro::kSumPanels) * rows * kColumns, sizeof(float));
+    char* tiles = take((p.by_rows ? 1 : kMostSumPanels<typename C::Micro>)*rows * kColumns, sizeof(float));
     char* masked = take(C::Micro::kMaxRows * kColumns, sizeof(float));
     char* lora_panel = take(2 * rank * kColumns, sizeof(float));
     char* sums = take(pieces(4 * rank, kColumns) * kChunkRows * kColumns, sizeof(float));
@@ -170,7 +185,7 @@ struct Moe {
     }
 
     // Products of packed rows with a sequence of panels, each decoded while the one before is used. Depth
-    // goes block by block through groups of kSumPanels panels, whose sums are kept meanwhile.
+    // goes block by block through groups of panels, whose sums are kept meanwhile.
     //
     // source_of(j): the panel of item j; blocks_of(j): its row blocks [first, last); left_of(block): their
     // packed rows, `slices` deep; before(j, block, touch) names the lines that finish will need;
@@ -182,16 +197,19 @@ struct Moe {
         if constexpr (!Quantised<C>)
             if (p.by_rows) return sweep_rows(items, slices, source_of, blocks_of, left_of, finish);
         using F = Frozen<C>;
-        constexpr int64_t kWhole = line_slices<typename F::T>(), kGroup = F::Micro::kSumPanels;
-        constexpr int64_t kSources = kGroup + 2;  // a group's, and what follows it
-        const int64_t lines = pieces(slices, kWhole), cuts = pieces(lines * kWhole, max_slices<F>());
+        constexpr int64_t kWhole = line_slices<typename F::T>();
+        constexpr int64_t kSources = kMostSumPanels<typename F::Micro> + 2;  // a group's, and what follows it
+        const bool along_columns = source_of(0).part[0].along_columns;
+        const int64_t in_group = sum_panels<typename F::Micro>(along_columns);
+        const int64_t lines = pieces(slices, kWhole),
+                      cuts = pieces(lines * kWhole, max_slices<F>(along_columns));
         const auto cut = [&](int64_t d) { return lines * d / cuts * kWhole; };
         struct Step {
             int64_t item, cut;
         };
-        const auto group_of = [&](const Step& step) { return step.item / kGroup * kGroup; };
+        const auto group_of = [&](const Step& step) { return step.item / in_group * in_group; };
         const auto after = [&](const Step& step) {
-            const int64_t group = group_of(step), end = min_of(items, group + kGroup);
+            const int64_t group = group_of(step), end = min_of(items, group + in_group);
             if (step.item + 1 < end) return Step{step.item + 1, step.cut};
             return step.cut + 1 < cuts ? Step{group, step.cut + 1} : Step{end, 0};
         };
