@@ -114,6 +114,8 @@ class SessionSpec:
     # room in one replica's caches: a request is taken in when the longest that its batch's answers can
     # get, times their number, is not more; None = whenever a row is free
     cache_tokens: int | None = None
+    # whether replicas that decode go through the layers together, so that their tokens share engine calls
+    joined: bool = False
 
     def tag(self, step: int) -> int:
         """A number for a step's messages that no step of another session has."""
@@ -157,6 +159,11 @@ class Step:
     forget: bool = False  # the kept prompt goes, once these rows have it
     batches: tuple[Batch, ...] = ()  # to compute
     last: bool = False  # the session is over; nothing is computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is one batch's next token, and nothing is read in."""
+        return len(self.batches) == 1 and not self.batches[0].fresh
 
     @property
     def prompt_tokens(self) -> tuple[int, int]:
