@@ -190,9 +190,7 @@ def _groups(cluster: Any, generation: Any, args: argparse.Namespace) -> list[dic
 def _generator(cluster: Any, rows: int, config: Any, joined: bool) -> Any:
     from kt_ray.generate.generator import Generator
 
-    return Generator(
-        cluster, max_rows=rows, prefill_tokens=config.generate.prefill_tokens, joined=joined
-    )
+    return Generator(cluster, max_rows=rows, prefill_tokens=config.generate.prefill_tokens, joined=joined)
 
 
 def _sample(generator: Any, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, float]:

@@ -213,8 +213,8 @@ class ExpertActor(PlainActor):
     # -- generation --------------------------------------------------------------------------
 
     def generate(self, spec: SessionSpec) -> GenerationReport:
-        """One session of generation: answers messages in the order they come, or joined, until all workers have
-        left."""
+        """One session of generation: answers messages in the order they come, or joined, until all workers
+        have left."""
         self.check_restored()
         self.claim_thread(1)  # as in a pass
         self.port.release_all()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor
+from kt_ray.config.limits import ROW_TOKENS
 from kt_ray.generate.batcher import Batcher
 from kt_ray.generate.requests import SessionSpec, Step
 from kt_ray.model.decode import Decoder
@@ -158,7 +159,7 @@ class WorkerSession:
         self.actor.doing = f"step {step.number}"
         number = self.spec.tag(step.number)
         self.experts.begin(number)
-        self.experts.joined = self.spec.joined and step.decodes
+        self.experts.joined = self.spec.joined and step.decoded_rows > ROW_TOKENS
         self.stages.begin(number)
         waited = self.experts.seconds_waiting, self.stages.seconds
         with self.report.timed("record"):

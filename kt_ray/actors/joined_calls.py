@@ -1,12 +1,12 @@
 """Which replicas' tokens an expert actor computes in one engine call while answers are sampled. No waiting.
 
-Replicas walk the layers at their own pace. Where the driver says so (`SessionSpec.joined`), a call of a replica
-that decodes waits for those that are behind it in such a step, and one engine call reads the experts for all
-that have come to the layer.
+Replicas walk the layers at their own pace. Where the driver says so (`SessionSpec.joined`), a call of a
+replica that decodes waits for those that are behind it in such a step, and one engine call reads the experts
+for all that have come to the layer (docs/decisions/024-joined-decoding.md).
 
 Only a message that will be sent is waited for: its sender is in the midst of a step, and behind. Who is
-furthest behind waits at no actor, so somebody goes on, however many actors there are and whatever each knows of
-the others' progress. A replica without requests, or one that reads a prompt in, is not waited for.
+furthest behind waits at no actor, so somebody goes on, however many actors there are and whatever each knows
+of the others' progress. A replica without requests, or one that reads a prompt in, is not waited for.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Load:
 def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
     """Tokens of a wave of `wave` micro-batches per replica, cut into `groups`; every row at data.max_length.
 
-    Of generation those of one step: an engine call is over one replica's, or over the rows of all that decode.
+    Of generation those of one step: an engine call is over one replica's, or the rows of all that decode.
     """
     if generates(config):
         tokens, replicas = step_tokens(config), config.rule.replica_count

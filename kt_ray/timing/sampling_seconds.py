@@ -7,9 +7,9 @@
 Steps follow one another, and in a step the layers: attention, the experts' tokens there, their products, the
 answers back. Within a replica nothing overlaps but a shared expert with the routed ones. Of several replicas,
 one's attention overlaps with the experts of others, until experts or cores are busy all the time; or they go
-through the layers together and read each expert once for all (kt_ray/actors/joined_calls.py). Durations are those of training
-(step_costs.py), with what a cache adds: it grows by copying (transformers' DynamicCache), and each key is
-read; of latent ones those of all heads are the same (kt_ray/model/latent_keys.py).
+through the layers together and read each expert once for all (kt_ray/actors/joined_calls.py). Durations are
+those of training (step_costs.py), with what a cache adds: it grows by copying (transformers' DynamicCache), and
+each key is read; of latent ones those of all heads are the same (kt_ray/model/latent_keys.py).
 
 A prompt is read in once for its group (kt_ray/generate/batcher.py); answers are taken to be equally long.
 """
@@ -17,7 +17,7 @@ A prompt is read in once for its group (kt_ray/generate/batcher.py); answers are
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -162,7 +162,7 @@ class _Steps:
         self, workers: Sequence[WorkerPlan], group: Group, context: int, together: int
     ) -> Iterator[float]:
         """Seconds that all replicas' work takes expert actors, and cores that several actors share."""
-        machine, used = self.durations.machine, Counter[str]()
+        machine, used = self.durations.machine, defaultdict[str, float](float)
         attention = [self._stage(worker, group, context, 0) for worker in workers]
         attention[-1] += self._end(group[0].rows)
         replicas = self.plan.replicas_of(0)

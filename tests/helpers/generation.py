@@ -60,7 +60,7 @@ def answers(
 
 
 def replicas_answers(cluster: ActorCluster, rows: int, *, joined: bool) -> tuple[list[Any], int]:
-    """Tokens with log-probabilities of so many rows, whose answers end one by one; engine calls of an actor."""
+    """Tokens and log-probabilities of so many rows, whose answers end one by one; an actor's engine calls."""
     asked = [
         Request(prompt, Sampling(max_new_tokens=4 + n // 2, temperature=1.0, seed=n, logprobs=0))
         for n, prompt in enumerate(random_prompts([3 + n % 9 for n in range(rows)]))
