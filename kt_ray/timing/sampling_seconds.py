@@ -8,8 +8,8 @@ Steps follow one another, and in a step the layers: attention, the experts' toke
 answers back. Within a replica nothing overlaps but a shared expert with the routed ones. Of several replicas,
 one's attention overlaps with the experts of others, until experts or cores are busy all the time; or they go
 through the layers together and read each expert once for all (kt_ray/actors/joined_calls.py). Durations are
-those of training (step_costs.py), with what a cache adds: it grows by copying (transformers' DynamicCache), and
-each key is read; of latent ones those of all heads are the same (kt_ray/model/latent_keys.py).
+those of training (step_costs.py), with what a cache adds: it grows by copying (transformers' DynamicCache),
+and each key is read; of latent ones those of all heads are the same (kt_ray/model/latent_keys.py).
 
 A prompt is read in once for its group (kt_ray/generate/batcher.py); answers are taken to be equally long.
 """
