@@ -16,7 +16,8 @@ number of rows, over the gaps between tokens of all rounds:
     ray_per_layer_p10_s     the same of p10_s, which other work on the machine disturbs least
 
 With `--groups`, all answers at once, to prompts of random tokens: those of a group share theirs, and for
-comparison each has its own, as long (`shared`):
+comparison each has its own, as long (`shared`); with rule.replicas=2 each replica's tokens in engine calls of
+their own, and for comparison joined (`joined`):
 
     read_s, seconds         until every answer has its first token, and its last; medians of rounds
     prompt_tokens           computed; shared_tokens: taken over from another answer's
@@ -154,12 +155,13 @@ def _groups(cluster: Any, generation: Any, args: argparse.Namespace) -> list[dic
     config = with_keys(generation.config, {"generate.batch_size": rows})
     rates = rates_for(config, generation.plan.hardware)
     draw = random.Random(0)
-    for shared in (True, False):
+    ways = (False, True) if generation.plan.replicas > 1 else (False,)
+    for shared, joined in itertools.product((True, False), ways):
         texts = [tuple(draw.randrange(cluster.vocab_size) for _ in range(args.prompt)) for _ in range(rows)]
         asked = [texts[place // group * group if shared else place] for place in range(rows)]
-        with _generator(cluster, rows, config) as warm:
+        with _generator(cluster, rows, config, joined) as warm:
             _sample(warm, [prompt[: args.prompt // 4] for prompt in asked[:2]], args.warmup)
-        with _generator(cluster, rows, config) as generator:
+        with _generator(cluster, rows, config, joined) as generator:
             measured = _sample(generator, asked, args.tokens)
         shape = {"prompt_tokens": args.prompt, "answer_tokens": args.tokens}
         time_ = predict_sampling(
@@ -172,6 +174,7 @@ def _groups(cluster: Any, generation: Any, args: argparse.Namespace) -> list[dic
                 "prompt": args.prompt,
                 "tokens": args.tokens,
                 "shared": shared,
+                "joined": joined,
                 "latent_keys": "absorbed" if absorbs_keys(config) else "expanded",
                 **measured,
                 "prompt_tokens": report.prompt_tokens,
@@ -184,10 +187,10 @@ def _groups(cluster: Any, generation: Any, args: argparse.Namespace) -> list[dic
     return found
 
 
-def _generator(cluster: Any, rows: int, config: Any) -> Any:
+def _generator(cluster: Any, rows: int, config: Any, joined: bool) -> Any:
     from kt_ray.generate.generator import Generator
 
-    return Generator(cluster, max_rows=rows, prefill_tokens=config.generate.prefill_tokens)
+    return Generator(cluster, max_rows=rows, prefill_tokens=config.generate.prefill_tokens, joined=joined)
 
 
 def _sample(generator: Any, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, float]:
@@ -271,7 +274,8 @@ def _show(record: dict[str, Any]) -> None:
     if "groups" in record:
         predicted = record["predicted_s"]
         print(
-            f"{record['impl']} {record['groups']} {'shared' if record['shared'] else 'apart'}: "
+            f"{record['impl']} {record['groups']} {'shared' if record['shared'] else 'apart'}"
+            f"{', joined' if record['joined'] else ''}: "
             f"all begun after {record['read_s']:.2f} s, ended after {record['seconds']:.2f} s, "
             f"{record['tokens_per_s']:.1f} tokens/s; prompt tokens {record['prompt_tokens']} computed, "
             f"{record['shared_tokens']} shared; predicted {predicted['prefill']:.2f} + "

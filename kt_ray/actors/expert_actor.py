@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor, worker_of_layer
 from kt_ray.actors.generation_session import GenerationReport
+from kt_ray.actors.joined_calls import JoinedCalls
 from kt_ray.actors.specs import lent_experts
 from kt_ray.batch import PassSpec
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
@@ -142,11 +143,7 @@ class ExpertActor(PlainActor):
                 keep = spec.kind == "train" and layer >= self.plan.backward.lowest
                 of_rows = trainings[group] if trainings else None
                 answers = self._compute(direction, layer, group, inputs, keep=keep, trainings=of_rows)
-            start_row = 0
-            for replica, request in zip(self._replicas, requests, strict=True):
-                end_row = start_row + next(iter(request.tensors.values())).shape[0]
-                rows = {name: tensor[start_row:end_row] for name, tensor in answers.items()}
-                start_row = end_row
+            for replica, rows in zip(self._replicas, _divided(requests, answers), strict=True):
                 with recorder.span(f"reply {direction}", "transfer", layer, group):
                     reply = Message(("reply", direction, spec.number, layer, group, self.rank), rows)
                     worker = worker_of_layer(self.plan, layer, replica)
@@ -216,7 +213,8 @@ class ExpertActor(PlainActor):
     # -- generation --------------------------------------------------------------------------
 
     def generate(self, spec: SessionSpec) -> GenerationReport:
-        """One session of generation: answers messages in the order they come, until all workers have left."""
+        """One session of generation: answers messages in the order they come, or joined, until all workers
+        have left."""
         self.check_restored()
         self.claim_thread(1)  # as in a pass
         self.port.release_all()
@@ -224,6 +222,7 @@ class ExpertActor(PlainActor):
         # (worker, group) -> the reply that its next request of the group proves read
         leases: dict[tuple[Address, int], Lease] = {}
         workers = len(self._replicas) * self.plan.stages
+        joined = JoinedCalls(self._replicas)
         self.experts.begin_pass(0, dropout=False)
         self.doing = "generating"
         while workers:
@@ -233,27 +232,30 @@ class ExpertActor(PlainActor):
             if message.tag[0] == "bye":
                 workers -= message.tag[1] == spec.number
             elif spec.holds(message.tag[1]):  # else it is of a session that an error ended
-                with report.timed("engine"):
-                    self._answer(message, leases)
-                report.steps += 1
+                for call in joined.add(message):
+                    with report.timed("engine"):
+                        self._answer(call, leases)
+                    report.steps += 1
         self.port.release_all()
         self.experts.take_counters()
         self.doing = "idle"
         return report
 
-    def _answer(self, message: Message, leases: dict[tuple[Address, int], Lease]) -> None:
-        """One replica's tokens in an engine call of their own."""
-        _, number, layer, group, replica = message.tag
-        worker = worker_of_layer(self.plan, layer, replica)
-        if (worker, group) in leases:
-            self.port.release(leases.pop((worker, group)))
-        alloc = self.port.alloc if self.port.shares(worker) else new_memory
-        adapter = message.facts.get("adapter", True)
+    def _answer(self, messages: Sequence[Message], leases: dict[tuple[Address, int], Lease]) -> None:
+        """One engine call over the tokens of these replicas, of one layer with one adapter."""
+        layer, group = messages[0].tag[2:4]
+        workers = [worker_of_layer(self.plan, layer, message.tag[4]) for message in messages]
+        for worker in workers:
+            if (worker, group) in leases:
+                self.port.release(leases.pop((worker, group)))
+        alloc = self.port.alloc if any(map(self.port.shares, workers)) else new_memory
+        adapter = messages[0].facts.get("adapter", True)
         self.experts.forget_calls()  # they come in any order
-        inputs = {name: [tensor] for name, tensor in message.tensors.items()}
-        rows = self._forward(layer, group, inputs, alloc, keep=False, adapter=adapter)
-        reply = Message(("reply", "forward", number, layer, group, self.rank), rows)
-        leases[worker, group] = self.port.send([worker], reply)
+        inputs = {name: [message.tensors[name] for message in messages] for name in messages[0].tensors}
+        answers = self._forward(layer, group, inputs, alloc, keep=False, adapter=adapter)
+        for worker, message, rows in zip(workers, messages, _divided(messages, answers), strict=True):
+            reply = Message(("reply", *message.tag[:4], self.rank), rows)
+            leases[worker, group] = self.port.send([worker], reply)
 
     # -- a step's end ------------------------------------------------------------------------
 
@@ -348,3 +350,11 @@ class ExpertActor(PlainActor):
 
     def drop_adapter(self, name: str) -> None:
         self.experts.drop(name)
+
+
+def _divided(requests: Sequence[Message], answers: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Each request's rows of the answers."""
+    end = 0
+    for request in requests:
+        start, end = end, end + next(iter(request.tensors.values())).shape[0]
+        yield {name: tensor[start:end] for name, tensor in answers.items()}

@@ -3,7 +3,8 @@
 The last stage of each replica, its coordinator, takes requests out of its mailbox, tells the other stages
 of its replica what the next step is (`Step`), samples, and puts tokens into its outbox for the driver.
 Expert actors answer every message in the order it comes, each replica's tokens in an engine call of
-their own: nothing waits for a message that may never be sent, so nothing can deadlock. The coordinators' last
+their own, or those of replicas that decode together (joined_calls.py): nothing waits for a message that may
+never be sent, so nothing can deadlock. The coordinators' last
 step ends the session: every worker says goodbye to the expert actors, which leave after the last goodbye.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor
+from kt_ray.config.limits import ROW_TOKENS
 from kt_ray.generate.batcher import Batcher
 from kt_ray.generate.requests import SessionSpec, Step
 from kt_ray.model.decode import Decoder
@@ -29,7 +31,7 @@ from kt_ray.transport.messages import Address, Message
 
 @dataclass
 class GenerationReport:
-    """One actor's session: steps (an expert actor: calls), tokens chosen, seconds by what it did.
+    """One actor's session: steps (an expert actor: engine calls), tokens chosen, seconds by what it did.
 
     Of a worker also tokens of prompts: computed, and taken over from another request with the same prompt.
 
@@ -157,6 +159,7 @@ class WorkerSession:
         self.actor.doing = f"step {step.number}"
         number = self.spec.tag(step.number)
         self.experts.begin(number)
+        self.experts.joined = self.spec.joined and step.decoded_rows > ROW_TOKENS
         self.stages.begin(number)
         waited = self.experts.seconds_waiting, self.stages.seconds
         with self.report.timed("record"):

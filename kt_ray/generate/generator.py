@@ -172,7 +172,7 @@ class Generator:
     Args:
         cluster: started.
         tokenizer: for text and stop strings; None = token ids only.
-        max_rows, prefill_tokens, cache_tokens: see SessionSpec.
+        max_rows, prefill_tokens, cache_tokens, joined: see SessionSpec.
 
     Attributes:
         error: what ended the session before it was closed, or None.
@@ -190,12 +190,13 @@ class Generator:
         max_rows: int = 32,
         prefill_tokens: int = 2048,
         cache_tokens: int | None = None,
+        joined: bool = False,
     ) -> None:
         self.cluster = cluster
         self.tokenizer = tokenizer
         pad = getattr(tokenizer, "pad_token_id", None)
         number = next(_sessions)
-        self.spec = SessionSpec(number, max_rows, prefill_tokens, int(pad or 0), cache_tokens)
+        self.spec = SessionSpec(number, max_rows, prefill_tokens, int(pad or 0), cache_tokens, joined)
         self.reports: list[Any] = []
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[int, Answer]] = {}  # number -> (rank of its coordinator, answer)

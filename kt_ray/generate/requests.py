@@ -114,6 +114,9 @@ class SessionSpec:
     # room in one replica's caches: a request is taken in when the longest that its batch's answers can
     # get, times their number, is not more; None = whenever a row is free
     cache_tokens: int | None = None
+    # whether replicas that decode go through the layers together, so that their tokens share engine calls;
+    # not in steps of so few rows that their sums would have another order then
+    joined: bool = False
 
     def tag(self, step: int) -> int:
         """A number for a step's messages that no step of another session has."""
@@ -157,6 +160,12 @@ class Step:
     forget: bool = False  # the kept prompt goes, once these rows have it
     batches: tuple[Batch, ...] = ()  # to compute
     last: bool = False  # the session is over; nothing is computed
+
+    @property
+    def decoded_rows(self) -> int:
+        """Rows where all it does is one batch's next token; else 0."""
+        batch, *others = self.batches or (None,)
+        return 0 if batch is None or others or batch.fresh else len(batch.rows)
 
     @property
     def prompt_tokens(self) -> tuple[int, int]:

@@ -84,11 +84,7 @@ def served_of(generation: PreparedGeneration, key: str | None) -> Served:
         max_tokens=serve.max_tokens,
         running=serve.max_batch * generation.plan.replicas,
         max_queue=serve.max_queue,
-        session={
-            "max_rows": serve.max_batch,
-            "prefill_tokens": config.generate.prefill_tokens,
-            "cache_tokens": room,
-        },
+        session=generation.session(serve.max_batch),
         max_body=serve.max_body,
         key=digest(key) if key else None,
         fingerprint=generation.fingerprint,

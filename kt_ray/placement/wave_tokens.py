@@ -44,12 +44,12 @@ class Load:
 def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
     """Tokens of a wave of `wave` micro-batches per replica, cut into `groups`; every row at data.max_length.
 
-    Of generation those of one step, each replica's an engine call of its own.
+    Of generation those of one step: an engine call is over one replica's, or the rows of all that decode.
     """
     if generates(config):
-        tokens = step_tokens(config)
-        all_replicas = tokens * config.rule.replica_count
-        return Load(all_replicas, tokens, tokens, tokens, tokens, tokens, own_group=tokens)
+        tokens, replicas = step_tokens(config), config.rule.replica_count
+        call = max(tokens, replicas * config.generate.batch_size)
+        return Load(replicas * tokens, tokens, call, tokens, tokens, tokens, own_group=tokens)
     trainer, row = config.trainer, config.data.widest_row
     replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)

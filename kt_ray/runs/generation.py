@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,14 @@ from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
+from kt_ray.hardware.rate_files import rates_for
 from kt_ray.model.caches import can_join
 from kt_ray.model.family import read_family
 from kt_ray.parse import check_shape, read_json
-from kt_ray.placement.generation_memory import room
+from kt_ray.placement.generation_memory import generates, room
 from kt_ray.runs.prepare import PreparedModel, model_directory, prepare_model
 from kt_ray.runs.start_cluster import started
+from kt_ray.timing.sampling_seconds import joins_calls
 from kt_ray.tracking.console import say
 from kt_ray.train.cluster_protocol import ActorLost
 
@@ -59,6 +62,21 @@ class PreparedGeneration(PreparedModel):
     def cache_tokens(self) -> int:
         """Tokens that one replica's caches have room for."""
         return room(self.plan.dims, self.config)
+
+    def session(self, max_rows: int) -> dict[str, Any]:
+        """Settings of a session of generation with so many rows in a replica (see SessionSpec)."""
+        config, plan = self.config, self.plan
+        # Rows of a training's round are divided; elsewhere every replica may be full.
+        rows = max_rows if generates(config) or config.trainings else math.ceil(max_rows / plan.replicas)
+        joined = plan.replicas > 1 and joins_calls(
+            plan, config, rates_for(config, plan.hardware), rows=rows, context=config.data.max_length
+        )
+        return {
+            "max_rows": max_rows,
+            "prefill_tokens": config.generate.prefill_tokens,
+            "cache_tokens": self.cache_tokens,
+            "joined": joined,
+        }
 
     def prompt(
         self,
@@ -279,11 +297,5 @@ def _what(error: BaseException) -> str:
 
 def generator_on(generation: PreparedGeneration, cluster: ActorCluster) -> Generator:
     """A session of generation under the settings of `generate`; close it, or use it in a `with`."""
-    generate = generation.config.generate
-    return Generator(
-        cluster,
-        generation.tokenizer,
-        max_rows=generate.batch_size,
-        prefill_tokens=generate.prefill_tokens,
-        cache_tokens=generation.cache_tokens,
-    )
+    session = generation.session(generation.config.generate.batch_size)
+    return Generator(cluster, generation.tokenizer, **session)

@@ -5,9 +5,11 @@
     time.prefill, time.decode, time.tokens_per_s
 
 Steps follow one another, and in a step the layers: attention, the experts' tokens there, their products, the
-answers back. Nothing overlaps but a shared expert with the routed ones. Durations are those of training
-(step_costs.py), with what a cache adds: it grows by copying (transformers' DynamicCache), and each key is
-read; of latent ones those of all heads are the same (kt_ray/model/latent_keys.py).
+answers back. Within a replica nothing overlaps but a shared expert with the routed ones. Of several replicas,
+one's attention overlaps with the experts of others, until experts or cores are busy all the time; or they go
+through the layers together and read each expert once for all (kt_ray/actors/joined_calls.py). Durations are
+those of training (step_costs.py), with what a cache adds: it grows by copying (transformers' DynamicCache),
+and each key is read; of latent ones those of all heads are the same (kt_ray/model/latent_keys.py).
 
 A prompt is read in once for its group (kt_ray/generate/batcher.py); answers are taken to be equally long.
 """
@@ -15,10 +17,13 @@ A prompt is read in once for its group (kt_ray/generate/batcher.py); answers are
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from kt_ray.config.limits import ROW_TOKENS
 from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
 from kt_ray.hardware.rates import Rates
@@ -80,9 +85,7 @@ def predict_sampling(
         prompt_tokens, answer_tokens: of each prompt and of each answer.
         shared: whether a prompt is read in once for its group, or for every answer.
     """
-    # Expert actors compute all tokens: workers stream experts in training alone.
-    workers = tuple(replace(worker, lane=None) for worker in plan.workers)
-    steps = _Steps(replace(plan, workers=workers, head_ranges=0), config, rates)
+    steps = _Steps.of(plan, config, rates)
     own = math.ceil(prompts / plan.replicas)
     rows, read = own * group, own * (1 if shared else group)
     most = min(rows, config.generate.batch_size)
@@ -100,6 +103,16 @@ def predict_sampling(
     return SamplingTime(prefill, decode, drawn, prompts * group * answer_tokens)
 
 
+def joins_calls(plan: Plan, config: Config, rates: Rates, *, rows: int, context: int) -> bool:
+    """Whether replicas that decode are faster when their tokens share engine calls.
+
+    Args:
+        plan: of the actors that generate; one of training serves as well.
+        rows: of each replica, after `context` cached tokens each.
+    """
+    return _Steps.of(plan, config, rates).joins(rows, context)
+
+
 @dataclass(frozen=True, eq=False)
 class _Steps:
     """Seconds of one step of a replica while its neighbours make such a step, too."""
@@ -108,35 +121,79 @@ class _Steps:
     config: Config
     rates: Rates
 
+    @classmethod
+    def of(cls, plan: Plan, config: Config, rates: Rates) -> _Steps:
+        # Expert actors compute all tokens: workers stream experts in training alone.
+        workers = tuple(replace(worker, lane=None) for worker in plan.workers)
+        return cls(replace(plan, workers=workers, head_ranges=0), config, rates)
+
+    def joins(self, rows: int, context: int) -> bool:
+        """Whether a step of one new token each is shorter with joined calls. Not with a lane, whose choice of
+        experts would depend on what is joined, nor with so few tokens that the engine goes another way for
+        all of them than for each replica's."""
+        if self.sharing == 1 or rows <= ROW_TOKENS or any(actor.lane for actor in self.plan.experts):
+            return False
+        return self._step(rows, 1, context, joined=True) < self._step(rows, 1, context, joined=False)
+
+    @cached_property
+    def sharing(self) -> int:
+        """Replicas whose tokens an expert actor computes."""
+        return len(self.plan.replicas_of(0))
+
     @cached_property
     def durations(self) -> PlanDurations:
         return PlanDurations(self.plan, self.config, self.rates, machine_of(self.plan))
 
     def seconds(self, rows: int, width: int, context: int) -> float:
         """For `rows` rows of `width` new tokens each, after `context` cached ones."""
+        return self._step(rows, width, context, joined=width == 1 and self.joins(rows, context))
+
+    def _step(self, rows: int, width: int, context: int, *, joined: bool) -> float:
         group: Group = (Micro(rows, width, rows * width, rows),)
         workers = [worker for worker in self.plan.workers if worker.replica == 0]
-        total = sum(self._stage(worker, group, context) for worker in workers)
+        together = self.sharing if joined else 1
+        total = sum(self._stage(worker, group, context, together) for worker in workers)
         for one, other in pairwise(workers):
             total += _carried(self.durations.stage(one.rank, other.rank, rows * width))
-        return total + self._end(rows)
+        total += self._end(rows)
+        return max(total, *self._at_least(workers, group, context, together))
 
-    def _stage(self, worker: WorkerPlan, group: Group, context: int) -> float:
+    def _at_least(
+        self, workers: Sequence[WorkerPlan], group: Group, context: int, together: int
+    ) -> Iterator[float]:
+        """Seconds that all replicas' work takes expert actors, and cores that several actors share."""
+        machine, used = self.durations.machine, defaultdict[str, float](float)
+        attention = [self._stage(worker, group, context, 0) for worker in workers]
+        attention[-1] += self._end(group[0].rows)
+        replicas = self.plan.replicas_of(0)
+        own = [w for w in self.plan.workers if w.host == 0 and w.replica in replicas]
+        for worker, seat in zip(own, machine.workers, strict=True):
+            used[seat.resource] += attention[worker.stage] * seat.width
+        layers = [n for worker in workers for n in range(*worker.layers) if n in self.plan.dims.moe_layers]
+        for c in machine.experts:
+            calls = sum(self._call(c.actors[0], layer, together * group[0].tokens) for layer in layers)
+            busy = self.sharing / together * calls
+            used[c.seat.resource] += busy * c.seat.width
+            yield busy
+        yield from (used[name] / capacity for name, capacity in machine.capacity.items())
+
+    def _stage(self, worker: WorkerPlan, group: Group, context: int, together: int) -> float:
+        """Seconds with experts' calls over the tokens of so many replicas; 0 = without the experts."""
         layers, streamed = range(*worker.layers), 0.0
         total = sum(self.durations.attention("begin", layers[0], group))
         for layer in layers:
-            total += self._layer(worker, layer, group, context)
+            total += self._layer(worker, layer, group, context, together)
             if layer in worker.streamed:
                 streamed += _carried(self.durations.weights(worker.rank, layer))
         return max(total, streamed)
 
-    def _layer(self, worker: WorkerPlan, layer: int, group: Group, context: int) -> float:
+    def _layer(self, worker: WorkerPlan, layer: int, group: Group, context: int, together: int) -> float:
         durations = self.durations
         before, after = durations.attention("forward", layer, group)
         before += self._cached(layer, group[0].rows, context) if context else 0.0
         if layer not in self.plan.dims.moe_layers:
             return before + after
-        routed = self._experts(worker, layer, group[0].tokens)
+        routed = self._experts(worker, layer, group[0].tokens, together) if together else 0.0
         joined = sum(durations.attention("join", layer, group))
         return before + joined + (max(after, routed) if self.plan.overlap else after + routed)
 
@@ -163,22 +220,27 @@ class _Steps:
         durations = self.durations
         return seconds(work, durations.device, durations.host, self.plan.dtype, max(1, positions))
 
-    def _experts(self, worker: WorkerPlan, layer: int, tokens: int) -> float:
-        """Seconds until the answers are there, all replicas' calls one after another."""
-        durations, sharing = self.durations, len(self.plan.replicas_of(0))
-        return max(self._actors(c, worker, layer, tokens, sharing) for c in durations.machine.experts)
+    def _experts(self, worker: WorkerPlan, layer: int, tokens: int, together: int) -> float:
+        """Seconds until the answers are there, of a call over as many tokens of so many replicas each."""
+        return max(
+            self._way(c, worker, tokens) + self._call(c.actors[0], layer, together * tokens)
+            for c in self.durations.machine.experts
+        )
 
-    def _actors(self, c: ExpertClass, worker: WorkerPlan, layer: int, tokens: int, sharing: int) -> float:
-        durations, actor = self.durations, c.actors[0]
+    def _call(self, actor: int, layer: int, tokens: int) -> float:
+        """Seconds that an expert actor is busy with a call."""
+        durations = self.durations
         call = durations.expert(actor, layer, "forward", tokens, call=0)
         lanes = durations.lane(actor, layer, "forward", tokens, call=0)
-        busy = max([call.beside, *map(_of_lane, lanes)]) + call.after
-        way = max(
+        return max([call.beside, *map(_of_lane, lanes)]) + call.after
+
+    def _way(self, c: ExpertClass, worker: WorkerPlan, tokens: int) -> float:
+        durations = self.durations
+        return max(
             _carried(durations.request(worker.rank, to, "forward", tokens))
             + _carried(durations.reply(worker.rank, to, "forward", tokens))
             for to in c.ways
         )
-        return way + sharing * busy
 
     def _end(self, rows: int) -> float:
         """Logits of every row's last position, and a token of each."""

@@ -11,7 +11,8 @@ Who does what in seconds, an actor alone on its cores:
     transport   a message's fixed seconds, bytes over shared memory, PCIe or the network (`Carriage`)
     step's end  gradients to the first worker, norms, AdamW, adapters back
 
-Routing is taken as even, so every expert gets the same number of tokens. Pure functions.
+Routing is taken as even: each token draws its experts, and those that are drawn at all get the same number of
+tokens. Pure functions.
 """
 
 from __future__ import annotations
@@ -274,11 +275,12 @@ class PlanDurations:
         slots = tokens * dims.experts_per_token * count / dims.num_experts
         if slots == 0:
             return ExpertCall(dispatch_seconds(CALL_OPS, self.host, self.host), 0.0)
-        rows = max(1.0, slots / count)
+        asked = count * (1 - (1 - dims.experts_per_token / dims.num_experts) ** tokens)
+        rows = slots / asked
         resident, carried = self.lanes.part(actor, layer, tokens, call=call)
         left = self.worker_lanes.left(actor, direction, tokens, call=call)
         # Carried experts are read from the same memory.
-        busy = min(count, slots) * (1 - resident) * left.experts + left.read
+        busy = asked * (1 - resident) * left.experts + left.read
         slots *= (1 - resident - carried) * left.rows
         of_inner = 2 / 3 if dims.gated else 1 / 2  # gate's and up's part of the products
         rank = expert_rank(dims, self.config.lora) if layer in self._expert_lora else 0

@@ -79,6 +79,8 @@ class ExpertLink(_Link):
 
     Attributes:
         adapter: whether the experts' LoRA takes part in what is submitted, or which (generation changes it).
+        joined: whether the actors may let what is submitted wait for other replicas' tokens of the layer (as
+            well).
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ExpertLink(_Link):
         self.seconds_waiting = 0.0
         self._sums = self._device if sums is None else torch.device(sums)
         self.adapter: bool | str = True
+        self.joined = False
         self._replica = replica
         self._experts: list[Address] = [("experts", rank) for rank in experts]
         self._sharing = [address for address in self._experts if port.shares(address)]
@@ -224,6 +227,8 @@ class ExpertLink(_Link):
         elsewhere: Sequence[int] = (),
     ) -> None:
         facts: dict[str, Any] = {} if self.adapter is True else {"adapter": self.adapter}
+        if self.joined:
+            facts["joined"] = True
         if elsewhere:
             facts["elsewhere"] = list(elsewhere)
         # The message tells the actors that their last answer of this group was read.

@@ -18,7 +18,7 @@ from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling, SessionSpec, Token
 from kt_ray.generate.sampling import RowSampler
 from tests.helpers.devices import DEVICES, layers_on
-from tests.helpers.generation import answers, hugging_face, random_prompts
+from tests.helpers.generation import answers, hugging_face, random_prompts, replicas_answers
 from tests.helpers.hf_reference import FAMILIES, Row, build_checkpoint, random_rows
 from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, steps, waves_of
 from tests.helpers.tiny_families import tiny_family
@@ -105,6 +105,20 @@ def test_answers_to_one_prompt_share_its_prefill(tmp_path: Path, family: str, st
             workers = [report for report in generator.reports if "attention" in report.seconds]
             assert [(w.prompt_tokens, w.shared_tokens) for w in workers] == [(21, 3 * 21)] * stages
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_replicas_that_share_calls_give_the_same_bits(tmp_path: Path, stages: int) -> None:
+    """Of many rows and few, and where one replica has ended before the other."""
+    path = build_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=6)
+    config = config_for(path, f"rule.stages={stages}", "rule.replicas=2", "rule.experts.sockets=2")
+    with local_cluster(path, config) as cluster:
+        random_adapter(cluster)
+        for rows, share in ((48, True), (20, False)):
+            apart, of_each = replicas_answers(cluster, rows, joined=False)
+            together, joined = replicas_answers(cluster, rows, joined=True)
+            assert together == apart
+            assert (joined < of_each) == share
 
 
 @pytest.fixture(scope="module")

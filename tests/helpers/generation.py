@@ -57,3 +57,15 @@ def answers(
     with Generator(cluster, **options) as generator:
         asked = [generator.submit(Request(prompt, sampling, adapter)) for prompt in prompts]
         return [answer.result(120).tokens for answer in asked]
+
+
+def replicas_answers(cluster: ActorCluster, rows: int, *, joined: bool) -> tuple[list[Any], int]:
+    """Tokens and log-probabilities of so many rows, whose answers end one by one; an actor's engine calls."""
+    asked = [
+        Request(prompt, Sampling(max_new_tokens=4 + n // 2, temperature=1.0, seed=n, logprobs=0))
+        for n, prompt in enumerate(random_prompts([3 + n % 9 for n in range(rows)]))
+    ]
+    with Generator(cluster, max_rows=64, joined=joined) as generator:
+        got = [answer.result(120) for answer in generator.submit_all(asked)]
+    calls = next(report.steps for report in generator.reports if "engine" in report.seconds)
+    return [(answer.tokens, [token.logprob for token in answer.logprobs]) for answer in got], calls

@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kt_ray.config.limits import ROW_TOKENS
 from kt_ray.native import Engine, ExpertMatrix
 from tests.helpers.matrices import VARIANTS, quantised_case
 from tests.helpers.native import ACTIVATIONS, DTYPES, EVERY, ISAS, Case, Shape, lay_out, make_case
 
 pytestmark = pytest.mark.accept("engine")
 
-TOKENS = 16  # up to here; kRowTokens in kernels.h
-
+TOKENS = ROW_TOKENS
 
 # (H, I) by the multiple that a format needs: whole steps of 128 or 256 elements and a rest, or only a rest.
 SIZES = {
