@@ -42,30 +42,26 @@ def widen_products() -> None:
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """a [n, k] b [k, m]: as torch.mm."""
-    out = a.new_empty((a.shape[0], b.shape[1]))
-    return _products(out, a, b) if _widened(a, b) else _aten.mm.out(a, b, out=out)
+    return _rounded(a, b) if _widened(a, b) else _aten.mm.out(a, b, out=_result(a, b))
 
 
 def addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta c + alpha a b: as torch.addmm."""
-    out = a.new_empty((a.shape[0], b.shape[1]))
-    if not _widened(a, b) or c.dtype != a.dtype:
-        return _aten.addmm.out(c, a, b, beta=beta, alpha=alpha, out=out)
-    return _products(out, a, b, c.expand_as(out), beta, alpha)
+    if _widened(a, b) and c.dtype == a.dtype:
+        return _rounded(a, b, c, beta, alpha)
+    return _aten.addmm.out(c, a, b, beta=beta, alpha=alpha, out=_result(a, b))
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """a [B, n, k] b [B, k, m]: as torch.bmm."""
-    out = a.new_empty((*a.shape[:2], b.shape[2]))
-    return _batches(out, a, b) if _widened(a, b) else _aten.bmm.out(a, b, out=out)
+    return _rounded(a, b) if _widened(a, b) else _aten.bmm.out(a, b, out=_result(a, b))
 
 
 def baddbmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta c + alpha a b of every matrix of a batch: as torch.baddbmm."""
-    out = a.new_empty((*a.shape[:2], b.shape[2]))
-    if not _widened(a, b) or c.dtype != a.dtype:
-        return _aten.baddbmm.out(c, a, b, beta=beta, alpha=alpha, out=out)
-    return _batches(out, a, b, c.expand_as(out), beta, alpha)
+    if _widened(a, b) and c.dtype == a.dtype:
+        return _rounded(a, b, c, beta, alpha)
+    return _aten.baddbmm.out(c, a, b, beta=beta, alpha=alpha, out=_result(a, b))
 
 
 def _widened(a: Tensor, b: Tensor) -> bool:
@@ -75,40 +71,37 @@ def _widened(a: Tensor, b: Tensor) -> bool:
     return a.shape[-2] >= _FEW_ROWS or b.stride(-2) != 1
 
 
-def _products(
-    out: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    depth = max(1, a.shape[1])
-    for rows in _blocks(len(a), max(_WIDTH, _BLOCK // depth)):
-        x = a[rows].float()
-        for columns in _blocks(b.shape[1], max(_WIDTH, _BLOCK // depth)):
-            w = b[:, columns].float()
-            y = x.new_empty((x.shape[0], w.shape[1]))
-            if c is None:
-                _aten.mm.out(x, w, out=y)
-            else:
-                _aten.addmm.out(c[rows, columns].float(), x, w, beta=beta, alpha=alpha, out=y)
-            out[rows, columns] = y
-    return out
+def _result(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
 
 
-def _batches(
-    out: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    largest = max(1, *(tensor[0].numel() for tensor in (a, b, out))) if len(out) else 1
-    if largest > _BLOCK:  # one by one, in blocks
-        for i in range(len(out)):
-            _products(out[i], a[i], b[i], None if c is None else c[i], beta, alpha)
+def _rounded(a: Tensor, b: Tensor, c: Tensor | None = None, beta: float = 1, alpha: float = 1) -> Tensor:
+    """A product, or one of a batch, in blocks that are small enough."""
+    if max(a.numel(), b.numel(), a.numel() // max(1, a.shape[-1]) * b.shape[-1]) <= _BLOCK:
+        return _sums(a, b, c, beta, alpha).bfloat16()
+    out = _result(a, b)
+    c = None if c is None else c.expand_as(out)
+    if a.dim() == 3:
+        for i in range(len(a)):
+            out[i] = _rounded(a[i], b[i], None if c is None else c[i], beta, alpha)
         return out
-    for some in _blocks(len(out), _BLOCK // largest):
-        x, w = a[some].float(), b[some].float()
-        y = x.new_empty((*x.shape[:2], w.shape[2]))
-        if c is None:
-            _aten.bmm.out(x, w, out=y)
-        else:
-            _aten.baddbmm.out(c[some].float(), x, w, beta=beta, alpha=alpha, out=y)
-        out[some] = y
+    width = max(_WIDTH, _BLOCK // max(1, a.shape[1]))
+    for rows in _blocks(len(a), width):
+        x = a[rows].float()
+        for columns in _blocks(b.shape[1], width):
+            some = None if c is None else c[rows, columns]
+            out[rows, columns] = _sums(x, b[:, columns], some, beta, alpha)
     return out
+
+
+def _sums(a: Tensor, b: Tensor, c: Tensor | None, beta: float, alpha: float) -> Tensor:
+    """The same in float32, all at once."""
+    out = _result(a, b, torch.float32)
+    if c is None:
+        plain = _aten.mm if a.dim() == 2 else _aten.bmm
+        return plain.out(a.float(), b.float(), out=out)
+    added = _aten.addmm if a.dim() == 2 else _aten.baddbmm
+    return added.out(c.float(), a.float(), b.float(), beta=beta, alpha=alpha, out=out)
 
 
 def _blocks(count: int, size: int) -> Iterator[slice]:

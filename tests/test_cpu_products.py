@@ -46,7 +46,7 @@ def test_matrices(left, right, rows, depth, columns, block, monkeypatch):
 
 @pytest.mark.parametrize("left, right", LAYOUTS)
 @pytest.mark.parametrize("batch, rows, depth, columns", [(1, 9, 40, 24), (5, 33, 70, 65), (3, 130, 20, 300)])
-@pytest.mark.parametrize("block", [1 << 20, 10000, 1000], ids=["whole", "some at a time", "one by one"])
+@pytest.mark.parametrize("block", [1 << 20, 10000, 1000], ids=["whole", "one by one", "blocks"])
 def test_batches(left, right, batch, rows, depth, columns, block, monkeypatch):
     monkeypatch.setattr(cpu_products, "_BLOCK", block)
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_nothing_to_multiply(rows, depth, columns):
 def test_an_operand_that_is_read_once_is_left_to_torch(monkeypatch):
     """One token: the weights lie along the contraction."""
     widened = []
-    monkeypatch.setattr(cpu_products, "_products", lambda out, *more: widened.append(more) or out)
+    monkeypatch.setattr(cpu_products, "_rounded", lambda *tensors: widened.append(tensors))
     weight = made(24, 40)
     cpu_products.mm(made(7, 40), weight.t())
     assert not widened
@@ -87,14 +87,12 @@ REGISTERED = """
 
     cpu_products.multiplies_bfloat16 = lambda: False
     taken = []
-    own = cpu_products._products, cpu_products._batches
-    def products(out, a, b, *more):
-        taken.append(tuple(out.shape))
-        return own[0](out, a, b, *more)
-    def batches(out, a, b, *more):
-        taken.append(tuple(out.shape))
-        return own[1](out, a, b, *more)
-    cpu_products._products, cpu_products._batches = products, batches
+    own = cpu_products._rounded
+    def rounded(*arguments):
+        made = own(*arguments)
+        taken.append(tuple(made.shape))
+        return made
+    cpu_products._rounded = rounded
 
     torch.manual_seed(0)
     a, b = torch.randn(20, 30), torch.randn(30, 40)
