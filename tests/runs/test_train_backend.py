@@ -29,6 +29,7 @@ from kt_ray.train.reports import PassReport
 from kt_ray.train.trainer import StepBatches, Trainer
 from kt_ray.train_server.backend import Datum, Pass, PassResult
 from tests.helpers.float32_copy import in_float32
+from tests.helpers.generation import one_rounding
 from tests.helpers.train_backend import ADAM, ENTROPY, backend_on, data_of, rows
 
 LAYOUTS = {
@@ -98,8 +99,8 @@ def test_rows_keep_their_places_whatever_their_lengths(exact: Path, tmp_path: Pa
             assert len(found) == len(datum.tokens)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 1e-3)])
-def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dtype: str, most: float) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dtype: str) -> None:
     prompt = np.arange(10, 22)
     model = exact if dtype == "float32" else model
     with backend_on(model, tmp_path, *LAYOUTS["two"], f"model.dtype={dtype}") as backend:
@@ -118,7 +119,7 @@ def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dty
             sampled = np.array([token.logprob for token in answer.logprobs])
             (scores,) = backend.score(sampler, [tokens], 3)
             errors = np.abs(scores.logprobs[len(prompt) - 1 :] - sampled)
-            assert errors.max() <= most
+            assert errors.max() <= 1e-5 if dtype == "float32" else one_rounding(errors)
             best = scores.top_logprobs[:, 0]
             assert (best[:, None] >= scores.top_logprobs).all() and (best >= scores.logprobs - 1e-6).all()
         own = backend.run("mine", [Datum(tokens[:-1], tokens[1:])], ENTROPY, backward=False)
