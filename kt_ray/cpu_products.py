@@ -1,14 +1,15 @@
 """torch's products of bfloat16 matrices on a CPU where torch has no fast ones.
 
 oneDNN multiplies bfloat16 from AVX-512 on. On older CPUs torch's own loops do, at 0.3 to 20 GFLOP/s where
-float32 has 170 (benchmarks/cpu_products.py). So there the operands are widened to float32, block by block,
+float32 has 140 (benchmarks/cpu_products.py). So there the operands are widened to float32, block by block,
 and the products rounded once: what bfloat16 products with float32 sums are, added up in another order.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,37 +37,43 @@ def widen_products() -> None:
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are replaced
-        for product in (mm, addmm, bmm, baddbmm):
-            _library.impl(product.__name__, product, "CPU")
+        for name, kernel in {"mm": mm, "addmm": addmm, "bmm": bmm, "baddbmm": baddbmm}.items():
+            _library.impl(name, kernel, "CPU")
 
 
-def mm(a: Tensor, b: Tensor) -> Tensor:
-    """a [n, k] b [k, m]: as torch.mm."""
-    return _rounded(a, b) if _widened(a, b) else _aten.mm.out(a, b, out=_result(a, b))
+def _product(torchs: Any, dims: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """torch's own product of two matrices (dims 2) or two batches of them (3), bfloat16 widened."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        if _widened(a, b, dims):
+            return _rounded(a, b)
+        made: Tensor = torchs.out(a, b, out=_result(a, b))
+        return made
+
+    return product
 
 
-def addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta c + alpha a b: as torch.addmm."""
-    if _widened(a, b) and c.dtype == a.dtype:
-        return _rounded(a, b, c, beta, alpha)
-    return _aten.addmm.out(c, a, b, beta=beta, alpha=alpha, out=_result(a, b))
+def _sum(torchs: Any, dims: int) -> Callable[..., Tensor]:
+    """The same of torch's own beta c + alpha a b."""
+
+    def added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        if _widened(a, b, dims) and c.dtype == a.dtype:
+            return _rounded(a, b, c, beta, alpha)
+        made: Tensor = torchs.out(c, a, b, beta=beta, alpha=alpha, out=_result(a, b))
+        return made
+
+    return added
 
 
-def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """a [B, n, k] b [B, k, m]: as torch.bmm."""
-    return _rounded(a, b) if _widened(a, b) else _aten.bmm.out(a, b, out=_result(a, b))
+mm, bmm = _product(_aten.mm, 2), _product(_aten.bmm, 3)
+addmm, baddbmm = _sum(_aten.addmm, 2), _sum(_aten.baddbmm, 3)
 
 
-def baddbmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta c + alpha a b of every matrix of a batch: as torch.baddbmm."""
-    if _widened(a, b) and c.dtype == a.dtype:
-        return _rounded(a, b, c, beta, alpha)
-    return _aten.baddbmm.out(c, a, b, beta=beta, alpha=alpha, out=_result(a, b))
-
-
-def _widened(a: Tensor, b: Tensor) -> bool:
+def _widened(a: Tensor, b: Tensor, dims: int) -> bool:
     """What torch refuses is left to it."""
-    if not a.dtype == b.dtype == torch.bfloat16 or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+    if not a.dtype == b.dtype == torch.bfloat16 or not a.dim() == b.dim() == dims:
+        return False
+    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
         return False
     return a.shape[-2] >= _FEW_ROWS or b.stride(-2) != 1
 

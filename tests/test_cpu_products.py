@@ -115,7 +115,15 @@ REGISTERED = """
     taken.clear()
     torch.einsum("bhtd,bhsd->bhts", torch.randn(2, 3, 9, 8).bfloat16(), torch.randn(2, 3, 9, 8).bfloat16())
     assert taken == [(6, 9, 9)], taken
-    for wrong in (lambda: x[0] @ x[0], lambda: torch.bmm(x, x), lambda: x[0].float() @ linear.weight.t()):
+    w = linear.weight.t()
+    for wrong in (
+        lambda: x[0] @ x[0],
+        lambda: torch.bmm(x, x),
+        lambda: x[0].float() @ w,
+        lambda: torch.mm(x, x.mT),
+        lambda: torch.mm(x[0], w[:, 0]),
+        lambda: torch.addmm(w[0], x, x.mT),
+    ):
         try:
             wrong()
         except RuntimeError:

@@ -32,11 +32,9 @@ class JoinedCalls:
 
     def add(self, message: Message) -> list[list[Message]]:
         """Engine calls to make now, each of the messages in it; those that wait come with a later message."""
-        replica = message.tag[4]
         if not message.facts.get("joined", False):
-            self._done[replica] = math.inf
             return [[message]]
-        self._held[replica] = message
+        self._held[message.tag[4]] = message
         layer = min(map(_layer, self._held.values()))
         if any(done < layer for other, done in self._done.items() if other not in self._held):
             return []

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.batch import WHOLE, LoraPart, MicroBatch, PassSpec, TokenLoss, Wave
+from kt_ray.cpu_products import multiplies_bfloat16
 from kt_ray.data.batches import step_waves
 from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.errors import UserError
@@ -99,8 +100,8 @@ def test_rows_keep_their_places_whatever_their_lengths(exact: Path, tmp_path: Pa
             assert len(found) == len(datum.tokens)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 1e-3)])
+def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dtype: str, most: float) -> None:
     prompt = np.arange(10, 22)
     model = exact if dtype == "float32" else model
     with backend_on(model, tmp_path, *LAYOUTS["two"], f"model.dtype={dtype}") as backend:
@@ -119,7 +120,10 @@ def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dty
             sampled = np.array([token.logprob for token in answer.logprobs])
             (scores,) = backend.score(sampler, [tokens], 3)
             errors = np.abs(scores.logprobs[len(prompt) - 1 :] - sampled)
-            assert errors.max() <= 1e-5 if dtype == "float32" else one_rounding(errors)
+            # with widened products one token's are added up in another order
+            assert errors.max() <= most or (
+                dtype == "bfloat16" and not multiplies_bfloat16() and one_rounding(errors)
+            )
             best = scores.top_logprobs[:, 0]
             assert (best[:, None] >= scores.top_logprobs).all() and (best >= scores.logprobs - 1e-6).all()
         own = backend.run("mine", [Datum(tokens[:-1], tokens[1:])], ENTROPY, backward=False)
