@@ -457,8 +457,8 @@ class ActorCluster(ABC):
                 error.what,
                 where=error.where,
                 observed=error.observed,
-                remedy=f"{error.remedy}; then start the same command again: mode=predict continues where it "
-                "stopped",
+                remedy=f"{error.remedy}; then start the same command again (mode=predict and mode=train "
+                "continue where they stopped)",
             ) from error
         self._broken = False
         return reports

@@ -106,7 +106,14 @@ def test_views_of_one_matrix(engine_of, isa: str, layout: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("gate", "up", "down", "h", "i"),
-    [("q4_k", "q5_k", "q6_k", 256, 256), ("int4-32", "int4-128", "fp8-128x128", 256, 128)],
+    [
+        ("q4_k", "q5_k", "q6_k", 256, 256),
+        ("int4-32", "int4-128", "fp8-128x128", 256, 128),
+        # Rows of down in fours and what is left.
+        ("fp8-128x128", "fp8-128x128", "int4-32", 131, 128),
+        ("fp8-128x128", "fp8-128x128", "mxfp4", 131, 128),
+        ("fp8-128x128", "fp8-128x128", "q4_k", 131, 256),
+    ],
 )
 def test_a_format_for_each_projection(
     engine_of, isa: str, gate: str, up: str, down: str, h: int, i: int
@@ -124,20 +131,22 @@ def test_deeper_than_the_scales_decoded_at_once(engine_of, isa: str, name: str) 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_ends_of_the_code(engine_of, isa: str) -> None:
-    """Powers of two at both ends of ue8m0, and E4M3's NaN, which reaches its own expert's tokens only."""
+    """Powers of two at both ends of ue8m0, and E4M3's NaNs, which reach their own expert's tokens only."""
     case = quantised_case(Shape(tokens=8, slots=1, experts=2, hidden=160, inter=128, rank=0), "mxfp4")
     small = replace(case.weights.up, scales=torch.zeros_like(case.weights.up.scales))
     y = replace(case, weights=replace(case.weights, up=small)).forward(engine_of[isa])[0]
     assert y.abs().max() < 1e-30
-    for name in ("mxfp4", "fp8-128x128"):
+    for name, row, column, code in (
+        ("mxfp4", 3, 1, 255),
+        ("fp8-128x128", 3, 40, 0x7F),
+        ("fp8-128x128", 127, 127, 0xFF),
+        ("fp8-128x128", 5, 159, 0xFF),  # behind whole steps
+    ):
         case = quantised_case(Shape(tokens=8, slots=1, experts=2, hidden=160, inter=128, rank=0), name)
         up = case.weights.up
         assert isinstance(up, ExpertMatrix)
         data, scales = up.data.clone().view(torch.uint8), up.scales.clone()
-        if name == "mxfp4":
-            scales[1, 3, 1] = 255
-        else:
-            data[1, 3, 40] = 0x7F
+        (scales if name == "mxfp4" else data)[1, row, column] = code
         spoilt = replace(up, data=data.view(up.data.dtype), scales=scales)
         y = replace(case, weights=replace(case.weights, up=spoilt)).forward(engine_of[isa])[0]
         assert torch.equal(y.isnan().any(1), case.ids[:, 0] == 1), name
@@ -184,10 +193,12 @@ def test_when(engine_of, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("routing", ["random", "twice"])
-def test_no_more_memory_than_panels(isa: str, routing: str) -> None:
+@pytest.mark.parametrize(
+    ("routing", "h", "i"), [("random", 2048, 1024), ("twice", 2048, 1024), ("twice", 7168, 256)]
+)
+def test_no_more_memory_than_panels(isa: str, routing: str, h: int, i: int) -> None:
     """So a plan's figures hold; one expert's rows may be more than there are tokens."""
-    shape = Shape(tokens=TOKENS, slots=8, experts=9, hidden=2048, inter=1024)
+    shape = Shape(tokens=TOKENS, slots=8, experts=9, hidden=h, inter=i)
     case = quantised_case(shape, "q4_k", routing=routing)
     with Engine(isa, threads=1) as engine:
         by_rows = case.forward(engine)[0]

@@ -105,11 +105,10 @@ struct Projection {
     }
 
     static constexpr Names<kt::Format> kFormats = {
-        {"f32", kt::Format::f32},     {"bf16", kt::Format::bf16}, {"fp8", kt::Format::fp8},
-        {"mxfp4", kt::Format::mxfp4}, {"int8", kt::Format::int8}, {"int4", kt::Format::int4},
-        {"q8_0", kt::Format::q8_0},   {"q4_0", kt::Format::q4_0}, {"q5_0", kt::Format::q5_0},
-        {"q5_1", kt::Format::q5_1},   {"q4_k", kt::Format::q4_k}, {"q5_k", kt::Format::q5_k},
-        {"q6_k", kt::Format::q6_k}};
+#define KT_FORMAT(name) {#name, kt::Format::name},
+        KT_FORMATS(KT_FORMAT)
+#undef KT_FORMAT
+    };
     static constexpr Names<kt::ScaleType> kScaleTypes = {{"none", kt::ScaleType::none},
                                                          {"f32", kt::ScaleType::f32},
                                                          {"bf16", kt::ScaleType::bf16},

@@ -312,7 +312,7 @@ std::vector<ScatteredRows> Engine::scattered_rows(int64_t hidden, int64_t inter,
         end += rows[e];
     }
     routing.row_token.resize(end);
-    routing.cut(k.max_rows, k.row_step, span_rows(w, k));
+    routing.cut(k.max_rows, k.row_step, span_rows(w, k), kChunkRows);
     Pass p{};
     describe(p, w, routing, end, {}, {}, false);
     std::vector<ScatteredRows> tasks(k.tasks(p, Phase::down));
@@ -389,9 +389,9 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->routing = std::move(input.routing);
     const bool by_rows = goes_by_rows(w, k, input, keep);
     if (by_rows)
-        saved->routing.cut(1, 1, kRowTokens);
+        saved->routing.cut(1, 1, kRowTokens, kRowTokens);
     else
-        saved->routing.cut(k.max_rows, k.row_step, span_rows(w, k));
+        saved->routing.cut(k.max_rows, k.row_step, span_rows(w, k), kChunkRows);
     for (const LoraView& view : lora) saved->ranks.push_back(view.rank);
     saved->dropout = input.dropout;
 

@@ -69,7 +69,7 @@ template Routing make_routing(const int32_t*, const float*, const int64_t*, int6
 template Routing make_routing(const int64_t*, const float*, const int64_t*, int64_t, int64_t, int64_t,
                               int64_t);
 
-void Routing::cut(int64_t max_rows, int64_t step, int64_t max_span) {
+void Routing::cut(int64_t max_rows, int64_t step, int64_t max_span, int64_t max_chunk) {
     blocks.clear();
     spans.clear();
     chunks.clear();
@@ -92,7 +92,7 @@ void Routing::cut(int64_t max_rows, int64_t step, int64_t max_span) {
             }
             spans.back().block_end = index + 1;
             span_rows += end - begin;
-            if (chunk_rows == 0 || chunk_rows + end - begin > kChunkRows) {
+            if (chunk_rows == 0 || chunk_rows + end - begin > max_chunk) {
                 chunks.push_back({static_cast<int32_t>(g), index, index});
                 chunk_rows = 0;
             }

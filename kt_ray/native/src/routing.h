@@ -26,8 +26,8 @@ struct Routing {
 
     int64_t rows() const { return static_cast<int64_t>(row_token.size()); }
     // Fills blocks, spans and chunks for micro-kernels that take `max_rows` rows, best in `step`s, and
-    // at most `max_span` rows in a span.
-    void cut(int64_t max_rows, int64_t step, int64_t max_span);
+    // at most `max_span` rows in a span, `max_chunk` in a chunk.
+    void cut(int64_t max_rows, int64_t step, int64_t max_span, int64_t max_chunk);
 };
 
 // ids [T, K] in [0, experts]; `experts` itself names no expert. adapter_of_token [T] in [-1, adapters),

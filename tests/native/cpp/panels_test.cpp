@@ -21,7 +21,7 @@ uint64_t next() {
 int64_t below(int64_t n) { return static_cast<int64_t>(next() % static_cast<uint64_t>(n)); }
 
 constexpr int64_t elements_of(Format format) {
-#define KT_FORMAT(F) block_elements<Format::F>(),
+#define KT_FORMAT(F) FormatTraits<Format::F>::kElements,
     constexpr int64_t elements[] = {KT_FORMATS(KT_FORMAT)};
 #undef KT_FORMAT
     return elements[static_cast<int>(format)];

@@ -121,8 +121,8 @@ struct Case {
          bool wild) {
         int64_t row_bytes = 0;
         for_format(f, [&]<Format F>() {
-            row_bytes = cols / block_elements<F>() * block_bytes<F>();
-            m.col_bytes = block_bytes<F>();
+            row_bytes = cols / FormatTraits<F>::kElements * FormatTraits<F>::kBytes;
+            m.col_bytes = FormatTraits<F>::kBytes;
         });
         row_bytes += 13;  // nothing is aligned
         const int64_t scale_cols = pieces(cols, block_cols), scale_row = scale_cols * scale_size(type) + 3;
@@ -157,10 +157,10 @@ struct Case {
             }
         const bool k_quant = f == Format::q4_k || f == Format::q5_k || f == Format::q6_k;
         for_format(f, [&]<Format F>() {
-            if (block_elements<F>() == 1 || has_scales(F) || F == Format::bf16) return;
+            if (FormatTraits<F>::kElements == 1 || has_scales(F) || F == Format::bf16) return;
             for (int64_t n = 0; n < m.rows; ++n)
-                for (int64_t b = 0; b < m.cols / block_elements<F>(); ++b) {
-                    uint8_t* p = data.data() + n * m.row_bytes + b * block_bytes<F>();
+                for (int64_t b = 0; b < m.cols / FormatTraits<F>::kElements; ++b) {
+                    uint8_t* p = data.data() + n * m.row_bytes + b * FormatTraits<F>::kBytes;
                     if (F == Format::q6_k) p += 208;
                     p[1] = static_cast<uint8_t>((k_quant ? 0x20 : 0x34) + next() % 8);
                     if (F == Format::q5_1 || F == Format::q4_k || F == Format::q5_k)

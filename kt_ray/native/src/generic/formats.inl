@@ -6,59 +6,20 @@
 
 constexpr int64_t kStrip = 32;
 
-// Elements and bytes of the smallest unit along a row; for GGUF, its blocks.
+// Of a format: kElements and kBytes, those of the smallest unit along a row (for GGUF, its blocks), and
+// strip(m, n, k, count, to), the float32 values of W[n][k .. k + count): k a multiple of 32, 1 <= count <=
+// 32, k + count <= cols. A new format is such a struct, below, and a name in KT_FORMATS (and in
+// native/matrix.py, for Python).
 template <Format F>
-constexpr int64_t block_elements() {
-    if (F == Format::q4_k || F == Format::q5_k || F == Format::q6_k) return 256;
-    if (F == Format::f32 || F == Format::bf16 || F == Format::fp8 || F == Format::int8) return 1;
-    return kStrip;
-}
-
-template <Format F>
-constexpr int64_t block_bytes() {
-    switch (F) {
-        case Format::f32:
-            return 4;
-        case Format::bf16:
-            return 2;
-        case Format::fp8:
-        case Format::int8:
-            return 1;
-        case Format::mxfp4:
-        case Format::int4:
-            return 16;
-        case Format::q8_0:
-            return 34;
-        case Format::q4_0:
-            return 18;
-        case Format::q5_0:
-            return 22;
-        case Format::q5_1:
-            return 24;
-        case Format::q4_k:
-            return 144;
-        case Format::q5_k:
-            return 176;
-        case Format::q6_k:
-            return 210;
-    }
-    return 0;
-}
-
-// Bytes of 8 strips: of one a fraction, for K-quants.
-constexpr int64_t strip_bytes(Format format) {
-#define KT_FORMAT(F) 8 * kStrip *block_bytes<Format::F>() / block_elements<Format::F>(),
-    constexpr int64_t bytes[] = {KT_FORMATS(KT_FORMAT)};
-#undef KT_FORMAT
-    return bytes[static_cast<int>(format)];
-}
+struct FormatTraits;
 
 // The block that holds element k of row n.
 template <Format F>
 inline const uint8_t* block_at(const Matrix& m, int64_t n, int64_t k) {
-    constexpr uint64_t elements = block_elements<F>();
+    using Traits = FormatTraits<F>;
+    constexpr uint64_t elements = Traits::kElements;
     return m.data + n * m.row_bytes +
-           static_cast<int64_t>(static_cast<uint64_t>(k) / elements) * block_bytes<F>();
+           static_cast<int64_t>(static_cast<uint64_t>(k) / elements) * Traits::kBytes;
 }
 
 template <class T>
@@ -180,11 +141,65 @@ inline uint64_t spread_nibbles(uint32_t nibbles) {
     return (v | v << 4) & 15 * kEach;
 }
 
-// A whole strip of a format that has no shorter ones: to[0 .. 32).
+// Loops over a whole strip are apart, so that they have a constant length.
+template <class T>
+struct PlainTraits {
+    static constexpr int64_t kElements = 1, kBytes = sizeof(T);
+
+    static void strip(const Matrix& m, int64_t n, int64_t k, int64_t count, float* to) {
+        const uint8_t* from = m.data + n * m.row_bytes + k * m.col_bytes;
+        if (m.col_bytes == kBytes && count == kStrip) return widen(from, kBytes, kStrip, to);
+        widen(from, m.col_bytes, count, to);
+    }
+    static void widen(const uint8_t* from, int64_t step, int64_t count, float* __restrict to) {
+        for (int64_t j = 0; j < count; ++j) to[j] = to_float(load_as<T>(from + j * step));
+    }
+};
+template <>
+struct FormatTraits<Format::f32> : PlainTraits<float> {};
+template <>
+struct FormatTraits<Format::bf16> : PlainTraits<Bf16> {};
+
 template <Format F>
-inline void whole_strip(const Matrix& m, int64_t n, int64_t k, float* __restrict to) {
-    const uint8_t* block = block_at<F>(m, n, k);
-    if constexpr (F == Format::mxfp4 || F == Format::int4) {
+struct ScaledByteTraits {
+    static constexpr int64_t kElements = 1, kBytes = 1;
+
+    static void strip(const Matrix& m, int64_t n, int64_t k, int64_t count, float* to) {
+        const uint8_t* from = block_at<F>(m, n, k);
+        const float scale = strip_scale(m, n, k);
+        if (count == kStrip) return scaled(from, scale, kStrip, to);
+        scaled(from, scale, count, to);
+    }
+    static void scaled(const uint8_t* from, float scale, int64_t count, float* __restrict to) {
+        for (int64_t j = 0; j < count; ++j) {
+            const float v =
+                F == Format::fp8 ? fp8_to_float(from[j]) : static_cast<float>(static_cast<int8_t>(from[j]));
+            to[j] = v * scale;
+        }
+    }
+};
+template <>
+struct FormatTraits<Format::fp8> : ScaledByteTraits<Format::fp8> {};
+template <>
+struct FormatTraits<Format::int8> : ScaledByteTraits<Format::int8> {};
+
+// A format whose strips are whole: FormatTraits<F>::whole(m, n, k, block, to) writes to[0 .. 32).
+template <Format F>
+struct WholeStrips {
+    static void strip(const Matrix& m, int64_t n, int64_t k, int64_t count, float* to) {
+        const uint8_t* block = block_at<F>(m, n, k);
+        if (count == kStrip) return FormatTraits<F>::whole(m, n, k, block, to);
+        float all[kStrip];
+        FormatTraits<F>::whole(m, n, k, block, all);
+        for (int64_t j = 0; j < count; ++j) to[j] = all[j];
+    }
+};
+
+template <Format F>
+struct NibbleTraits : WholeStrips<F> {
+    static constexpr int64_t kElements = kStrip, kBytes = 16;
+
+    static void whole(const Matrix& m, int64_t n, int64_t k, const uint8_t* block, float* __restrict to) {
         const float scale = strip_scale(m, n, k);
         Codes codes;
         for (int64_t j = 0; j < 4; ++j) codes.set(j, spread_nibbles(load_as<uint32_t>(block + 4 * j)));
@@ -193,46 +208,93 @@ inline void whole_strip(const Matrix& m, int64_t n, int64_t k, float* __restrict
             to[j] = scale *
                     (F == Format::mxfp4 ? fp4_to_float(v) : static_cast<float>(static_cast<int32_t>(v) - 8));
         }
-    } else if constexpr (F == Format::q8_0) {
+    }
+};
+template <>
+struct FormatTraits<Format::mxfp4> : NibbleTraits<Format::mxfp4> {};
+template <>
+struct FormatTraits<Format::int4> : NibbleTraits<Format::int4> {};
+
+template <>
+struct FormatTraits<Format::q8_0> : WholeStrips<Format::q8_0> {
+    static constexpr int64_t kElements = kStrip, kBytes = 34;
+
+    static void whole(const Matrix&, int64_t, int64_t, const uint8_t* block, float* __restrict to) {
         const float d = half_to_float(load_as<uint16_t>(block));
         for (int64_t j = 0; j < kStrip; ++j)
             to[j] = static_cast<float>(static_cast<int8_t>(block[2 + j])) * d;
-    } else if constexpr (F == Format::q4_0) {
+    }
+};
+
+template <>
+struct FormatTraits<Format::q4_0> : WholeStrips<Format::q4_0> {
+    static constexpr int64_t kElements = kStrip, kBytes = 18;
+
+    static void whole(const Matrix&, int64_t, int64_t, const uint8_t* block, float* __restrict to) {
         const float d = half_to_float(load_as<uint16_t>(block));
         for (int64_t j = 0; j < 16; ++j) {
             to[j] = d * static_cast<float>((block[2 + j] & 15) - 8);
             to[16 + j] = d * static_cast<float>((block[2 + j] >> 4) - 8);
         }
-    } else if constexpr (F == Format::q5_0 || F == Format::q5_1) {
-        constexpr bool with_min = F == Format::q5_1;
+    }
+};
+
+template <Format F>
+struct FiveBitTraits : WholeStrips<F> {
+    static constexpr bool kWithMin = F == Format::q5_1;
+    static constexpr int64_t kElements = kStrip, kBytes = kWithMin ? 24 : 22;
+
+    static void whole(const Matrix&, int64_t, int64_t, const uint8_t* block, float* __restrict to) {
         const float d = half_to_float(load_as<uint16_t>(block));
-        const float min = with_min ? half_to_float(load_as<uint16_t>(block + 2)) : 0.0f;
-        const uint8_t* q = block + (with_min ? 8 : 6);
+        const float min = kWithMin ? half_to_float(load_as<uint16_t>(block + 2)) : 0.0f;
+        const uint8_t* q = block + (kWithMin ? 8 : 6);
         const uint32_t high = load_as<uint32_t>(q - 4);
         for (int64_t j = 0; j < 16; ++j) {
             const int32_t a = (q[j] & 15) | static_cast<int32_t>(high >> j & 1u) << 4;
             const int32_t b = (q[j] >> 4) | static_cast<int32_t>(high >> (16 + j) & 1u) << 4;
-            to[j] = with_min ? d * static_cast<float>(a) + min : d * static_cast<float>(a - 16);
-            to[16 + j] = with_min ? d * static_cast<float>(b) + min : d * static_cast<float>(b - 16);
+            to[j] = kWithMin ? d * static_cast<float>(a) + min : d * static_cast<float>(a - 16);
+            to[16 + j] = kWithMin ? d * static_cast<float>(b) + min : d * static_cast<float>(b - 16);
         }
-    } else if constexpr (F == Format::q4_k || F == Format::q5_k) {
+    }
+};
+template <>
+struct FormatTraits<Format::q5_0> : FiveBitTraits<Format::q5_0> {};
+template <>
+struct FormatTraits<Format::q5_1> : FiveBitTraits<Format::q5_1> {};
+
+template <Format F>
+struct KTraits : WholeStrips<F> {
+    static constexpr bool kFive = F == Format::q5_k;
+    static constexpr int64_t kElements = 256, kBytes = kFive ? 176 : 144;
+
+    static void whole(const Matrix&, int64_t, int64_t k, const uint8_t* block, float* __restrict to) {
         const int64_t sub = k % 256 / kStrip;
         const uint32_t s = k_scale_min_bits(block + 4, sub);
         const float d = half_to_float(load_as<uint16_t>(block)) * static_cast<float>(s & 0xffff);
         const float min = half_to_float(load_as<uint16_t>(block + 2)) * static_cast<float>(s >> 16);
         const uint8_t* high = block + 16;
-        const uint8_t* low = block + (F == Format::q5_k ? 48 : 16) + sub / 2 * kStrip;
+        const uint8_t* low = block + (kFive ? 48 : 16) + sub / 2 * kStrip;
         Codes codes;
         for (int64_t j = 0; j < 4; ++j) {
             uint64_t v = load_as<uint64_t>(low + 8 * j) >> (sub % 2 * 4) & 15 * kEach;
-            if constexpr (F == Format::q5_k) v |= (load_as<uint64_t>(high + 8 * j) >> sub & kEach) << 4;
+            if constexpr (kFive) v |= (load_as<uint64_t>(high + 8 * j) >> sub & kEach) << 4;
             codes.set(j, v);
         }
         for (int64_t j = 0; j < kStrip; ++j) to[j] = d * static_cast<float>(codes.of[j]) - min;
-    } else {
-        static_assert(F == Format::q6_k);
-        // Per 128 elements 64 bytes of low nibbles and 32 of high pairs; strip s of the four has its
-        // nibbles in half s % 2, shifted by 4 for s >= 2, and its pairs shifted by 2 s.
+    }
+};
+template <>
+struct FormatTraits<Format::q4_k> : KTraits<Format::q4_k> {};
+template <>
+struct FormatTraits<Format::q5_k> : KTraits<Format::q5_k> {};
+
+// Per 128 elements 64 bytes of low nibbles and 32 of high pairs; strip s of the four has its nibbles in half
+// s % 2, shifted by 4 for s >= 2, and its pairs shifted by 2 s.
+template <>
+struct FormatTraits<Format::q6_k> : WholeStrips<Format::q6_k> {
+    static constexpr int64_t kElements = 256, kBytes = 210;
+
+    static void whole(const Matrix&, int64_t, int64_t k, const uint8_t* block, float* __restrict to) {
         const int64_t half = k % 256 / 128, s = k % 128 / kStrip;
         const uint8_t* low = block + half * 64 + s % 2 * kStrip;
         const uint8_t* high = block + 128 + half * 32;
@@ -247,43 +309,17 @@ inline void whole_strip(const Matrix& m, int64_t n, int64_t k, float* __restrict
         for (int64_t j = 0; j < kStrip; ++j)
             to[j] = (j < 16 ? scale[0] : scale[1]) * static_cast<float>(codes.of[j] - 32);
     }
+};
+
+// Bytes of 8 strips: of one a fraction, for K-quants.
+constexpr int64_t strip_bytes(Format format) {
+#define KT_FORMAT(F) 8 * kStrip *FormatTraits<Format::F>::kBytes / FormatTraits<Format::F>::kElements,
+    constexpr int64_t bytes[] = {KT_FORMATS(KT_FORMAT)};
+#undef KT_FORMAT
+    return bytes[static_cast<int>(format)];
 }
 
-template <class T>
-inline void widen_strided(const uint8_t* from, int64_t step, int64_t count, float* __restrict to) {
-    for (int64_t j = 0; j < count; ++j) to[j] = to_float(load_as<T>(from + j * step));
-}
-
-template <Format F>
-inline void scaled_bytes(const uint8_t* from, float scale, int64_t count, float* __restrict to) {
-    for (int64_t j = 0; j < count; ++j) {
-        const float v =
-            F == Format::fp8 ? fp8_to_float(from[j]) : static_cast<float>(static_cast<int8_t>(from[j]));
-        to[j] = v * scale;
-    }
-}
-
-// Reference float32 values of W[n][k .. k + count): k a multiple of 32, 1 <= count <= 32, k + count <= cols.
 template <Format F>
 inline void strip(const Matrix& m, int64_t n, int64_t k, int64_t count, float* to) {
-    // The whole strip apart, so that its loops have a constant length.
-    if constexpr (F == Format::f32) {
-        const uint8_t* from = m.data + n * m.row_bytes + k * m.col_bytes;
-        if (m.col_bytes == 4 && count == kStrip) return widen_strided<float>(from, 4, kStrip, to);
-        widen_strided<float>(from, m.col_bytes, count, to);
-    } else if constexpr (F == Format::bf16) {
-        const uint8_t* from = m.data + n * m.row_bytes + k * m.col_bytes;
-        if (m.col_bytes == 2 && count == kStrip) return widen_strided<Bf16>(from, 2, kStrip, to);
-        widen_strided<Bf16>(from, m.col_bytes, count, to);
-    } else if constexpr (F == Format::fp8 || F == Format::int8) {
-        const uint8_t* from = block_at<F>(m, n, k);
-        const float scale = strip_scale(m, n, k);
-        if (count == kStrip) return scaled_bytes<F>(from, scale, kStrip, to);
-        scaled_bytes<F>(from, scale, count, to);
-    } else {
-        if (count == kStrip) return whole_strip<F>(m, n, k, to);
-        float all[kStrip];
-        whole_strip<F>(m, n, k, all);
-        for (int64_t j = 0; j < count; ++j) to[j] = all[j];
-    }
+    FormatTraits<F>::strip(m, n, k, count, to);
 }

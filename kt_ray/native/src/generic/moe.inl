@@ -82,13 +82,14 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     };
     const int64_t depth = max_of(p.hidden_pad, p.parts * p.inter_pad) / kSlice;
     const int64_t panel = p.by_rows ? 0 : min_of(depth, max_slices<C>()) * slice_steps<C>() * step_size<T>();
-    const int64_t rows = p.by_rows ? min_of(p.rows, kChunkRows) : max_of(p.span_rows, kChunkRows);
+    const int64_t few = min_of(p.rows, kRowTokens);  // of a span or a chunk by rows
+    const int64_t rows = p.by_rows ? few : max_of(p.span_rows, kChunkRows);
     const int64_t rank = max_of(p.rank_pad, kRankLine);
     char* panel0 = take(panel, sizeof(T));
     char* panel1 = take(panel, sizeof(T));
     char* packed = take(rows * max_of(p.hidden_pad, p.inter_pad), sizeof(T));
-    const int64_t ordered_rows = p.by_rows ? min_of(p.rows, kRowTokens) : 0;
-    char* ordered = take(ordered_rows * C::Rows::ordered_size(max_of(p.hidden_pad, p.inter_pad)), sizeof(T));
+    char* ordered =
+        take((p.by_rows ? few : 0) * C::Rows::ordered_size(max_of(p.hidden_pad, p.inter_pad)), sizeof(T));
     char* tiles = take((p.by_rows ? 1 : kMostSumPanels<typename C::Micro>)*rows * kColumns, sizeof(float));
     char* masked = take(C::Micro::kMaxRows * kColumns, sizeof(float));
     char* lora_panel = take(2 * rank * kColumns, sizeof(float));

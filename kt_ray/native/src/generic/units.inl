@@ -137,7 +137,7 @@ struct Units<Format::q8_0> : BlockUnits<Format::q8_0> {
     }
 };
 
-// Scale times code less minimum: each rounded, as in whole_strip.
+// Scale times code less minimum: each rounded, as in KTraits.
 template <Format F>
 struct ScaledMinUnits : BlockUnits<F> {
     static constexpr bool kFifthBit = F == Format::q5_k;

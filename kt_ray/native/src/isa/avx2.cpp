@@ -125,12 +125,38 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 #include "generic/panels.inl"
 #include "generic/rows.inl"
 
-// The first eight signed bytes, and eight of sixteen halves.
-inline Vec widened(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
-inline Vec halves(__m256i v, int64_t which) {
-    return _mm256_cvtph_ps(which == 0 ? _mm256_castsi256_si128(v) : _mm256_extracti128_si256(v, 1));
+// Of isa/avx_rows.inl.
+using Words = uint16_t __attribute__((vector_size(32)));
+using SignedWords = int16_t __attribute__((vector_size(32)));
+inline Words words_at(const uint8_t* p) { return (Words)iload(p); }
+inline Words larger_bytes(Words a, Words b) { return (Words)_mm256_max_epu8((__m256i)a, (__m256i)b); }
+inline bool any_byte(Words v, char byte) {
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8((__m256i)v, _mm256_set1_epi8(byte))) != 0;
+}
+inline Words looked_up(__m128i table, Words nibbles) {
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)nibbles);
+}
+// Words with 0x41 above the bytes of half h of each 128 bits.
+[[gnu::always_inline]] inline Words below_0x41(Words bytes, int h) {
+    const __m256i v = (__m256i)bytes, above = _mm256_set1_epi8(0x41);
+    return (Words)(h == 0 ? _mm256_unpacklo_epi8(v, above) : _mm256_unpackhi_epi8(v, above));
+}
+// Half h of a register of IEEE halves.
+inline Vec half_values(Words v, int h) {
+    return _mm256_cvtph_ps(h == 0 ? _mm256_castsi256_si128((__m256i)v)
+                                  : _mm256_extracti128_si256((__m256i)v, 1));
+}
+inline Vec signed_bytes(const uint8_t* p) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 inline float half_value(const uint8_t* p) { return _cvtsh_ss(load_as<uint16_t>(p)); }
+// Two scales, four lanes each.
+inline Vec group_scales(const float* two) {
+    const __m256d both = _mm256_set1_pd(load_as<double>(reinterpret_cast<const uint8_t*>(two)));
+    return _mm256_permutevar_ps(_mm256_castpd_ps(both), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+}
+inline Vec sub_block_scales(const float* scale) { return vset1(*scale); }
 
 #include "isa/avx_rows.inl"
 #include "generic/ahead.inl"

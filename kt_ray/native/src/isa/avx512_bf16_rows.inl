@@ -15,7 +15,7 @@ template <Format F>
 struct StripRow {
     static constexpr int64_t kElements = kStrip;  // of a step
     static constexpr int64_t kOrdered = kStrip;   // elements of ordered x that a step takes
-    static constexpr int64_t kBytes = block_bytes<F>() * kStrip / block_elements<F>();
+    static constexpr int64_t kBytes = FormatTraits<F>::kBytes * kStrip / FormatTraits<F>::kElements;
     static constexpr int64_t kScales = 0;  // of a step, as scales_of() gives them
     static constexpr int kWords = 1, kPart = 0;
     Strip<F> strip;

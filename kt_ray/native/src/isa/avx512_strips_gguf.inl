@@ -9,9 +9,9 @@ struct GgufStrip {
     explicit GgufStrip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes) {}
 
     const uint8_t* block(int64_t n, int64_t k) const {
-        constexpr uint64_t elements = block_elements<F>();
+        constexpr uint64_t elements = FormatTraits<F>::kElements;
         return data + n * row_bytes +
-               static_cast<int64_t>(static_cast<uint64_t>(k) / elements) * block_bytes<F>();
+               static_cast<int64_t>(static_cast<uint64_t>(k) / elements) * FormatTraits<F>::kBytes;
     }
 };
 

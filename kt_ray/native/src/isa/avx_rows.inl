@@ -1,5 +1,5 @@
-// Strips as vectors of floats (generic/rows.inl) for AVX2 and AVX-512: the same values as generic/formats.inl
-// gives, for the formats that are most often met.
+// Rows of weights (generic/rows.inl) for AVX2 and AVX-512, float32 products: strips as vectors of floats, the
+// same values as generic/formats.inl gives, then rows of the quantised formats that are most often met.
 
 template <>
 struct VectorStrip<Format::f32> {
@@ -23,74 +23,6 @@ struct VectorStrip<Format::bf16> {
     }
 };
 
-// Scales along a row, one strip after the other.
-struct RunningScale {
-    const uint8_t* next;
-    ScaleType type;
-    int64_t columns, left = 0;
-    float scale = 0.0f;
-
-    RunningScale(const Matrix& m, int64_t n)
-        : next(m.scales + n / m.block_rows * m.scale_row_bytes), type(m.scale_type), columns(m.block_cols) {}
-    float of_strip() {
-        if (left <= 0) {
-            scale = scale_value(type, next);
-            next += scale_size(type);
-            left = columns;
-        }
-        left -= kStrip;
-        return scale;
-    }
-};
-
-inline __m128i bytes_at(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-
-// 32 signed bytes times a scale.
-inline void scaled_bytes(__m128i low, __m128i high, float scale, Vec (&w)[kStripVectors]) {
-    if constexpr (kLanes == 16) {
-        w[0] = vset1(scale) * widened(low);
-        w[1] = vset1(scale) * widened(high);
-    } else {
-        w[0] = vset1(scale) * widened(low);
-        w[1] = vset1(scale) * widened(_mm_srli_si128(low, 8));
-        w[2] = vset1(scale) * widened(high);
-        w[3] = vset1(scale) * widened(_mm_srli_si128(high, 8));
-    }
-}
-
-template <>
-struct VectorStrip<Format::int8> {
-    const uint8_t* p;
-    RunningScale scales;
-
-    VectorStrip(const Matrix& m, int64_t n) : p(m.data + n * m.row_bytes), scales(m, n) {}
-    void operator()(int64_t k, Vec (&w)[kStripVectors]) {
-        scaled_bytes(bytes_at(p + k), bytes_at(p + k + 16), scales.of_strip(), w);
-    }
-};
-
-// E4M3 is an IEEE half without the upper bit of its exponent, times 2^8; subnormals are one's, too.
-template <>
-struct VectorStrip<Format::fp8> {
-    const uint8_t* p;
-    RunningScale scales;
-
-    VectorStrip(const Matrix& m, int64_t n) : p(m.data + n * m.row_bytes), scales(m, n) {}
-    void operator()(int64_t k, Vec (&w)[kStripVectors]) {
-        const float scale = scales.of_strip();
-        for (int64_t h = 0; h < 2; ++h) {
-            const __m256i words = _mm256_cvtepi8_epi16(bytes_at(p + k + 16 * h));
-            const __m256i half = _mm256_and_si256(_mm256_slli_epi16(words, 7),
-                                                  _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
-            const __m256i magnitude = _mm256_and_si256(half, _mm256_set1_epi16(0x7fff));
-            const __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f << 7));
-            const __m256i all = _mm256_or_si256(half, nan);
-            for (int64_t v = 0; v < 16 / kLanes; ++v)
-                w[h * (16 / kLanes) + v] = halves(all, v) * 256.0f * scale;
-        }
-    }
-};
-
 template <>
 struct VectorStrip<Format::q8_0> {
     const uint8_t* p;
@@ -98,67 +30,239 @@ struct VectorStrip<Format::q8_0> {
     VectorStrip(const Matrix& m, int64_t n) : p(m.data + n * m.row_bytes) {}
     void operator()(int64_t k, Vec (&w)[kStripVectors]) const {
         const uint8_t* block = p + k / kStrip * 34;
-        const __m128 d = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(block)));
-        scaled_bytes(bytes_at(block + 2), bytes_at(block + 18), d[0], w);
+        const Vec d = vset1(half_value(block));
+        for (int64_t v = 0; v < kStripVectors; ++v) w[v] = d * signed_bytes(block + 2 + v * kLanes);
     }
 };
 
-// The nibbles of 16 bytes, low first, as bytes.
-inline void split_nibbles(const uint8_t* p, __m128i* low, __m128i* high) {
-    const __m128i bytes = bytes_at(p), mask = _mm_set1_epi8(15);
-    const __m128i even = _mm_and_si128(bytes, mask), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
-    *low = _mm_unpacklo_epi8(even, odd);
-    *high = _mm_unpackhi_epi8(even, odd);
+// Rows whose values are taken bare, with a scale for kEach elements, for a multiple of them or for all.
+template <int64_t kStep, int64_t kEach>
+struct BareRow {
+    static constexpr bool kExists = true;
+    static constexpr int64_t kElements = kStep, kScales = kStep / kEach;
+    const Matrix& m;
+
+    explicit BareRow(const Matrix& matrix) : m(matrix) {}
+    static bool fits(const Matrix& m) { return m.block_cols % kEach == 0 || m.block_cols >= m.cols; }
+    const uint8_t* at(int64_t n) const { return m.data + n * m.row_bytes; }
+    // Those of `steps` steps.
+    void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
+        const uint8_t* from =
+            m.scales + static_cast<uint32_t>(n) / static_cast<uint32_t>(m.block_rows) * m.scale_row_bytes;
+        const int64_t end = k + steps * kStep, size = scale_size(m.scale_type);
+        if (m.block_cols == kEach) return scale_values(from + k / kEach * size, steps * kScales, to);
+        while (k < end) {
+            const int64_t block = static_cast<uint32_t>(k) / static_cast<uint32_t>(m.block_cols);
+            const float scale = scale_value(m.scale_type, from + block * size);
+            for (const int64_t last = min_of(end, (block + 1) * m.block_cols); k < last; k += kEach)
+                *to++ = scale;
+        }
+    }
+    void scale_values(const uint8_t* from, int64_t count, float* to) const {
+        const auto fill = [&](auto type) {
+            for (int64_t i = 0; i < count; ++i)
+                to[i] = scale_value(type.value, from + i * scale_size(type.value));
+        };
+        switch (m.scale_type) {
+#define KT_SCALE(S)    \
+    case ScaleType::S: \
+        return fill(std::integral_constant<ScaleType, ScaleType::S>());
+            KT_SCALE(none) KT_SCALE(f32) KT_SCALE(bf16) KT_SCALE(f16) KT_SCALE(ue8m0)
+#undef KT_SCALE
+        }
+    }
+    bool met_nan() const { return false; }
+    bool has_nan(int64_t) const { return false; }
+};
+
+template <int64_t kStep>
+struct ByteRow : BareRow<kStep, kStep> {
+    static constexpr int64_t kOrdered = kStep, kBytes = kStep;
+    static constexpr int kParts = 1;
+
+    using BareRow<kStep, kStep>::BareRow;
+    const uint8_t* raw(int64_t n, int64_t k) const { return this->at(n) + k; }
+    static Vec first(const float*, int) { return vset1(0.0f); }
+    static Vec part_scale(const float* scale, int) { return vset1(*scale); }
+};
+
+template <>
+struct OrderedRow<Format::int8> : ByteRow<128> {
+    static constexpr int kUnits = 128 / kLanes;
+
+    using ByteRow::ByteRow;
+    static void order(const float* from, float* to) { memcpy(to, from, kElements * sizeof(float)); }
+    template <class Add>
+    [[gnu::always_inline]] void values(const uint8_t* raw, int, int unit, const Add& add) const {
+        add(signed_bytes(raw + unit * kLanes), unit * kLanes);
+    }
+};
+
+// E4M3 is an IEEE half without the upper bit of its exponent, times 2^8, which x takes over; subnormals are
+// one's, too. NaN is a number to a half, so rows with it are looked for.
+template <>
+struct OrderedRow<Format::fp8> : ByteRow<128> {
+    static constexpr int kUnits = 128 / (4 * kLanes);
+    Words met = {};  // the largest of all bytes without their signs
+
+    using ByteRow::ByteRow;
+    // Of a register's words the lower bytes, then the upper ones, by halves of the register.
+    static void order(const float* from, float* to) {
+        for (int64_t unit = 0; unit < kUnits; ++unit, from += 4 * kLanes, to += 4 * kLanes)
+            for (int64_t odd = 0; odd < 2; ++odd)
+                for (int64_t j = 0; j < 2 * kLanes; ++j)
+                    to[odd * 2 * kLanes + j] = 256.0f * from[2 * j + odd];
+    }
+    template <class Add>
+    [[gnu::always_inline]] void values(const uint8_t* raw, int, int unit, const Add& add) {
+        const Words both = words_at(raw + unit * 4 * kLanes);
+        met = larger_bytes(met, both & uint16_t{0x7f7f});
+        for (int odd = 0; odd < 2; ++odd) {
+            const Words raised = odd ? both : both << 8;
+            const Words half = Words(SignedWords(raised) >> 1) & uint16_t{0xbf80};
+            for (int h = 0; h < 2; ++h) add(half_values(half, h), (unit * 4 + odd * 2 + h) * kLanes);
+        }
+    }
+    bool met_nan() const { return any_byte(met, 0x7f); }
+    bool has_nan(int64_t n) const {
+        bool found = false;
+        for (int64_t k = 0; k < m.cols; ++k) found |= (at(n)[k] & 0x7f) == 0x7f;
+        return found;
+    }
+};
+
+// Codes of 4 bits. A byte of eight times one, below a byte 0x41, is a bfloat16: 8 and half of the code. A
+// register of such words as floats is its upper words with the lower ones' bits behind them; shifted, it is
+// its lower words. So x is doubled, that of a lower word is less by 2^-16 of the upper one's, and a sum
+// begins with minus what the values have too much.
+inline Vec lower_floats(Words w) { return vfloat(IntVec(Dwords(w) << 16)); }
+inline Vec upper_floats(Words w) { return vfloat(IntVec(w)); }
+// `pairs` times x of lower words and x of upper ones; to `start` what the sum of codes less `middle` begins
+// with.
+inline void compensate(int64_t pairs, float middle, float* x, float* start) {
+    constexpr float kBehind = 0x1p-16f, kBitsBehind = 0x4100 * 0x1p-20f;
+    Vec sum = vset1(0.0f);
+    for (int64_t i = 0; i < pairs; ++i, x += 2 * kLanes) {
+        const Vec below = 2.0f * vload(x), above = 2.0f * vload(x + kLanes);
+        sum -= (8.0f + 0.5f * middle) * (below + above) + (kBitsBehind - 8.0f * kBehind) * above;
+        vstore(x, below - kBehind * above);
+        vstore(x + kLanes, above);
+    }
+    vstore(start, sum);
+}
+// Eight times the lower or the upper nibbles of all bytes.
+[[gnu::always_inline]] inline Words nibbles(Words w, int which) {
+    return (which == 0 ? w << 3 : w >> 1) & uint16_t{0x7878};
 }
 
-template <>
-struct VectorStrip<Format::int4> {
-    const uint8_t* p;
-    RunningScale scales;
+// Groups of 32 in four lanes each; a byte holds two elements. Unit 2 h + i has nibbles i of the bytes of half
+// h of each 128 bits.
+struct NibbleRow : BareRow<8 * kLanes, 32> {
+    static constexpr int64_t kOrdered = 9 * kLanes, kBytes = 4 * kLanes;
+    static constexpr int kParts = 1, kUnits = 4;
+    struct Raw {
+        Words of[2];
+    };
 
-    VectorStrip(const Matrix& m, int64_t n) : p(m.data + n * m.row_bytes), scales(m, n) {}
-    void operator()(int64_t k, Vec (&w)[kStripVectors]) {
-        __m128i low, high;
-        split_nibbles(p + k / 2, &low, &high);
-        const __m128i middle = _mm_set1_epi8(8);
-        scaled_bytes(_mm_sub_epi8(low, middle), _mm_sub_epi8(high, middle), scales.of_strip(), w);
+    using BareRow::BareRow;
+    static void order(const float* from, float* to, float middle) {
+        for (int64_t unit = 0; unit < kUnits; ++unit)
+            for (int64_t j = 0; j < 2 * kLanes; ++j) {  // words
+                const int64_t byte = j / 8 * 16 + unit / 2 * 8 + j % 8;
+                to[(2 * unit + j % 2) * kLanes + j / 2] = from[2 * byte + unit % 2];
+            }
+        compensate(kUnits, middle, to, to + kElements);
+    }
+    template <class Add>
+    [[gnu::always_inline]] void values(const Raw& raw, int, int unit, const Add& add) const {
+        const Words w = below_0x41(raw.of[unit % 2], unit / 2);
+        add(lower_floats(w), 2 * unit * kLanes);
+        add(upper_floats(w), (2 * unit + 1) * kLanes);
+    }
+    static Vec first(const float* x, int) { return vload(x + kElements); }
+    static Vec part_scale(const float* scales, int) { return group_scales(scales); }
+};
+
+template <>
+struct OrderedRow<Format::int4> : NibbleRow {
+    using NibbleRow::NibbleRow;
+    static void order(const float* from, float* to) { NibbleRow::order(from, to, 8.0f); }
+    Raw raw(int64_t n, int64_t k) const {
+        const Words w = words_at(at(n) + k / 2);
+        return {{nibbles(w, 0), nibbles(w, 1)}};
     }
 };
 
-// Twice the values are integers.
+// The values and 6 take the place of codes.
 template <>
-struct VectorStrip<Format::mxfp4> {
-    const uint8_t* p;
-    RunningScale scales;
-
-    VectorStrip(const Matrix& m, int64_t n) : p(m.data + n * m.row_bytes), scales(m, n) {}
-    void operator()(int64_t k, Vec (&w)[kStripVectors]) {
-        const __m128i twice = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
-        __m128i low, high;
-        split_nibbles(p + k / 2, &low, &high);
-        scaled_bytes(_mm_shuffle_epi8(twice, low), _mm_shuffle_epi8(twice, high), 0.5f * scales.of_strip(),
-                     w);
+struct OrderedRow<Format::mxfp4> : NibbleRow {
+    using NibbleRow::NibbleRow;
+    static void order(const float* from, float* to) { NibbleRow::order(from, to, 6.0f); }
+    Raw raw(int64_t n, int64_t k) const {
+        const __m128i codes = _mm_setr_epi8(48, 52, 56, 60, 64, 72, 80, 96, 48, 44, 40, 36, 32, 24, 16, 0);
+        const Words w = words_at(at(n) + k / 2);
+        return {{looked_up(codes, w & uint16_t{0x0f0f}), looked_up(codes, w >> 4 & uint16_t{0x0f0f})}};
     }
 };
 
+// A block of 256: bytes [32 c, 32 c + 32) have the elements of sub-block 2 c in their lower nibbles, of 2 c +
+// 1 in the upper ones. A part has one of them, with 16 lanes two: 4 i + h and 4 i + h + 2.
 template <>
-struct VectorStrip<Format::q4_k> {
-    const uint8_t* p;
+struct OrderedRow<Format::q4_k> {
+    static constexpr bool kExists = true;
+    static constexpr int64_t kElements = 256, kScales = 16, kBytes = 144;
+    static constexpr int kParts = 64 / kLanes, kUnits = 2;
+    static constexpr int64_t kPart = 5 * kLanes, kOrdered = kParts * kPart + 16;
+    const Matrix& m;
 
-    VectorStrip(const Matrix& m, int64_t n) : p(m.data + n * m.row_bytes) {}
-    void operator()(int64_t k, Vec (&w)[kStripVectors]) const {
-        const uint8_t* block = p + k / 256 * 144;
-        const int64_t sub = k / kStrip % 8;
-        const uint32_t s = k_scale_min_bits(block + 4, sub);
-        const __m128 d = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(block)));
-        const float scale = d[0] * static_cast<float>(s & 0xffff);
-        const float minimum = d[1] * static_cast<float>(s >> 16);
-        const uint8_t* q = block + 16 + sub / 2 * kStrip;
-        const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(sub % 2 * 4)), mask = _mm_set1_epi8(15);
-        const auto nibbles = [&](const uint8_t* from) {
-            return _mm_and_si128(_mm_srl_epi16(bytes_at(from), shift), mask);
-        };
-        scaled_bytes(nibbles(q), nibbles(q + 16), scale, w);
-        for (Vec& v : w) v -= minimum;
+    explicit OrderedRow(const Matrix& matrix) : m(matrix) {}
+    static bool fits(const Matrix&) { return true; }
+    static void order(const float* from, float* to) {
+        float sums[16] = {};
+        for (int64_t k = 0; k < kElements; ++k) sums[8 + k / 32] += from[k];
+        memcpy(to + kParts * kPart, sums, sizeof(sums));
+        for (int64_t part = 0; part < kParts; ++part, to += kPart) {
+            for (int64_t unit = 0; unit < kUnits; ++unit)
+                for (int64_t j = 0; j < 2 * kLanes; ++j) {  // words
+                    const int64_t byte = j / 8 * 16 + unit * 8 + j % 8;
+                    const int64_t sub = part / 2 * kLanes / 4 + part % 2 + byte / 32 * 2;
+                    to[(2 * unit + j % 2) * kLanes + j / 2] = from[sub * 32 + byte % 32];
+                }
+            compensate(kUnits, 0.0f, to, to + 4 * kLanes);
+        }
     }
+    // Scales, then minimums (k_scale_min_bits).
+    void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
+        const uint8_t* p = m.data + n * m.row_bytes + k / kElements * kBytes;
+        for (int64_t step = 0; step < steps; ++step, p += kBytes, to += kScales) {
+            const uint32_t a = load_as<uint32_t>(p + 4), b = load_as<uint32_t>(p + 8),
+                           c = load_as<uint32_t>(p + 12);
+            const uint32_t bits[4] = {a & 0x3f3f3f3fu, (c & 0x0f0f0f0fu) | (a >> 2 & 0x30303030u),
+                                      b & 0x3f3f3f3fu, (c >> 4 & 0x0f0f0f0fu) | (b >> 2 & 0x30303030u)};
+            const uint8_t* bytes = reinterpret_cast<const uint8_t*>(bits);
+            const float d = half_value(p), e = half_value(p + 2);
+            for (int64_t i = 0; i < 8; ++i) to[i] = d * static_cast<float>(bytes[i]);
+            for (int64_t i = 8; i < 16; ++i) to[i] = e * static_cast<float>(bytes[i]);
+        }
+    }
+    const uint8_t* raw(int64_t n, int64_t k) const {
+        return m.data + n * m.row_bytes + k / kElements * kBytes + 16;
+    }
+    template <class Add>
+    [[gnu::always_inline]] void values(const uint8_t* raw, int part, int unit, const Add& add) const {
+        const Words w = below_0x41(nibbles(words_at(raw + part / 2 * 4 * kLanes), part % 2), unit);
+        const int64_t at = part * kPart + 2 * unit * kLanes;
+        add(lower_floats(w), at);
+        add(upper_floats(w), at + kLanes);
+    }
+    static Vec first(const float* x, int part) { return vload(x + part * kPart + 4 * kLanes); }
+    static Vec part_scale(const float* scales, int part) {
+        return sub_block_scales(scales + part / 2 * kLanes / 4 + part % 2);
+    }
+    // Less the minimums times the sums of x.
+    static Vec last(const float* scales, const float* x, Vec sum) {
+        return sum - vload(scales + 16 - kLanes) * vload(x + kParts * kPart + 16 - kLanes);
+    }
+    bool met_nan() const { return false; }
+    bool has_nan(int64_t) const { return false; }
 };
