@@ -183,7 +183,7 @@ def package_imports() -> dict[str, dict[str, list[str]]]:
     return edges
 
 
-def loaded_libraries(start: str) -> dict[str, str]:
+def loaded_libraries(start: str, heavy: Iterable[str] = HEAVY) -> dict[str, str]:
     """Heavy library -> the module that imports it, of all that importing `start` loads."""
     libraries: dict[str, str] = {}
     seen: set[str] = set()
@@ -195,7 +195,7 @@ def loaded_libraries(start: str) -> dict[str, str]:
         seen.add(module)
         for name in imported(module, loaded=True):
             top = name.partition(".")[0]
-            if top in HEAVY:
+            if top in heavy:
                 libraries.setdefault(top, module)
             if target := module_of(name):
                 parts = target.split(".")  # importing a.b.c runs a and a.b, too
@@ -319,3 +319,12 @@ def test_the_walk_passes_over_what_is_not_loaded() -> None:
 
 def test_cycles_are_found() -> None:
     assert cycles({"a": ["b"], "b": ["c"], "c": ["b"], "d": ["a"]}) == [{"b", "c"}]
+
+
+def test_attention_workers_alone_load_peft() -> None:
+    """And who measures their layers. It takes seconds, transformers and half of torch's compiler included: a
+    driver and an expert actor do without."""
+    loading = {module for module in modules() if loaded_libraries(module, ["peft"])}
+    own = {"kt_ray.actors.attention_worker", "kt_ray.actors.generation_session"}
+    assert own <= loading
+    assert {package_of(module) for module in loading - own} == {"model", "measure"}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kt_ray.actors.actor import PlainActor
-from kt_ray.actors.generation_session import GenerationReport, WorkerSession
+from kt_ray.actors.generation_session import WorkerSession
 from kt_ray.actors.specs import lent_experts
 from kt_ray.batch import Objective, PassSpec, TokenLoss
 from kt_ray.config.schema import OptimConfig
@@ -28,7 +28,7 @@ from kt_ray.errors import UserError
 from kt_ray.experts.process_memory import bound_compiled_products
 from kt_ray.experts.shared_experts import ExportedExperts, OpenExperts
 from kt_ray.experts.worker_lane import LaneTokens, WorkerLane
-from kt_ray.generate.requests import SessionSpec, Token
+from kt_ray.generate.requests import GenerationReport, SessionSpec, Token
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.native import DropoutSpec

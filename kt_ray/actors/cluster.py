@@ -22,12 +22,11 @@ import psutil
 import torch
 
 from kt_ray.actors.actor import title
-from kt_ray.actors.generation_session import GenerationReport
 from kt_ray.actors.specs import ActorSpecs, lent_experts, share_weights
 from kt_ray.actors.watch import FROZEN, ActorDied, Standstill, Status, Watch
 from kt_ray.batch import WHOLE, LoraPart, PassSpec
 from kt_ray.errors import UserError
-from kt_ray.generate.requests import Request, SessionSpec
+from kt_ray.generate.requests import GenerationReport, Request, SessionSpec
 from kt_ray.optim.optimizers import AdamStep, largest
 from kt_ray.placement.plan_types import Budget, Plan
 from kt_ray.placement.render import gib

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor, worker_of_layer
-from kt_ray.actors.generation_session import GenerationReport
 from kt_ray.actors.joined_calls import JoinedCalls
 from kt_ray.actors.specs import lent_experts
 from kt_ray.batch import PassSpec
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
 from kt_ray.experts.local_experts import Alloc, new_memory
 from kt_ray.experts.shared_experts import ExportedExperts
-from kt_ray.generate.requests import SessionSpec
+from kt_ray.generate.requests import GenerationReport, SessionSpec
 from kt_ray.native.pages import HUGE_PAGES, SHARED_HUGE_PAGES
 from kt_ray.optim.optimizers import AdamStep, use_torch_threads
 from kt_ray.placement.order import expert_order

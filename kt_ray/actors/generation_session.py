@@ -10,51 +10,18 @@ step ends the session: every worker says goodbye to the expert actors, which lea
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-
 from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor
 from kt_ray.config.limits import ROW_TOKENS
 from kt_ray.generate.batcher import Batcher
-from kt_ray.generate.requests import SessionSpec, Step
+from kt_ray.generate.requests import GenerationReport, SessionSpec, Step
 from kt_ray.model.decode import Decoder
 from kt_ray.model.stage import Stage
 from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.transport.inbox import Outbox
 from kt_ray.transport.links import ExpertLink, StageLink
 from kt_ray.transport.messages import Address, Message
-
-
-@dataclass
-class GenerationReport:
-    """One actor's session: steps (an expert actor: engine calls), tokens chosen, seconds by what it did.
-
-    Of a worker also tokens of prompts: computed, and taken over from another request with the same prompt.
-
-    A worker's terms: "attention", "experts" (waiting for them), "head", "record" (call arguments, caches),
-    "sample", "stages" (sending to and waiting for others), "idle" (no request). An expert actor's: "engine",
-    "wait".
-    """
-
-    rank: int
-    steps: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    shared_tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def add(self, term: str, seconds: float) -> None:
-        self.seconds[term] = self.seconds.get(term, 0.0) + seconds
-
-    @contextmanager
-    def timed(self, term: str) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self.add(term, time.monotonic() - start)
 
 
 class WorkerSession:

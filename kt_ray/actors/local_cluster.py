@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.cluster import GRACE, ActorCluster, Handle
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.watch import ActorDied, Watch
@@ -17,6 +16,9 @@ from kt_ray.errors import UserError
 from kt_ray.placement.transports import DEFAULT
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.transport.messages import Address, LocalPort, Message
+
+if TYPE_CHECKING:
+    from kt_ray.actors.attention_worker import AttentionWorker
 
 
 class ComputeThread:
@@ -82,6 +84,8 @@ class LocalCluster(ActorCluster):
         return lines
 
     def _spawn(self) -> None:
+        from kt_ray.actors.attention_worker import AttentionWorker  # loads PEFT: seconds, for who comes here
+
         deliver: dict[Address, Callable[[Message], None]] = {}
         port = LocalPort(deliver)
         for address, arguments in self.specs.arguments(self.plan).items():

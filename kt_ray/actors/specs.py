@@ -13,7 +13,6 @@ from kt_ray.config.lora_patterns import expert_lora
 from kt_ray.config.schema import Config, OptimConfig
 from kt_ray.experts import LocalExpertsSpec
 from kt_ray.model.build import build_on_meta
-from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.generation_memory import absorbs_keys
@@ -23,6 +22,12 @@ from kt_ray.placement.worker_lanes import experts_near
 from kt_ray.transport.messages import Address
 
 CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def _stage(spec: StageSpec) -> Any:
+    from kt_ray.model.stage import Stage  # loads PEFT: seconds, for attention workers only
+
+    return Stage(spec)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class ActorSpecs:
     optim: OptimConfig
     timeout: float
     recoveries: int = 0
-    build_stage: Callable[[StageSpec], Any] = Stage
+    build_stage: Callable[[StageSpec], Any] = _stage
 
     def in_own_processes(self, cards: Mapping[str, str]) -> ActorSpecs:
         """The same for actors of which each sees one GPU only, as cuda:0.

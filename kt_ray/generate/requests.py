@@ -8,6 +8,9 @@ Requests with the same prompt and adapter share its prefill.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -175,3 +178,31 @@ class Step:
         asked = sum(int(batch.lengths[list(batch.prompts)].sum()) for batch in fresh)
         resumed = 0 if self.resumed is None else len(self.resumed.rows) * self.resumed.length
         return computed, asked - computed + resumed
+
+
+@dataclass
+class GenerationReport:
+    """One actor's session: steps (an expert actor: engine calls), tokens chosen, seconds by what it did.
+
+    Of a worker also tokens of prompts: computed, and taken over from another request with the same prompt.
+
+    A worker's terms: "attention", "experts" (waiting for them), "head", "record" (call arguments, caches),
+    "sample", "stages" (sending to and waiting for others), "idle" (no request). An expert actor's: "engine",
+    "wait".
+    """
+
+    rank: int
+    steps: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, term: str, seconds: float) -> None:
+        self.seconds[term] = self.seconds.get(term, 0.0) + seconds
+
+    @contextmanager
+    def timed(self, term: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.add(term, time.monotonic() - start)

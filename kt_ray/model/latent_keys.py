@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 
@@ -90,6 +89,8 @@ def attend(
 
 def _matrices(linear: Any, heads: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """The frozen weight [h, d + e, r]; of the adapter in use A [k, r] and scale B [h, d + e, k], float32."""
+    from peft.tuners.lora import LoraLayer  # takes seconds, and expert actors import this module
+
     if not isinstance(linear, LoraLayer):
         return linear.weight.unflatten(0, (heads, -1)), None
     base: Any = linear.get_base_layer()

@@ -14,13 +14,12 @@ import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import ray
 import torch
 
-from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.specs import show_own_gpu
 from kt_ray.experts import bind_to_cpus
@@ -39,6 +38,9 @@ from kt_ray.transport.shared_memory import (
     Ringer,
     TensorRef,
 )
+
+if TYPE_CHECKING:
+    from kt_ray.actors.attention_worker import AttentionWorker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -403,9 +405,17 @@ class RayPort:
         self._memory = None
 
 
+def _built(kind: str, *args: Any) -> AttentionWorker | ExpertActor:
+    if kind == "experts":
+        return ExpertActor(*args)
+    from kt_ray.actors.attention_worker import AttentionWorker  # loads PEFT: seconds, for workers only
+
+    return AttentionWorker(*args)
+
+
 def _uses_cuda(actor: AttentionWorker | ExpertActor) -> bool:
     """Whether it copies what it is sent to a GPU."""
-    if isinstance(actor, AttentionWorker):
+    if not isinstance(actor, ExpertActor):
         return actor.spec.device.startswith("cuda")
     lane = actor.experts.spec.lane
     return lane is not None and any(device.startswith("cuda") for device in lane.devices)
@@ -429,8 +439,7 @@ class RayActor:
             show_own_gpu(args[1])
         self._address: Address = (kind, rank)
         self._meeting_point: MeetingPoint | None = None
-        self.actor: AttentionWorker | ExpertActor
-        self.actor = AttentionWorker(*args) if kind == "worker" else ExpertActor(*args)
+        self.actor = _built(kind, *args)
         self._port = RayPort(
             self.actor.name,
             self.actor.deliver,
@@ -442,16 +451,16 @@ class RayActor:
 
     def __repr__(self) -> str:
         """What the dashboard shows beside the actor's name, and what its log lines begin with."""
-        if isinstance(self.actor, AttentionWorker):
-            start, stop = self.actor.part.layers
-            return f"layers {start}-{stop - 1}" if stop - start > 1 else f"layer {start}"
-        return f"{experts_per_layer(self.actor.plan, self.actor.experts.spec)} experts per layer"
+        if isinstance(self.actor, ExpertActor):
+            return f"{experts_per_layer(self.actor.plan, self.actor.experts.spec)} experts per layer"
+        start, stop = self.actor.part.layers
+        return f"layers {start}-{stop - 1}" if stop - start > 1 else f"layer {start}"
 
     @ray.method(concurrency_group="control")
     def place(self) -> tuple[str, DoorbellAddress | None, TensorRef | None]:
         """The node, where peers on it may ring, and the memory that this actor's messages will lie in."""
         plan, rank = self.actor.plan, self.actor.rank
-        own = plan.workers[rank] if isinstance(self.actor, AttentionWorker) else plan.experts[rank]
+        own = plan.experts[rank] if isinstance(self.actor, ExpertActor) else plan.workers[rank]
         locked = any(worker.device != "cpu" for worker in plan.workers)
         memory = self._port.reserve(own.staging, resident=locked)
         return str(ray.get_runtime_context().get_node_id()), self._port.listen(), memory
