@@ -113,7 +113,7 @@ class Board:
         self.done: list[Done] = []
         self._changed = threading.Condition(threading.RLock())
         self._now = time.monotonic()
-        self._ends: list[tuple[float, int, Callable[[], None]]] = []
+        self._ends: list[tuple[float, int, Resource, int]] = []
         self._order = itertools.count()
         self._resources: dict[str, Resource] = {}
         self._closed = False
@@ -141,7 +141,7 @@ class Board:
             self.go_on(stream)
 
         resource.begin(next(self._order), seconds, 1.0, end, start)
-        resource.foresee(self._at)
+        self._foresee(resource)
         return True
 
     def note(self, resource: str, name: str, start: float, end: float) -> None:
@@ -155,14 +155,18 @@ class Board:
             self._changed.notify()
         self._thread.join()
 
-    def _at(self, when: float, call: Callable[[float], None]) -> None:
-        heapq.heappush(self._ends, (when, next(self._order), lambda: call(self._now)))
+    def _foresee(self, resource: Resource) -> None:
+        heapq.heappush(self._ends, (resource.foresee(), next(self._order), resource, resource.version))
 
     def _advance(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:
-            at, _, end = heapq.heappop(self._ends)
+            at, _, resource, version = heapq.heappop(self._ends)
             self._now = max(self._now, at)
-            end()
+            if version == resource.version:
+                end = resource.end(self._now)
+                if resource.tasks:
+                    self._foresee(resource)
+                end()
         self._now = max(self._now, now)
 
     def _run(self) -> None:

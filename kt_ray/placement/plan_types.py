@@ -111,7 +111,7 @@ class HoldsExperts:
     def counts(self, layers: Iterable[int]) -> tuple[int, ...]:
         """Number of experts held in each of these MoE layers."""
         held, usual = {layer: len(ids) for layer, ids in self.by_layer}, len(self.experts)
-        return tuple(held.get(layer, usual) for layer in layers)
+        return tuple(held.get(layer, usual) for layer in layers) if held else (usual,) * len(list(layers))
 
 
 @dataclass(frozen=True)

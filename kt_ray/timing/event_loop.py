@@ -140,7 +140,8 @@ class EventLoop:
         """
         self.now = 0.0
         self.order = itertools.count()
-        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        # what to call; or a resource of which a task ends, and the version of it that foresaw that
+        self.queue: list[tuple[float, int, Callable[[], None] | Resource, int]] = []
         self.resources: dict[str, Resource] = {}
         self.arrived: set[tuple[Any, ...]] = set()
         self.waiting: dict[tuple[Any, ...], tuple[Actor, str, float]] = {}
@@ -151,8 +152,14 @@ class EventLoop:
             self.stretch.work[actor.name] = 0.0
             self._resume(actor)
         while self.queue:
-            self.now, _, call = heapq.heappop(self.queue)
-            call()
+            self.now, _, item, version = heapq.heappop(self.queue)
+            if not isinstance(item, Resource):
+                item()
+            elif version == item.version:
+                call = item.end(self.now)
+                if item.tasks:
+                    self._foresee(item)
+                call()
         if self.waiting:
             raise RuntimeError(f"the programs wait for each other: {sorted(map(str, self.waiting))[:4]}")
         last = max(actors, key=lambda a: a.ended)
@@ -239,14 +246,14 @@ class EventLoop:
             actor.past = Segment("call", start, self.now, past) if self.now > start else past
             self._resume(actor)
 
-        heapq.heappush(self.queue, (self.now + carriage.latency, next(self.order), arrive))
+        heapq.heappush(self.queue, (self.now + carriage.latency, next(self.order), arrive, 0))
 
     def _task(self, name: str, seconds: float, width: float, end: Callable[[], None]) -> None:
         resource = self.resources.get(name)
         if resource is None:
             resource = self.resources[name] = Resource(self.capacity.get(name, 1.0))
         if resource.begin(next(self.order), seconds, width, end, self.now):
-            resource.foresee(self._at)
+            self._foresee(resource)
 
-    def _at(self, when: float, call: Callable[[float], None]) -> None:
-        heapq.heappush(self.queue, (when, next(self.order), lambda: call(self.now)))
+    def _foresee(self, resource: Resource) -> None:
+        heapq.heappush(self.queue, (resource.foresee(), next(self.order), resource, resource.version))

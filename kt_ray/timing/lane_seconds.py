@@ -122,6 +122,17 @@ class LaneSeconds:
         """
         if not tokens or not self._runs(actor):
             return ()
+        # Layers of which as many experts stay and come are alike, and so are calls from the third on.
+        key = (actor, self.held(actor, layer), direction, tokens, min(call, 2))
+        if key not in self._known:
+            self._known[key] = self._calls(actor, layer, direction, tokens, call)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, tuple[int, int], str, int, int], tuple[LaneCall, ...]]:
+        return {}
+
+    def _calls(self, actor: int, layer: int, direction: str, tokens: int, call: int) -> tuple[LaneCall, ...]:
         assert self.rates.gpu is not None and self.rates.link is not None
         here, dims = self.plan.experts[actor], self.plan.dims
         assert here.lane is not None
@@ -218,12 +229,16 @@ class LaneSeconds:
         known = self.rates.gpu is not None and self.rates.link is not None
         return lane is not None and lane.cuda and known
 
+    def held(self, actor: int, layer: int) -> tuple[int, int]:
+        """Experts of a layer that stay on the lane's devices, and others of the actor."""
+        stays = len(self._resident[actor].get(layer, ()))
+        return stays, len(self.plan.experts[actor].experts_of(layer)) - stays
+
     def _counts(self, actor: int, layer: int, tokens: int, *, call: int = 0) -> tuple[int, int, int]:
         """Experts of a layer that stay on the device; in host memory; of these carried for such a call."""
         here = self.plan.experts[actor]
         assert here.lane is not None
-        stays = len(self._resident[actor].get(layer, ()))
-        others = len(here.experts_of(layer)) - stays
+        stays, others = self.held(actor, layer)
         wanted = whole_experts(here.lane.share(tokens, again=call > 0), others)
         busy = self._sizes(actor, others).work(tokens).experts if others else 0
         return stays, others, min(wanted, busy)

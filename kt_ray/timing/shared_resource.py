@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Resource:
     """Tasks that share a capacity: all of them run at rate min(1, capacity / demand).
 
@@ -20,7 +20,7 @@ class Resource:
     served: float = 0.0
     since: float = 0.0
     used: float = 0.0
-    version: int = 0
+    version: int = 0  # of what was foreseen last; earlier ones are void
     tasks: list[tuple[float, int, float, Callable[[], None]]] = field(default_factory=list)
 
     @property
@@ -28,9 +28,10 @@ class Resource:
         return min(1.0, self.capacity / self.demand) if self.demand > self.capacity else 1.0
 
     def advance(self, now: float) -> None:
-        step = (now - self.since) * self.rate if self.tasks else 0.0
-        self.served += step
-        self.used += step * self.demand
+        if self.tasks:
+            step = (now - self.since) * self.rate
+            self.served += step
+            self.used += step * self.demand
         self.since = now
 
     def begin(self, number: int, seconds: float, width: float, end: Callable[[], None], now: float) -> bool:
@@ -45,19 +46,15 @@ class Resource:
         heapq.heappush(self.tasks, task)
         return self.tasks[0] is task or self.rate != rate
 
-    def foresee(self, ending: Callable[[float, Callable[[float], None]], None]) -> None:
-        """Say when the next task ends, to `ending` with what to call then; a change before makes it void."""
+    def foresee(self) -> float:
+        """When the next task ends, unless something changes before; what is foreseen then has a new version."""
         self.version += 1
-        version = self.version
+        return self.since + max(0.0, self.tasks[0][0] - self.served) / self.rate
 
-        def end(now: float) -> None:
-            if version != self.version:
-                return
-            self.advance(now)
-            _, _, width, call = heapq.heappop(self.tasks)
-            self.demand = self.demand - width if self.tasks else 0.0
-            if self.tasks:
-                self.foresee(ending)
-            call()
-
-        ending(self.since + max(0.0, self.tasks[0][0] - self.served) / self.rate, end)
+    def end(self, now: float) -> Callable[[], None]:
+        """The next task ends, as foreseen. Returns what it wanted called; if tasks are left, theirs is to be
+        foreseen first."""
+        self.advance(now)
+        _, _, width, call = heapq.heappop(self.tasks)
+        self.demand = self.demand - width if self.tasks else 0.0
+        return call

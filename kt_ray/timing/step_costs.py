@@ -242,9 +242,15 @@ class PlanDurations:
     # -- experts -----------------------------------------------------------------------------
 
     def expert(self, actor: int, layer: int, direction: str, tokens: int, *, call: int = 0) -> ExpertCall:
-        key = (actor, layer, direction, tokens, min(call, 1))
+        # What the layers of a key have in common is all that makes them differ.
+        layers = (
+            self.lanes.held(actor, layer),
+            layer in self._expert_lora,
+            layer >= self.plan.backward.inputs,
+        )
+        key = (actor, layers, direction, tokens, min(call, 1))
         if key not in self._calls:
-            self._calls[key] = self._expert(*key)
+            self._calls[key] = self._expert(actor, layer, direction, tokens, min(call, 1))
         return self._calls[key]
 
     @cached_property
@@ -266,7 +272,7 @@ class PlanDurations:
         return self.worker_lanes.call(worker, layer, direction, tokens, call=call)
 
     @cached_property
-    def _calls(self) -> dict[tuple[int, int, str, int, int], ExpertCall]:
+    def _calls(self) -> dict[tuple[int, object, str, int, int], ExpertCall]:
         return {}
 
     def _expert(self, actor: int, layer: int, direction: str, tokens: int, call: int) -> ExpertCall:
