@@ -47,7 +47,7 @@ class Resource:
         return self.tasks[0] is task or self.rate != rate
 
     def foresee(self) -> float:
-        """When the next task ends, unless something changes before; what is foreseen then has a new version."""
+        """When the next task ends. A change makes it void: what is foreseen then has another version."""
         self.version += 1
         return self.since + max(0.0, self.tasks[0][0] - self.served) / self.rate
 
