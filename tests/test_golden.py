@@ -73,8 +73,10 @@ def test_engine_bits(isa: str, case: str) -> None:
 
 @RECORDED
 def test_engine_bits_by_rows(isa: str) -> None:
-    golden = engine_bits(isa)
-    assert row_digests(isa) == golden["rows"]
+    golden, found = engine_bits(isa)["rows"], row_digests(isa)
+    assert {case: found.get(case) for case in golden} == golden
+    if missing := sorted(found.keys() - golden.keys()):
+        pytest.skip(f"no bits by rows of {missing} are recorded: python -m tests.test_golden, on this CPU")
 
 
 def engine_bits(isa: str) -> Any:
