@@ -456,8 +456,8 @@ class ActorCluster(ABC):
                 error.what,
                 where=error.where,
                 observed=error.observed,
-                remedy=f"{error.remedy}; then start the same command again (mode=predict and mode=train "
-                "continue where they stopped)",
+                remedy=f"{error.remedy}; then start the same command again (mode=predict continues "
+                "where it stopped)",
             ) from error
         self._broken = False
         return reports

@@ -9,8 +9,8 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Any
 
+from kt_ray.actors.build_actor import build_actor
 from kt_ray.actors.cluster import GRACE, ActorCluster, Handle
-from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.watch import ActorDied, Watch
 from kt_ray.errors import UserError
 from kt_ray.placement.transports import DEFAULT
@@ -19,6 +19,7 @@ from kt_ray.transport.messages import Address, LocalPort, Message
 
 if TYPE_CHECKING:
     from kt_ray.actors.attention_worker import AttentionWorker
+    from kt_ray.actors.expert_actor import ExpertActor
 
 
 class ComputeThread:
@@ -84,18 +85,13 @@ class LocalCluster(ActorCluster):
         return lines
 
     def _spawn(self) -> None:
-        from kt_ray.actors.attention_worker import AttentionWorker  # loads PEFT: seconds, for who comes here
-
         deliver: dict[Address, Callable[[Message], None]] = {}
         port = LocalPort(deliver)
         for address, arguments in self.specs.arguments(self.plan).items():
             kind = address[0]
             # Built on its own thread: torch's thread count is a property of the calling thread.
             compute = ComputeThread(f"{kind}-{address[1]}")
-            build: Callable[..., AttentionWorker | ExpertActor] = (
-                AttentionWorker if kind == "worker" else ExpertActor
-            )
-            actor = compute.submit(build, *arguments).result()
+            actor = compute.submit(build_actor, kind, *arguments).result()
             actor.port = port
             deliver[address] = actor.deliver
             (self.workers if kind == "worker" else self.experts).append(LocalHandle(address, actor, compute))

@@ -20,6 +20,7 @@ import numpy as np
 import ray
 import torch
 
+from kt_ray.actors.build_actor import build_actor
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.specs import show_own_gpu
 from kt_ray.experts import bind_to_cpus
@@ -405,14 +406,6 @@ class RayPort:
         self._memory = None
 
 
-def _built(kind: str, *args: Any) -> AttentionWorker | ExpertActor:
-    if kind == "experts":
-        return ExpertActor(*args)
-    from kt_ray.actors.attention_worker import AttentionWorker  # loads PEFT: seconds, for workers only
-
-    return AttentionWorker(*args)
-
-
 def _uses_cuda(actor: AttentionWorker | ExpertActor) -> bool:
     """Whether it copies what it is sent to a GPU."""
     if not isinstance(actor, ExpertActor):
@@ -439,7 +432,7 @@ class RayActor:
             show_own_gpu(args[1])
         self._address: Address = (kind, rank)
         self._meeting_point: MeetingPoint | None = None
-        self.actor = _built(kind, *args)
+        self.actor = build_actor(kind, *args)
         self._port = RayPort(
             self.actor.name,
             self.actor.deliver,

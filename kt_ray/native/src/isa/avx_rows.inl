@@ -75,20 +75,19 @@ struct BareRow {
     bool has_nan(int64_t) const { return false; }
 };
 
-template <int64_t kStep>
-struct ByteRow : BareRow<kStep, kStep> {
-    static constexpr int64_t kOrdered = kStep, kBytes = kStep;
+struct ByteRow : BareRow<128, 128> {
+    static constexpr int64_t kOrdered = kElements, kBytes = kElements;
     static constexpr int kParts = 1;
 
-    using BareRow<kStep, kStep>::BareRow;
-    const uint8_t* raw(int64_t n, int64_t k) const { return this->at(n) + k; }
+    using BareRow::BareRow;
+    const uint8_t* raw(int64_t n, int64_t k) const { return at(n) + k; }
     static Vec first(const float*, int) { return vset1(0.0f); }
     static Vec part_scale(const float* scale, int) { return vset1(*scale); }
 };
 
 template <>
-struct OrderedRow<Format::int8> : ByteRow<128> {
-    static constexpr int kUnits = 128 / kLanes;
+struct OrderedRow<Format::int8> : ByteRow {
+    static constexpr int kUnits = kElements / kLanes;
 
     using ByteRow::ByteRow;
     static void order(const float* from, float* to) { memcpy(to, from, kElements * sizeof(float)); }
@@ -101,8 +100,8 @@ struct OrderedRow<Format::int8> : ByteRow<128> {
 // E4M3 is an IEEE half without the upper bit of its exponent, times 2^8, which x takes over; subnormals are
 // one's, too. NaN is a number to a half, so rows with it are looked for.
 template <>
-struct OrderedRow<Format::fp8> : ByteRow<128> {
-    static constexpr int kUnits = 128 / (4 * kLanes);
+struct OrderedRow<Format::fp8> : ByteRow {
+    static constexpr int kUnits = kElements / (4 * kLanes);
     Words met = {};  // the largest of all bytes without their signs
 
     using ByteRow::ByteRow;
