@@ -60,6 +60,9 @@ class Native:
             gate_a, gate_b, up_a, up_b, down_a, down_b = self.inputs.lora
             self.lora = ExpertLora(gate_a, gate_b, up_a, up_b, down_a, down_b, scale=1.0)
         self.grads = self.lora.zeros_like() if self.lora else None
+        # Results go to the same memory again, as an expert actor's do.
+        self.y, self.dx = torch.empty_like(self.inputs.dy), torch.empty_like(self.inputs.dy)
+        self.dw = torch.empty(self.inputs.routings[0][1].shape)
 
     @staticmethod
     def _matrix(stored: Stored) -> Any:
@@ -81,10 +84,11 @@ class Native:
 
         def forward(call: int, save: bool = True) -> Any:
             ids, router = inputs.routings[call]
-            return engine.forward(weights, inputs.x, ids, router, lora=lora, save=save)[1]
+            return engine.forward(weights, inputs.x, ids, router, lora=lora, save=save, out=self.y)[1]
 
         def backward(call: int, saved: Any) -> None:
-            engine.backward(weights, saved, inputs.dy, lora=lora, lora_grads=self.grads if lora else None)
+            grads, out = self.grads if lora else None, (self.dx, self.dw)
+            engine.backward(weights, saved, inputs.dy, lora=lora, lora_grads=grads, out=out)
             saved.release()
 
         answer = measure((forward, backward), self.case.calls)

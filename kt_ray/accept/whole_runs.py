@@ -204,7 +204,7 @@ def _options(run: Run, config: Config, folder: Path, rows: int, length: int) -> 
         *("model=custom", f"model.name={run.model}", f"model.path='{folder / 'weights'}'"),
         *("data=jsonl", f"data.path='{text}'", f"data.max_length={length}", "data.overflow=truncate"),
         *(f"cluster={config.cluster.name}", *ray, f"run.root='{folder}'", "run.name=run", "tracking=jsonl"),
-        *(f"trainer.batch_size={rows}", "trainer.micro_batch_size=1", f"trainer.max_steps={STEPS}"),
+        *(f"trainer.batch_size={rows}", f"trainer.max_steps={STEPS}"),
         *("trainer.eval_every=0", "data.eval_fraction=0", "eval.after_training=0"),
         *(f"trainer.timeline_every={STEPS}", "tracking.plot=false", "tracking.progress=false"),
     ]

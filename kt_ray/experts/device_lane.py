@@ -628,7 +628,7 @@ class _DeviceRows(NamedTuple):
 
     def at_places(self, rows: Tensor, part: RowPart) -> Tensor:
         """[B, n, I] at a part's places, zeros where there is no row, out of [R', I]."""
-        shape = len(part.counts), max(part.counts), rows.shape[1]
+        shape = len(part.counts), part.width, rows.shape[1]
         if part.full:
             return rows.view(shape)
         made = rows.new_zeros(shape[0] * shape[1], shape[2])

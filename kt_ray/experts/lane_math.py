@@ -7,11 +7,11 @@ rounded to bfloat16 first. Sums run in the order of the device's library, so res
 to rounding, not to the bit. With `float8` both operands of frozen products, and nothing else, are rounded
 once more (`kt_ray.experts.lane_float8`).
 
-The experts of a batch have as many places as the longest has rows. Where there is no row, x, dy and the
-router's weight are zeros. Gate, up and act are not (biases), but every gradient has dy, or what comes of it,
-as a factor: there they are zeros, too, and add nothing to the adapters' gradients.
+The experts of a batch have as many places each, no less than the longest has rows. Where there is no row, x,
+dy and the router's weight are zeros. Gate, up and act are not (biases), but every gradient has dy, or what
+comes of it, as a factor: there they are zeros, too, and add nothing to the adapters' gradients.
 
-Legend: B experts, n places (rows of the longest), H hidden size, I intermediate size, r LoRA rank, P
+Legend: B experts, n places of each, H hidden size, I intermediate size, r LoRA rank, P
 projections of x: gate and up, or up alone. What has the rank is held as [..., r, n], so that gate's and up's
 lie together.
 """

@@ -1,8 +1,8 @@
 """Which rows of a call the lane computes, in which order. Host tensors; pure functions.
 
 Legend: T tokens of the call, K slots per token, R rows (slots) of the lane's experts, U tokens among them,
-P places: rows as they are computed, every expert of a batch as long as its longest. G bags: of each part the
-rows that one token has there.
+P places: rows as they are computed, as many for every expert of a batch: its longest one's, rounded up
+(`kt_ray.placement.lane_share.places`). G bags: of each part the rows that one token has there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kt_ray.placement.lane_share import LANE_ROWS
+from kt_ray.placement.lane_share import LANE_ROWS, places
 
 
 class RowPart(NamedTuple):
@@ -30,9 +30,14 @@ class RowPart(NamedTuple):
     bags: slice
 
     @property
+    def width(self) -> int:
+        """Places of an expert."""
+        return (self.places.stop - self.places.start) // len(self.counts)
+
+    @property
     def full(self) -> bool:
         """Whether there is a row at every place."""
-        return min(self.counts) == max(self.counts)
+        return min(self.counts) == self.width
 
 
 @dataclass(frozen=True)
@@ -95,16 +100,16 @@ def route(ids: Tensor, weights: Tensor, batches: Sequence[Sequence[int]], none: 
     for of_batch in rows_of:
         made = []
         for own in of_batch:
-            ends = row + sum(own), place + max(own) * len(own), bag + next(of_parts)
+            ends = row + sum(own), place + places(max(own)) * len(own), bag + next(of_parts)
             made.append(RowPart(slice(row, ends[0]), slice(place, ends[1]), own, slice(bag, ends[2])))
             row, place, bag = ends
         parts.append(tuple(made))
     spread, starts = _spread([part for of_batch in parts for part in of_batch])
-    places = starts + spread
+    at_places = starts + spread
     at = torch.full((place,), ids.shape[0], dtype=torch.int32)
-    at.scatter_(0, places, slots.int() // ids.shape[1])
+    at.scatter_(0, at_places, slots.int() // ids.shape[1])
     weight = torch.zeros(place, dtype=weights.dtype)
-    weight.scatter_(0, places, weights.reshape(-1).index_select(0, slots))
+    weight.scatter_(0, at_places, weights.reshape(-1).index_select(0, slots))
     spread = spread.int()
     bag_places = torch.empty_like(spread).scatter_(0, by_expert, spread).index_select(0, by_part)
     reached = torch.zeros(ids.shape[0], dtype=torch.bool).index_fill_(0, token.long(), True)
@@ -136,7 +141,7 @@ def _in_parts(counts: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _spread(parts: Sequence[RowPart]) -> tuple[Tensor, Tensor]:
     """Of every row, its place in its part, and the first place of this part."""
-    experts = [(n, b * max(p.counts), p.places.start) for p in parts for b, n in enumerate(p.counts)]
+    experts = [(n, b * p.width, p.places.start) for p in parts for b, n in enumerate(p.counts)]
     counts, first, starts = torch.tensor(experts, dtype=torch.int64).reshape(-1, 3).unbind(1)
     shift = _repeated(first - (counts.cumsum(0) - counts), counts)
     return torch.arange(len(shift)) + shift, _repeated(starts, counts)

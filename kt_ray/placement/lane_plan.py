@@ -6,9 +6,9 @@ of a stored activation, P parameters of one expert, r LoRA rank.
     workspace         two buffers for a batch of experts; a layer's adapters, twice; carried experts that are
                       held; a batch's matrices as numbers, with 16 bytes per element of its largest ones while
                       quantised ones are decoded, and with float8 products once more for each direction;
-                      x, dy and dx of the group (T_g H (s + 8)); a batch's rows, filled up to its longest
-                      expert's, at most LANE_ROWS: 24 (H + I) each (float8: 27), 8 I for gates and ups on
-                      their way from or to the host, with dropout 24 bytes per input more
+                      x, dy and dx of the group (T_g H (s + 8)); a batch's places for rows, at most LANE_ROWS:
+                      24 (H + I) each (float8: 27), 8 I for gates and ups on their way from or to the host,
+                      with dropout 24 bytes per input more
     runtime           a GPU's: the CUDA context of the expert actor's process
     kept activations  (socket) x, which all devices share, and 36 bytes per row; with a GPU its gates and ups
                       once more, as torch rounds page-locked blocks up to powers of two
@@ -37,6 +37,7 @@ from kt_ray.placement.lane_share import (
     LaneRates,
     batch_size,
     choose_shares,
+    places,
     resident_by_layer,
     whole_experts,
 )
@@ -349,7 +350,7 @@ def lane_buffers(dims: ModelDims, config: Config, lane: LanePlan, size: LaneMemo
     batch = min(batch_size(1, dims.expert_params), experts)
     decoded = 0 if size.plain else 16 * width * inter
     matrices = batch * (dims.expert_params * (element + (2 if lane.float8 else 0)) + decoded)
-    at_once = min(size.group * batch, LANE_ROWS)
+    at_once = min(places(size.group) * batch, LANE_ROWS)
     rows = at_once * ((27 if lane.float8 else 24) * (width + inter) + 8 * inter)
     if config.lora.experts and config.lora.dropout > 0:
         rows += at_once * 24 * (2 * width + inter)

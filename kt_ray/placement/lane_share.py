@@ -60,16 +60,26 @@ def dealt(
     return tuple(tuple(sorted(some)) for some in own)
 
 
+def places(rows: int) -> int:
+    """For how many rows there is room where an expert has so many: an eighth more at most, or seven.
+
+    Products on a GPU then have few shapes. Its library looks for a kernel at the first product of each shape,
+    which takes hundreds of microseconds of the host's time, and remembers thousands of shapes.
+    """
+    step = max(8, (1 << rows.bit_length()) >> 4)
+    return -(-rows // step) * step
+
+
 def batch_size(rows: int, params: int) -> int:
     """How many experts of `params` parameters are computed at once where the first of them has most rows."""
-    return max(1, min(LANE_BATCH, LANE_ROWS // max(1, rows), LANE_BATCH_PARAMS // params))
+    return max(1, min(LANE_BATCH, LANE_ROWS // places(max(1, rows)), LANE_BATCH_PARAMS // params))
 
 
 def batches(experts: Sequence[int], counts: Sequence[int], params: int) -> tuple[tuple[int, ...], ...]:
     """Experts in the order and the batches in which a device computes them, those with most rows first.
 
-    The rows of a batch are filled up to its longest expert's. As neighbours in this order are about as long,
-    a call is filled up with no more than LANE_BATCH times its longest expert's rows.
+    The rows of a batch are filled up to `places` of its longest expert's. As neighbours in this order are
+    about as long, a call is filled up with no more than LANE_BATCH times these places, and an eighth.
 
     Args:
         counts: rows of every expert; ties go to the lowest id. params: of one expert.

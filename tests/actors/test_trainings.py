@@ -17,6 +17,7 @@ from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.batch import Wave
 from kt_ray.config.schema import Config
 from kt_ray.optim.optimizers import AdamStep
+from tests.helpers.devices import CARD, by_name
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, waves_of
 
@@ -24,6 +25,7 @@ LAYOUTS = {
     "one": (),
     "stages and sockets": ("rule.stages=2", "rule.experts.sockets=2"),
     "replicas": ("rule.replicas=2", "rule.experts.sockets=2"),
+    CARD: ("rule.device=cuda",),
 }
 ADAM = AdamStep((0.8, 0.9), 1e-9, 0.1)
 
@@ -108,9 +110,9 @@ def test_a_switch_exchanges_pointers_unless_addresses_are_known(
     assert a == b if stays else not set(a) & set(b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_trainings_that_take_turns_are_each_as_alone(model: Path, layout: tuple[str, ...]) -> None:
-    check_turns(model, config_for(model, *layout))
+@pytest.mark.parametrize("layout", by_name(LAYOUTS))
+def test_trainings_that_take_turns_are_each_as_alone(model: Path, layout: str) -> None:
+    check_turns(model, config_for(model, *LAYOUTS[layout]))
 
 
 def check_turns(model: Path, config: Config) -> None:
@@ -175,9 +177,9 @@ def test_state_from_disk_with_and_without_the_optimizer(model: Path, tmp_path: P
     assert any(not torch.equal(results[False][name], value) for name, value in third.items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_kept_copies_stay_as_they_were(model: Path, layout: tuple[str, ...]) -> None:
-    config = config_for(model, *layout)
+@pytest.mark.parametrize("layout", by_name(LAYOUTS))
+def test_kept_copies_stay_as_they_were(model: Path, layout: str) -> None:
+    config = config_for(model, *LAYOUTS[layout])
 
     def loss(turns: Turns, adapters: bool | str) -> float:
         turns.number += 1

@@ -166,9 +166,11 @@ def test_rows_are_sorted_and_repeats_are_told_apart() -> None:
     routed = route(ids, weights, ((2,), (0,)), none=3)
     assert routed.slots.tolist() == [0, 2, 1, 5, 6, 7, 8]
     assert [[part.rows for part in parts] for parts in routed.parts] == [[slice(0, 2)], [slice(2, 7)]]
-    assert all(part.places == part.rows and part.full for (part,) in routed.parts)
-    assert routed.tokens.tolist() == [0, 1, 2] and routed.at.tolist() == [0, 0, 0, 1, 2, 2, 2]
-    assert routed.weight.tolist() == [0, 2, 1, 5, 6, 7, 8]
+    assert [part.places for (part,) in routed.parts] == [slice(0, 8), slice(8, 16)]
+    assert not any(part.full for (part,) in routed.parts)
+    assert routed.tokens.tolist() == [0, 1, 2]
+    assert routed.at.tolist() == [0, 0, *[4] * 6, 0, 1, 2, 2, 2, *[4] * 3]  # 4: no token
+    assert routed.weight.tolist() == [0, 2, *[0] * 6, 1, 5, 6, 7, 8, *[0] * 3]
     assert [part.bags for (part,) in routed.parts] == [slice(0, 1), slice(1, 4)]
     assert routed.bag_tokens.tolist() == [0, 0, 1, 2] and routed.bag_starts.tolist() == [0, 0, 1, 2]
     assert routed.bag_places.tolist() == [0, 1, 0, 1, 2, 3, 4]
@@ -179,12 +181,13 @@ def test_rows_are_added_to_their_tokens() -> None:
     routed = route(torch.tensor([[2, 0, 2], [1, 3, 0], [0, 0, 0], [3, 3, 3]]), torch.ones(4, 3), ((0, 2),), 3)
     ((part,),) = routed.parts
     bags = routed.bag_places, routed.bag_starts, routed.bag_tokens
-    values = torch.tensor([1.0, 2, 4, 8, 16, 32, 64, 1e9, 1e9, 1e9]).view(2, 5, 1)
+    values = torch.full((2, 8, 1), 1e9)
+    values[0, :5, 0], values[1, :2, 0] = torch.tensor([1.0, 2, 4, 8, 16]), torch.tensor([32.0, 64])
     out = torch.full((4, 1), 0.5)
     add_part(out, values, bags, None)
     assert out.flatten().tolist() == [1 + 32 + 64 + 0.5, 2.5, 4 + 8 + 16 + 0.5, 0.5]
-    add_part(out, values, bags, torch.arange(10.0).view(2, 5))
-    assert out.flatten().tolist() == [97.5 + 5 * 32 + 6 * 64, 4.5, 28.5 + 8 + 24 + 64, 0.5]
+    add_part(out, values, bags, torch.arange(16.0).view(2, 8))
+    assert out.flatten().tolist() == [97.5 + 8 * 32 + 9 * 64, 4.5, 28.5 + 8 + 24 + 64, 0.5]
     assert part.bags == slice(0, 3)
 
 
@@ -193,11 +196,18 @@ def test_experts_of_a_batch_have_as_many_places() -> None:
     routed = route(ids, torch.arange(12.0).view(4, 3), ((0, 2), (1,)), none=3)
     (both,), (alone,) = routed.parts
     assert routed.slots.tolist() == [1, 5, 6, 7, 8, 0, 2, 3] and both.counts == (5, 2) and not both.full
-    assert (both.rows, both.places) == (slice(0, 7), slice(0, 10))
-    assert (alone.rows, alone.places) == (slice(7, 8), slice(10, 11))
-    assert routed.at.tolist() == [0, 1, 2, 2, 2, 0, 0, 4, 4, 4, 1]  # 4: no token
-    assert routed.weight.tolist() == [1, 5, 6, 7, 8, 0, 2, 0, 0, 0, 3]
-    assert routed.spread.tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
+    assert (both.rows, both.places, both.width) == (slice(0, 7), slice(0, 16), 8)
+    assert (alone.rows, alone.places, alone.width) == (slice(7, 8), slice(16, 24), 8)
+    none = [4] * 3  # no token
+    assert routed.at.tolist() == [0, 1, 2, 2, 2, *none, 0, 0, *none, *none, 1, *none, *none, 4]
+    assert routed.weight.tolist() == [1, 5, 6, 7, 8, 0, 0, 0, 0, 2, *[0] * 6, 3, *[0] * 7]
+    assert routed.spread.tolist() == [0, 1, 2, 3, 4, 8, 9, 0]
+
+
+def test_an_expert_with_a_row_at_every_place_is_full() -> None:
+    ids = torch.zeros((16, 1), dtype=torch.int64)
+    ((part,),) = route(ids, torch.ones(16, 1), ((0,),), none=1).parts
+    assert part.full and part.places == slice(0, 16)
 
 
 ROWS = (700, 1, 37, 0, 64)  # of every expert, in a batch of all

@@ -75,6 +75,7 @@ def test_other_kinds_of_caches_and_layers(tmp_path: Path, family: str) -> None:
         assert answers(cluster, prompts, sampling, max_rows=2) == expected
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("family", "stages"),
     [
@@ -83,13 +84,16 @@ def test_other_kinds_of_caches_and_layers(tmp_path: Path, family: str) -> None:
         *((family, 1) for family in ("gpt_oss", "qwen3_next", "deepseek_v4", "minimax")),
     ],
 )
-def test_answers_to_one_prompt_share_its_prefill(tmp_path: Path, family: str, stages: int) -> None:
+def test_answers_to_one_prompt_share_its_prefill(
+    tmp_path: Path, family: str, stages: int, device: str
+) -> None:
     """Latent keys, grouped heads, windows, states, compressed caches: as if each had its own. Rows
     of the group end at different times, and some wait for others'."""
     path = checkpoint(tmp_path, family)
     attention = "eager" if family in EAGER else "sdpa"
     prompts = random_prompts((9, 12))
-    config = config_for(path, f"model.attn_implementation={attention}", f"rule.stages={stages}")
+    layout = layers_on(device, dims_from_dir(str(path)).num_layers, stages)
+    config = config_for(path, f"model.attn_implementation={attention}", *layout)
     asked = [
         Request(prompt, Sampling(max_new_tokens=4 + 3 * n, temperature=1.0, seed=n + 9 * first), False)
         for first, prompt in enumerate(prompts)
@@ -107,11 +111,12 @@ def test_answers_to_one_prompt_share_its_prefill(tmp_path: Path, family: str, st
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stages", [1, 2])
-def test_replicas_that_share_calls_give_the_same_bits(tmp_path: Path, stages: int) -> None:
+def test_replicas_that_share_calls_give_the_same_bits(tmp_path: Path, stages: int, device: str) -> None:
     """Of many rows and few, and where one replica has ended before the other."""
     path = build_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=6)
-    config = config_for(path, f"rule.stages={stages}", "rule.replicas=2", "rule.experts.sockets=2")
+    config = config_for(path, *layers_on(device, 6, stages, 2), "rule.experts.sockets=2")
     with local_cluster(path, config) as cluster:
         random_adapter(cluster)
         for rows, share in ((48, True), (20, False)):

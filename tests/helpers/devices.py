@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -15,6 +16,13 @@ CUDA = [
 ]
 # For parametrize. Sums on a card are others than on the CPU: tolerances depend on the device.
 DEVICES = ("cpu", pytest.param("cuda", marks=CUDA))
+
+CARD = "a card"  # of layouts by name, the one whose worker has a card
+
+
+def by_name(layouts: Iterable[str]) -> list[Any]:
+    """For parametrize: names of layouts, with the one on a card where there is one."""
+    return [pytest.param(name, marks=CUDA) if name == CARD else name for name in layouts]
 
 
 def on_cuda(test: Test) -> Test:

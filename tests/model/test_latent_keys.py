@@ -18,6 +18,7 @@ from kt_ray.checkpoint.quantized_linear import QuantizedLinear
 from kt_ray.generate.requests import Sampling
 from kt_ray.model import latent_keys
 from kt_ray.native import ExpertMatrix
+from tests.helpers.devices import DEVICES
 from tests.helpers.families import save_whole, write_config
 from tests.helpers.generation import answers, random_prompts
 from tests.helpers.runs import config_for, local_cluster
@@ -75,17 +76,20 @@ def masks(dtype: torch.dtype) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("mask", ["none", "padded", "added", "own of each head"])
 @pytest.mark.parametrize("adapter", ["none", "used", "switched off"])
-def test_as_expanded(dtype: torch.dtype, most: float, mask: str, adapter: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_as_expanded(dtype: torch.dtype, most: float, mask: str, adapter: str, device: str) -> None:
     module, query, rotated, latents = made(dtype)
     if adapter != "none":
         adapted(module)
         module.kv_b_proj._disable_adapters = adapter == "switched off"
     seen = masks(dtype)[mask]
     want = expanded(module, query, rotated, latents, seen)
+    module.kv_b_proj.to(device)
+    inputs = [value.to(device) for value in (query, rotated, latents)]
     with torch.no_grad():
-        got = latent_keys.attend(module, query, rotated, latents, seen, SCALE)
+        got = latent_keys.attend(module, *inputs, None if seen is None else seen.to(device), SCALE)
     assert got.shape == (B, 1, H, E) and got.dtype == dtype
-    assert (got - want).norm() <= most * want.norm()
+    assert (got.cpu() - want).norm() <= most * want.norm()
 
 
 def test_a_weight_that_stays_quantised() -> None:

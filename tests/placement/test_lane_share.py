@@ -30,6 +30,7 @@ from kt_ray.placement.lane_share import (
     choose_shares,
     dealt,
     lane_parts,
+    places,
     resident_experts,
     split_seconds,
     streamed_experts,
@@ -64,6 +65,13 @@ def test_batches_of_experts_that_are_about_as_long() -> None:
     assert all(len(batch) * counts[batch[0]] <= LANE_ROWS for batch in order[1:])
     equal = [batches(range(20), [10] * 20, params) for params in (1, 30 << 20, 44 << 20, 200 << 20)]
     assert [[len(batch) for batch in made] for made in equal] == [[8, 8, 4], [2] * 10, [1] * 20, [1] * 20]
+
+
+def test_places_are_few_numbers_and_little_more_than_the_rows() -> None:
+    """A GPU's library looks for a kernel for every new shape of a product."""
+    made = [places(rows) for rows in range(1, LANE_ROWS + 1)]
+    assert made[-1] == LANE_ROWS and made == sorted(made) and len(set(made)) <= 64
+    assert all(rows <= n <= max(rows + 7, 1.125 * rows) for rows, n in enumerate(made, 1))
 
 
 def test_resident_experts_are_the_most_used_of_a_layer() -> None:

@@ -29,6 +29,7 @@ from kt_ray.runs.train_backend import ClusterBackend
 from kt_ray.train.reports import PassReport
 from kt_ray.train.trainer import StepBatches, Trainer
 from kt_ray.train_server.backend import Datum, Pass, PassResult
+from tests.helpers.devices import CARD, CUDA, by_name
 from tests.helpers.float32_copy import in_float32
 from tests.helpers.generation import one_rounding
 from tests.helpers.train_backend import ADAM, ENTROPY, backend_on, data_of, rows
@@ -37,6 +38,7 @@ LAYOUTS = {
     "one": ("rule=cpu_1worker_1socket",),
     "two": ("rule=cpu_2workers_2sockets",),
     "replicas": ("rule=cpu_replicas_2",),
+    CARD: ("rule=cpu_1worker_1socket", "rule.device=cuda"),
 }
 
 
@@ -53,11 +55,11 @@ def exact(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return in_float32(model, tmp_path_factory.mktemp("exact") / "model")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", by_name(LAYOUTS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bits_of_mode_train(model: Path, tmp_path: Path, layout: tuple[str, ...], dtype: str) -> None:
+def test_the_bits_of_mode_train(model: Path, tmp_path: Path, layout: str, dtype: str) -> None:
     steps = [rows(seed) for seed in range(3)]
-    how = (*layout, f"model.dtype={dtype}", "trainer.micro_batch_size=2", "seed=7")
+    how = (*LAYOUTS[layout], f"model.dtype={dtype}", "trainer.micro_batch_size=2", "seed=7")
     adam = ("optim.lr=0.01", "optim.schedule=constant", "optim.warmup=0", "optim.betas=[0.9,0.95]")
     with backend_on(
         model, tmp_path, *how, *adam, "optim.max_grad_norm=0", "optim.weight_decay=0", "optim.eps=1e-8"
@@ -471,7 +473,10 @@ def several() -> list[Pass]:
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [("two", "float32"), ("two", "bfloat16"), ("replicas", "bfloat16"), ("copies", "float32")],
+    [
+        *(("two", "float32"), ("two", "bfloat16"), ("replicas", "bfloat16"), ("copies", "float32")),
+        pytest.param(CARD, "bfloat16", marks=CUDA),
+    ],
 )
 def test_joined_passes_have_the_bits_of_each_alone(
     model: Path, exact: Path, tmp_path: Path, layout: str, dtype: str

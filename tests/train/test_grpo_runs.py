@@ -25,6 +25,7 @@ from kt_ray.generate.requests import Request, Sampling
 from kt_ray.runs.policy_rollouts import handed_in
 from kt_ray.train.rollouts import Rollout
 from kt_ray.train.trainer import Events, StepBatches, Trainer
+from tests.helpers.devices import CARD, by_name
 from tests.helpers.generation import random_prompts
 from tests.helpers.hf_reference import Reference, build_checkpoint
 from tests.helpers.mortal import Death, MortalCluster
@@ -36,6 +37,7 @@ LAYOUTS = {
     "one worker": ["rule=cpu_1worker_1socket", "trainer.micro_batch_size=auto"],
     "two stages, two sockets": ["rule=cpu_2workers_2sockets"],
     "two replicas": ["rule=cpu_replicas_2"],
+    CARD: ["rule=cpu_1worker_1socket", "rule.device=cuda", "trainer.micro_batch_size=auto"],
 }
 GRPO = (
     *("trainer.stage=grpo", "reward=regex", "grpo.group_size=4", "trainer.batch_size=8"),
@@ -122,7 +124,7 @@ def answer_logps(model: Reference, row: Row, n: int) -> Tensor:
     return logits.log_softmax(dim=-1).gather(1, ids[1:, None])[-n:, 0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_name(LAYOUTS))
 def test_loss_and_gradients(path: Path, layout: str) -> None:
     """Of DAPO with a divergence, off-policy: the answers are those of other weights."""
     settings = ("grpo.loss=dapo", "grpo.kl_coef=0.2", "grpo.epsilon=0.1", "grpo.epsilon_high=0.15")

@@ -15,6 +15,7 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.batch import IGNORE, MicroBatch, PassSpec, Tops, Wave
 from kt_ray.config.schema import LoraConfig
 from kt_ray.train.reports import PassReport
+from tests.helpers.devices import CARD, by_name
 from tests.helpers.hf_reference import Reference, Row, build_checkpoint, random_rows
 from tests.helpers.policy_losses import LOSSES, by_the_formula, row_inputs
 from tests.helpers.runs import config_for, local_cluster, relative, waves_of
@@ -25,6 +26,7 @@ LAYOUTS = {
     "two stages, two sockets": ["rule=cpu_2workers_2sockets", "trainer.micro_batch_size=2"],
     "two replicas": ["rule=cpu_replicas_2"],
     "ranges of heads": ["rule=cpu_1worker_1socket", "rule.activations=ranges", "trainer.micro_batch_size=2"],
+    CARD: ["rule=cpu_1worker_1socket", "rule.device=cuda", "trainer.micro_batch_size=4"],
 }
 TOP = 5
 Inputs = dict[int, dict[str, np.ndarray]]  # by sample, [n] each
@@ -89,7 +91,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_name(LAYOUTS))
 def test_losses_gradients_and_log_probabilities(path: Path, layout: str) -> None:
     rows = rows_of()
     policy = Reference(path, LORA, seed=3)
@@ -144,7 +146,7 @@ def expected(
     return inputs, (total, grads)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_name(LAYOUTS))
 def test_importance_sampling_where_nothing_moved_is_cross_entropy(path: Path, layout: str) -> None:
     """With the pass's own log-probabilities and advantages of 1: the same gradient, to the bit."""
     rows = rows_of()

@@ -19,6 +19,7 @@ from kt_ray.errors import UserError
 from kt_ray.model.preference_losses import dpo_losses, kto_losses, orpo_losses, simpo_losses
 from kt_ray.runs.prepare import for_stage
 from kt_ray.train.trainer import StepBatches, Trainer
+from tests.helpers.devices import CARD, by_name
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, relative
 
@@ -28,6 +29,7 @@ LAYOUTS = {
     "waves of one pair, two stages, two sockets": ["rule=cpu_2workers_2sockets", "rule.wave=1"],
     "two replicas": ["rule=cpu_replicas_2"],
     "ranges of heads": ["rule=cpu_1worker_1socket", "rule.activations=ranges"],
+    CARD: ["rule=cpu_1worker_1socket", "rule.device=cuda"],
 }
 
 
@@ -93,7 +95,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_name(LAYOUTS))
 @pytest.mark.parametrize("stage", ["dpo", "simpo", "orpo", "kto"])
 def test_loss_and_gradients(path: Path, stage: str, layout: str) -> None:
     units = data_rows([1, -1, -1, 1, 1]) if stage == "kto" else pairs()
