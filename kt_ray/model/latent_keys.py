@@ -13,6 +13,7 @@ value; r numbers of c; k rank of the adapter.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,14 +25,23 @@ from torch import Tensor, nn
 
 def latent_attention(layer: nn.Module) -> list[Any]:
     """The attention modules of a decoder layer that can do without expanded keys; none where the keys' weight
-    is no sum of a matrix and an adapter (DoRA), or attention is transformers' "eager"."""
+    is no sum of a matrix and an adapter (DoRA), attention is transformers' "eager", or expanded keys are what
+    is cached."""
     return [
         module
         for module in layer.modules()
         if hasattr(module, "expand_kv")
+        and caches_latents(module)
         and getattr(module.config, "_attn_implementation", "eager") != "eager"
         and not any(getattr(module.kv_b_proj, "use_dora", {}).values())
     ]
+
+
+def caches_latents(module: Any) -> bool:
+    """Whether an attention module (or its class) caches first and expands then; DeepSeek-V3.2 of
+    transformers before 5.18 does it the other way round."""
+    names = inspect.unwrap(module.forward).__code__.co_names
+    return "expand_kv" in names and "update" in names[: names.index("expand_kv")]
 
 
 @contextmanager
