@@ -115,6 +115,10 @@ def select(cache: Any, rows: Sequence[int], padding: int, columns: int, layers: 
             cache.linear_cache[index] = state[chosen.to(state.device)]
             continue
         layer.reorder_cache(chosen)
+        for states in _left_out(layer):
+            for name, value in states.items():
+                if isinstance(value, Tensor):
+                    states[name] = value.index_select(0, chosen.to(value.device))
         if padding and hasattr(layer, "keys"):
             keep = _kept(layer, columns - padding)
             layer.keys, layer.values = layer.keys[..., -keep:, :], layer.values[..., -keep:, :]
@@ -142,6 +146,15 @@ def _state(cache: Any, index: int) -> Any:
     """What a layer of lightning attention keeps in MiniMax's own cache; None = another layer."""
     states = getattr(cache, "linear_cache", None)
     return None if states is None else states[index]
+
+
+def _left_out(layer: Any) -> list[dict[str, Any]]:
+    """States by name that `reorder_cache` does not know: what DeepSeek-V4 compresses,
+    before transformers 5.23."""
+    owner = next(cls for cls in type(layer).__mro__ if "reorder_cache" in vars(cls))
+    if not hasattr(layer, "compressed_kv") or owner.__module__.endswith("deepseek_v4"):
+        return []
+    return [states for states in vars(layer).values() if isinstance(states, dict)]
 
 
 def _kept(layer: Any, columns: int) -> int:

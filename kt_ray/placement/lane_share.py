@@ -18,9 +18,10 @@ from kt_ray.placement.expert_load import touched
 
 LANE_ROWS = 8192  # that are computed at a time: what they take on a GPU is bounded
 # Experts that are computed at a time, and the parameters of all of them together: two buffers and the decoded
-# matrices hold so many. 168 MiB in bfloat16, two experts of DeepSeek-V3: one by one, the host's thread that
-# dispatches their kernels is the limit of steps in which GPUs compute all of them.
-LANE_BATCH, LANE_BATCH_PARAMS = 8, 84 << 20
+# matrices hold so many. 336 MiB in bfloat16, four experts of DeepSeek-V3: with fewer the host's thread that
+# dispatches their kernels is the limit of steps in which GPUs compute all of them; with more it matters how
+# long the first batch is copied before anything is computed.
+LANE_BATCH, LANE_BATCH_PARAMS = 16, 168 << 20
 # Times the seconds of a call by the rates that computing gates and ups again has to save, to be tried first.
 RECOMPUTE_GAIN = 1.15
 LEAST_GAIN = 0.05  # of a call's time: below it a lane is not worth its memory and its rounding

@@ -64,7 +64,7 @@ def test_batches_of_experts_that_are_about_as_long() -> None:
     assert batches([1, 5], counts, 1_000_000) == ((5, 1),) and batches([], counts, 1) == ()
     assert all(len(batch) * counts[batch[0]] <= LANE_ROWS for batch in order[1:])
     equal = [batches(range(20), [10] * 20, params) for params in (1, 30 << 20, 44 << 20, 200 << 20)]
-    assert [[len(batch) for batch in made] for made in equal] == [[8, 8, 4], [2] * 10, [1] * 20, [1] * 20]
+    assert [[len(batch) for batch in made] for made in equal] == [[16, 4], [5] * 4, [3] * 6 + [2], [1] * 20]
 
 
 def test_places_are_few_numbers_and_little_more_than_the_rows() -> None:
@@ -331,7 +331,7 @@ def test_a_batch_of_experts_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_float8_takes_memory_of_the_device() -> None:
-    """Matrices of both directions of two experts, and rows."""
+    """Matrices of both directions of four experts, and rows."""
     size = LaneMemory(V3.expert_bytes() / 58, 0.0, LANE_ROWS, LANE_ROWS, 8.0, GPU_RUNTIME, False, False)
 
     def buffers(float8: bool) -> float:
@@ -339,7 +339,7 @@ def test_float8_takes_memory_of_the_device() -> None:
         return lane_buffers(V3, make_config(), lane, size, 256)
 
     rows = 3 * (V3.expert_width + V3.expert_intermediate) * LANE_ROWS
-    assert buffers(True) - buffers(False) == 2 * 2 * V3.expert_params + rows
+    assert buffers(True) - buffers(False) == 2 * 4 * V3.expert_params + rows
 
 
 def test_refusals_name_the_remedy() -> None:
