@@ -37,7 +37,7 @@ GGUF = {  # elements and bytes of a block, offsets of its fp16 scales, deviation
 }
 # What llama.cpp stores where a row is no multiple of 256.
 FALLBACK = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-FEW_TOKENS = 16  # up to here a call touches few weights: several routings in turn, none of them cached
+FEW_TOKENS = 32  # up to here a call touches few weights: several routings in turn, none of them cached
 
 
 @dataclass(frozen=True)

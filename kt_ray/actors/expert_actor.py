@@ -221,7 +221,7 @@ class ExpertActor(PlainActor):
         # (worker, group) -> the reply that its next request of the group proves read
         leases: dict[tuple[Address, int], Lease] = {}
         workers = len(self._replicas) * self.plan.stages
-        joined = JoinedCalls(self._replicas)
+        joined = JoinedCalls(self._replicas, self.experts.row_tokens)
         self.experts.begin_pass(0, dropout=False)
         self.doing = "generating"
         while workers:
@@ -251,7 +251,9 @@ class ExpertActor(PlainActor):
         adapter = messages[0].facts.get("adapter", True)
         self.experts.forget_calls()  # they come in any order
         inputs = {name: [message.tensors[name] for message in messages] for name in messages[0].tensors}
-        answers = self._forward(layer, group, inputs, alloc, keep=False, adapter=adapter)
+        alone = max(len(x_TH) for x_TH in inputs["x"])
+        how = {"keep": False, "adapter": adapter, "tokens_alone": alone}
+        answers = self._forward(layer, group, inputs, alloc, **how)
         for worker, message, rows in zip(workers, messages, _divided(messages, answers), strict=True):
             reply = Message(("reply", *message.tag[:4], self.rank), rows)
             leases[worker, group] = self.port.send([worker], reply)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor
-from kt_ray.config.limits import ROW_TOKENS
+from kt_ray.config.limits import FEW_ROWS
 from kt_ray.generate.batcher import Batcher
 from kt_ray.generate.requests import GenerationReport, SessionSpec, Step
 from kt_ray.model.decode import Decoder
@@ -126,7 +126,7 @@ class WorkerSession:
         self.actor.doing = f"step {step.number}"
         number = self.spec.tag(step.number)
         self.experts.begin(number)
-        self.experts.joined = self.spec.joined and step.decoded_rows > ROW_TOKENS
+        self.experts.joined = self.spec.joined and step.decoded_rows > FEW_ROWS
         self.stages.begin(number)
         waited = self.experts.seconds_waiting, self.stages.seconds
         with self.report.timed("record"):

@@ -12,9 +12,9 @@ of the others' progress. A replica without requests, or one that reads a prompt 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from kt_ray.config.limits import ROW_TOKENS
 from kt_ray.transport.messages import Message
 
 
@@ -22,10 +22,12 @@ class JoinedCalls:
     """Takes the messages of a session one by one; says what is to be computed then.
 
     Args:
-        replicas: whose messages come.
+        replicas: whose messages come. row_tokens: layer -> tokens up to which a call takes the other order of
+            additions (`Engine.row_tokens`).
     """
 
-    def __init__(self, replicas: Iterable[int]) -> None:
+    def __init__(self, replicas: Iterable[int], row_tokens: Callable[[int], int]) -> None:
+        self._row_tokens = row_tokens
         # the last layer that each has asked for in a step that joins; it is the model's last between steps
         self._done = dict.fromkeys(replicas, math.inf)
         self._held: dict[int, Message] = {}  # by replica
@@ -40,7 +42,7 @@ class JoinedCalls:
             return []
         there = [other for other in sorted(self._held) if _layer(self._held[other]) == layer]
         self._done.update(dict.fromkeys(there, layer))
-        return _alike(self._held.pop(other) for other in there)
+        return _alike((self._held.pop(other) for other in there), self._row_tokens(layer))
 
 
 def _layer(message: Message) -> int:
@@ -48,21 +50,11 @@ def _layer(message: Message) -> int:
     return layer
 
 
-def _alike(messages: Iterable[Message]) -> list[list[Message]]:
-    """Calls with one adapter each, that take the order of additions which every message would take alone: so
-    its tokens get the same bits."""
-    calls: list[list[Message]] = []
+def _alike(messages: Iterable[Message], row_tokens: int) -> list[list[Message]]:
+    """Calls with one adapter each, whose messages all take the same order of additions: so their tokens get
+    the bits that they would get alone."""
+    calls: dict[tuple[Any, bool], list[Message]] = {}
     for message in messages:
-        for call in calls:
-            few, all_few = (_tokens(part) <= ROW_TOKENS for part in (call[:1], [*call, message]))
-            same = message.facts.get("adapter") == call[0].facts.get("adapter")
-            if same and few == all_few and few == (_tokens([message]) <= ROW_TOKENS):
-                call.append(message)
-                break
-        else:
-            calls.append([message])
-    return calls
-
-
-def _tokens(messages: Iterable[Message]) -> int:
-    return sum(message.tensors["x"].shape[0] for message in messages)
+        few = message.tensors["x"].shape[0] <= row_tokens
+        calls.setdefault((message.facts.get("adapter"), few), []).append(message)
+    return list(calls.values())

@@ -149,6 +149,7 @@ def actor_specs(
             optim=config.optim,
             seed=config.seed,
             formulas=formulas,
+            tokens_per_row=plan.dims.tokens_per_row,
             experts_path=config.model.experts_path,
             root=root,
             start=start,

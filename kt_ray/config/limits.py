@@ -17,8 +17,9 @@ LISTED: dict[str, tuple[str, ...]] = {
 QUANTISING_BACKENDS = ("AMXINT8", "AMXINT4", "W4A8")  # quantise experts while they stream in
 INT8_BACKENDS = ("AMXINT8", "W4A8")  # multiply them in int8
 
-# Up to so many tokens a forward that keeps nothing may go by rows of the weights: kRowTokens of kernels.h.
-ROW_TOKENS = 16
+# Replicas whose decoding steps have no more rows do not wait for each other: they seldom choose the same
+# experts.
+FEW_ROWS = 16
 
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {

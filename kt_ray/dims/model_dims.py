@@ -95,6 +95,11 @@ class ModelDims:
         return self.expert_storage.format
 
     @property
+    def tokens_per_row(self) -> float:
+        """Tokens for each row that an expert gets, were routing even."""
+        return self.num_experts / self.experts_per_token
+
+    @property
     def expert_width(self) -> int:
         """Width of a routed expert's input and output."""
         return self.expert_hidden or self.hidden_size

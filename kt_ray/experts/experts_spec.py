@@ -22,6 +22,7 @@ class LocalExpertsSpec(ExpertActorPlan):
     seed: int  # the run's seed (LoRA initialisation, dropout)
     # MoE layer -> what its experts compute; layers that are not named are plain SwiGLU
     formulas: Mapping[int, ExpertFormula] = field(default_factory=dict)
+    tokens_per_row: float = 0.0  # as `Engine` has it
     # GGUF file that the experts are read from instead of `model_dir`, in its types whatever the backend; None
     # = `model_dir`
     experts_path: str | None = None

@@ -98,6 +98,7 @@ class LocalExperts:
             threads=spec.threads,
             cpus=spec.cpus or None,
             int8_products=spec.backend in INT8_BACKENDS,
+            tokens_per_row=spec.tokens_per_row,
         )
         self.lane: Lane | None = None
         if spec.lane is not None:
@@ -116,6 +117,7 @@ class LocalExperts:
         self.weight_bytes = 0
         self.huge_pages = True  # whether loaded weights have them, as far as that is known
         self._local_ids: dict[int, Tensor] = {}  # layer -> local id by global one
+        self._row_tokens: dict[int, int] = {}  # by layer
         self._exact = Scratch()  # y or dx before it is rounded
         self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
         self._grads: dict[int, ExpertLora] = {}
@@ -338,6 +340,13 @@ class LocalExperts:
             table[list(own)] = torch.arange(len(own))
         return table[ids_TK.long().clamp(max=num_experts)]
 
+    def row_tokens(self, layer: int) -> int:
+        """`Engine.row_tokens` of a layer; 0 where all of its experts are on the lane's device."""
+        if layer not in self._row_tokens:
+            weights = self.weights.get(layer)
+            self._row_tokens[layer] = 0 if weights is None else self.engine.row_tokens(weights, 1)
+        return self._row_tokens[layer]
+
     def forward(
         self,
         layer: int,
@@ -351,6 +360,7 @@ class LocalExperts:
         alloc: Alloc = new_memory,
         adapter: bool | str | None = None,
         trainings: Tensor | None = None,
+        tokens_alone: int | None = None,
     ) -> Tensor:
         """Weighted sum over the local experts.
 
@@ -362,6 +372,7 @@ class LocalExperts:
                 None = as begin_pass said.
             trainings: int64 [T], whose LoRA each token has: 0 = the present training's, then in the order of
                 `begin_pass`; None = the present one's.
+            tokens_alone: as of `Engine.forward`.
 
         Returns:
             y [T, H] in the type of `spec.answers`.
@@ -405,6 +416,7 @@ class LocalExperts:
                     keys=keys_T,
                     save=keep and _SAVED.get(self.spec.activations, True),
                     out=y_TH,
+                    tokens_alone=tokens_alone,
                 )
             else:
                 y_TH.zero_()

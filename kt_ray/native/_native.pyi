@@ -37,7 +37,15 @@ class Saved:
         """Give the memory back to the engine: at once, or when a running backward has read it."""
 
 class Engine:
-    def __init__(self, isa: str, threads: int, cpus: list[int], int8_products: bool = False) -> None: ...
+    def __init__(
+        self,
+        isa: str,
+        threads: int,
+        cpus: list[int],
+        int8_products: bool = False,
+        tokens_per_row: float = 0.0,
+    ) -> None: ...
+    def row_tokens(self, weights: WeightsArg, slots: int) -> int: ...
     def forward(
         self,
         weights: WeightsArg,
@@ -51,6 +59,7 @@ class Engine:
         keep: int,
         y: TensorArg,
         check_finite: bool,
+        tokens_alone: int | None,
     ) -> Saved | None: ...
     def backward(
         self,

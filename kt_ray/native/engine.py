@@ -132,6 +132,9 @@ class Engine:
         threads: number of threads; None = one per CPU of `cpus`.
         cpus: CPUs the threads are pinned to, intersected with this process's affinity mask;
             None = the whole mask.
+        tokens_per_row: tokens of a call for each row that an expert gets, were routing even: all experts of a
+            layer over those that a token chooses; 0 = the experts of a call's weights over its slots. It
+            decides which calls go by rows, see `row_tokens`.
         int8_products: multiply in int8, with activations and gradients quantised: row by row for weights in
             format "int8" with one scale per output channel (W8A8), in groups of 32 in the forward of
             weights in format "int4" (W4A8). Less exact, see docs/numerics.md; takes no other weights.
@@ -156,6 +159,7 @@ class Engine:
         cpus: Sequence[int] | None = None,
         *,
         int8_products: bool = False,
+        tokens_per_row: float = 0.0,
     ) -> None:
         self.isa, self.isa_reason = select_isa(isa)
         allowed = os.sched_getaffinity(0)
@@ -166,7 +170,7 @@ class Engine:
         if self.threads < 1:
             raise ValueError(f"threads: {self.threads}, required at least 1")
         self.int8_products = int8_products
-        self._engine = _native.Engine(self.isa, self.threads, list(self.cpus), int8_products)
+        self._engine = _native.Engine(self.isa, self.threads, list(self.cpus), int8_products, tokens_per_row)
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -195,6 +199,11 @@ class Engine:
         """Memory the engine holds between calls, for reuse."""
         return self._engine.scratch_bytes
 
+    def row_tokens(self, weights: ExpertWeights, slots: int) -> int:
+        """Up to so many tokens of `slots` each, a forward with these weights that keeps nothing goes by rows
+        of the weights instead of panels: with another order of additions (docs/numerics.md). 0 = none."""
+        return self._engine.row_tokens(_weights_arg(weights), slots)
+
     def forward(
         self,
         weights: ExpertWeights,
@@ -209,6 +218,7 @@ class Engine:
         save: SaveMode = True,
         check_finite: bool = False,
         out: Tensor | None = None,
+        tokens_alone: int | None = None,
     ) -> tuple[Tensor, _native.Saved | None]:
         """The weighted sum of the chosen experts of every token.
 
@@ -226,9 +236,11 @@ class Engine:
             save: True keeps gate and up for backward, and x where there are adapters; "int8" the same with
                 gate and up in blocks of int8, from which y is computed, too; "recompute" keeps x and
                 computes the rest again in backward; False keeps nothing. True and "recompute" give the same
-                bits; False may add products of few tokens in another order (docs/numerics.md).
+                bits; False may add products of few tokens in another order (`row_tokens`).
             check_finite: look for NaN and infinity in x and y.
             out: contiguous float32 [T, H] to write y to; None = new memory.
+            tokens_alone: for a call that joins several, tokens of the largest of them: its order of additions
+                is theirs, as if each were alone; None = T.
 
         Returns:
             (y [T, H] float32, what backward needs or None).
@@ -256,6 +268,7 @@ class Engine:
             _KEEP[save],
             _arg("y", y_TH),
             check_finite,
+            tokens_alone,
         )
         return y_TH, saved
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from kt_ray.config.limits import ROW_TOKENS
+from kt_ray.config.limits import FEW_ROWS
 from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
 from kt_ray.hardware.rates import Rates
@@ -129,9 +129,8 @@ class _Steps:
 
     def joins(self, rows: int, context: int) -> bool:
         """Whether a step of one new token each is shorter with joined calls. Not with a lane, whose choice of
-        experts would depend on what is joined, nor with so few tokens that the engine goes another way for
-        all of them than for each replica's."""
-        if self.sharing == 1 or rows <= ROW_TOKENS or any(actor.lane for actor in self.plan.experts):
+        experts would depend on what is joined, nor with few rows."""
+        if self.sharing == 1 or rows <= FEW_ROWS or any(actor.lane for actor in self.plan.experts):
             return False
         return self._step(rows, 1, context, joined=True) < self._step(rows, 1, context, joined=False)
 

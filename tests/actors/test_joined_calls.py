@@ -15,6 +15,10 @@ from kt_ray.transport.messages import Message
 MANY, FEW = 20, 5  # tokens: by panels, by rows of the weights
 
 
+def row_tokens(layer: int) -> int:
+    return 16
+
+
 def message(replica: int, layer: int, tokens: int = MANY, joined: bool = True, **facts: Any) -> Message:
     facts |= {"joined": True} if joined else {}
     return Message(("forward", 1, layer, 0, replica), {"x": torch.empty(tokens, 1)}, facts)
@@ -26,7 +30,7 @@ def called(calls: list[list[Message]]) -> list[list[tuple[int, int]]]:
 
 
 def test_who_is_ahead_waits_for_who_is_behind_and_both_are_one_call() -> None:
-    calls = JoinedCalls((0, 1))
+    calls = JoinedCalls((0, 1), row_tokens)
     assert called(calls.add(message(0, 1))) == [[(0, 1)]]  # the other may have nothing to do
     assert called(calls.add(message(0, 2))) == [[(0, 2)]]
     assert called(calls.add(message(1, 1))) == [[(1, 1)]]
@@ -38,7 +42,7 @@ def test_who_is_ahead_waits_for_who_is_behind_and_both_are_one_call() -> None:
 
 
 def test_nobody_waits_for_a_replica_between_steps_or_one_that_reads_a_prompt() -> None:
-    calls = JoinedCalls((0, 1))
+    calls = JoinedCalls((0, 1), row_tokens)
     last = 3
     for layer in range(1, last + 1):
         calls.add(message(1, layer))
@@ -54,7 +58,7 @@ def test_nobody_waits_for_a_replica_between_steps_or_one_that_reads_a_prompt() -
     [
         ((MANY, MANY, MANY), (True, True, True), [[0, 1, 2]]),
         ((FEW, FEW, FEW), (True, True, True), [[0, 1, 2]]),
-        ((FEW, 2 * FEW, 2 * FEW), (True, True, True), [[0, 1], [2]]),  # 25 would go by panels
+        ((FEW, 2 * FEW, 2 * FEW), (True, True, True), [[0, 1, 2]]),  # each alone goes by rows
         ((MANY, FEW, MANY), (True, True, True), [[0, 2], [1]]),
         ((MANY, MANY, MANY), (True, "a", "a"), [[0], [1, 2]]),
         ((0, MANY, 0), (True, True, True), [[0, 2], [1]]),  # a far actor may have none of the tokens
@@ -63,7 +67,7 @@ def test_nobody_waits_for_a_replica_between_steps_or_one_that_reads_a_prompt() -
 def test_a_call_has_one_adapter_and_one_order_of_additions(
     tokens: tuple[int, ...], adapters: tuple[bool | str, ...], expected: list[list[int]]
 ) -> None:
-    calls = JoinedCalls(range(3))
+    calls = JoinedCalls(range(3), row_tokens)
     for replica in range(3):  # all in the midst of a step
         calls.add(message(replica, 1))
     found: list[list[Message]] = []
@@ -80,7 +84,7 @@ def test_all_replicas_come_to_their_end_at_any_number_of_actors(seed: int) -> No
     draw = random.Random(seed)
     replicas, actors, layers = draw.randint(2, 4), draw.randint(1, 3), range(1, draw.randint(2, 6))
     steps = {r: [draw.random() < 0.8 for _ in range(draw.randint(1, 6))] for r in range(replicas)}
-    calls = [JoinedCalls(range(replicas)) for _ in range(actors)]
+    calls = [JoinedCalls(range(replicas), row_tokens) for _ in range(actors)]
     way = {r: [(step, layer) for step in range(len(steps[r])) for layer in layers] for r in range(replicas)}
     travelling: list[tuple[int, Message]] = []  # (actor, message)
     answers: Counter[int] = Counter()

@@ -10,14 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kt_ray.config.limits import ROW_TOKENS
 from kt_ray.native import Engine, ExpertMatrix
 from tests.helpers.matrices import VARIANTS, quantised_case
 from tests.helpers.native import ACTIVATIONS, DTYPES, EVERY, ISAS, Case, Shape, lay_out, make_case
 
 pytestmark = pytest.mark.accept("engine")
 
-TOKENS = ROW_TOKENS
+TOKENS = 16
 
 # (H, I) by the multiple that a format needs: whole steps of 128 or 256 elements and a rest, or only a rest.
 SIZES = {
@@ -249,3 +248,34 @@ print(engine.forward(small, x[:, :2], ids, w, save=False)[0].shape)
     assert first.startswith("layer 12, ")
     assert "bytes of scratch for a thread" in first
     assert second == "torch.Size([1, 2])"
+
+
+def test_up_to_how_many_tokens() -> None:
+    """Three rows of an expert under even routing, and 16 tokens whatever the experts."""
+    shape = Shape(tokens=2, slots=2, experts=32, hidden=256, inter=256)
+    with Engine("auto", threads=1) as own, Engine("auto", threads=1, tokens_per_row=32) as told:
+        for name, most, by_told in (("fp8-128x128", 48, 96), ("q4_k", 32, 64), ("q4_0", 16, 32), ("q5_1", 0, 0)):
+            weights = quantised_case(shape, name).weights
+            assert (own.row_tokens(weights, 2), told.row_tokens(weights, 2)) == (most, by_told), name
+            assert own.row_tokens(weights, 16) == min(most, 16)
+        mixed = quantised_case(shape, "q4_k", down="q5_0").weights
+        assert own.row_tokens(mixed, 2) == 0
+    with Engine("auto", threads=1, int8_products=True) as integer:
+        assert integer.row_tokens(quantised_case(shape, "int4-32").weights, 2) == 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_joined_calls_have_the_bits_of_each(engine_of, isa: str) -> None:
+    """Also where all of their tokens would go by panels."""
+    case = quantised_case(Shape(tokens=40, slots=2, experts=3, hidden=256, inter=256, rank=4), "q4_k")
+    engine, lora = engine_of[isa], case.lora or None
+
+    def forward(rows: slice, alone: int | None = None) -> torch.Tensor:
+        some = case.x[rows], case.ids[rows], case.weights_TK[rows]
+        return engine.forward(case.weights, *some, lora=lora, save=False, tokens_alone=alone)[0]
+
+    apart = [forward(slice(first, first + 10)) for first in range(0, 40, 10)]
+    assert torch.equal(forward(slice(0, 40), alone=10), torch.cat(apart))
+    by_panels = forward(slice(0, 40))
+    assert torch.equal(by_panels, forward(slice(0, 40), alone=40))
+    assert not torch.equal(by_panels, torch.cat(apart)) or isa == "reference"

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -238,7 +239,8 @@ std::unique_ptr<kt::Saved> forward(kt::Engine& engine, const py::tuple& weights,
                                    const py::tuple& ids_arg, const py::tuple& w_arg,
                                    const std::vector<py::tuple>& lora_arg, const py::object& adapter_arg,
                                    const py::object& dropout_arg, const py::object& keys_arg, int keep,
-                                   const py::tuple& y_arg, bool check_finite) {
+                                   const py::tuple& y_arg, bool check_finite,
+                                   std::optional<int64_t> tokens_alone) {
     const kt::Weights w = weights_from(weights);
     const std::vector<kt::LoraView> lora = lora_from(lora_arg, w);
     const Tensor x(x_arg), ids(ids_arg), weights_tk(w_arg), y(y_arg);
@@ -273,6 +275,7 @@ std::unique_ptr<kt::Saved> forward(kt::Engine& engine, const py::tuple& weights,
         x.dtype == "bfloat16",
         tokens,
         slots,
+        tokens_alone.value_or(tokens),
         ids.dtype == "int32" ? route(ids.as<const int32_t>()) : route(ids.as<const int64_t>()),
         dropout};
     if (dropout.p > 0) kt::hash_rows(input.routing, dropout, w.layer, w.expert_ids, keys);
@@ -406,8 +409,11 @@ PYBIND11_MODULE(_native, m) {
              "Gives the memory back to the engine: at once, or when a running backward has read it.");
 
     py::class_<kt::Engine>(m, "Engine")
-        .def(py::init<const std::string&, int, const std::vector<int>&, bool>(), py::arg("isa"),
-             py::arg("threads"), py::arg("cpus"), py::arg("int8_products") = false)
+        .def(py::init<const std::string&, int, const std::vector<int>&, bool, double>(), py::arg("isa"),
+             py::arg("threads"), py::arg("cpus"), py::arg("int8_products") = false,
+             py::arg("tokens_per_row") = 0.0)
+        .def("row_tokens", [](const kt::Engine& engine, const py::tuple& weights,
+                              int64_t slots) { return engine.row_tokens(weights_from(weights), slots); })
         .def("forward", &forward)
         .def("backward", &backward)
         .def("join", &join)

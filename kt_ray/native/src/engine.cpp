@@ -103,12 +103,20 @@ struct TaskOutOfMemory : std::bad_alloc {
 // Elements of a row lie side by side, which is what row kernels read.
 bool row_major(const Matrix& m) { return m.col_bytes <= (m.format == Format::f32 ? 4 : 2); }
 
-// Whether a forward goes by rows of the weights instead of panels: a rule over shapes, so that the order of
-// additions is known before (docs/numerics.md).
-bool goes_by_rows(const Weights& w, const Kernels& k, const ForwardInput& input, Keep keep) {
-    return keep == Keep::nothing && input.tokens <= kRowTokens && input.dropout.p == 0 &&
-           k.quantised_size == 0 && row_major(w.up.first) && row_major(w.down.first) &&
-           (!w.activation.gated() || row_major(w.gate.first));
+// Rows of an expert up to which the weights' rows are faster than panels (docs/kernels.md); 0: never.
+int64_t most_rows(Format format) {
+    switch (format) {
+        case Format::q5_0:
+        case Format::q5_1:
+            return 0;
+        case Format::q4_0:
+        case Format::q5_k:
+            return 1;
+        case Format::q4_k:
+            return 2;
+        default:
+            return 3;
+    }
 }
 
 constexpr int64_t kDepthStep = 32;  // packed depths are multiples of it: a slice of a panel
@@ -183,8 +191,10 @@ void Saved::release() {
     released = true;
 }
 
-Engine::Engine(const std::string& isa, int threads, const std::vector<int>& cpus, bool int8_products)
+Engine::Engine(const std::string& isa, int threads, const std::vector<int>& cpus, bool int8_products,
+               double tokens_per_row)
     : isa_(checked(isa)),
+      tokens_per_row_(tokens_per_row),
       threads_(threads),
       process_(getpid()),
       kernels_(int8_products ? int8_kernels_of(isa_) : kernels_of(isa_)),
@@ -239,6 +249,16 @@ Engine::QuantisedRows Engine::quantised_rows(const Kernels& k, int64_t rows, int
     const int64_t row_bytes = padded(depth * k.quantised_size, 64);
     const int64_t scales = in_groups ? row_bytes / k.quantised_size / kDepthStep : 1;
     return {take(rows * row_bytes), take(rows * scales * sizeof(RowScale))};
+}
+
+int64_t Engine::row_tokens(const Weights& w, int64_t slots) const {
+    std::vector<Matrix> matrices = {w.up.first, w.down.first};
+    if (w.activation.gated()) matrices.push_back(w.gate.first);
+    int64_t rows = kernels(w).quantised_size > 0 ? 0 : most_rows(Format::bf16);
+    for (const Matrix& m : matrices) rows = row_major(m) ? std::min(rows, most_rows(m.format)) : 0;
+    const double tokens =
+        tokens_per_row_ > 0 ? tokens_per_row_ : static_cast<double>(w.experts) / std::max<int64_t>(slots, 1);
+    return rows == 0 ? 0 : std::max(kFewTokens, static_cast<int64_t>(rows * tokens));
 }
 
 int64_t Engine::span_rows(const Weights& w, const Kernels& k) {
@@ -387,9 +407,10 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->parts = w.activation.gated() ? 2 : 1;
     saved->keep = keep;
     saved->routing = std::move(input.routing);
-    const bool by_rows = goes_by_rows(w, k, input, keep);
+    const bool by_rows =
+        keep == Keep::nothing && input.dropout.p == 0 && input.tokens_alone <= row_tokens(w, input.slots);
     if (by_rows)
-        saved->routing.cut(1, 1, kRowTokens, kRowTokens);
+        saved->routing.cut(1, 1, kSpanRows, kSpanRows);
     else
         saved->routing.cut(k.max_rows, k.row_step, span_rows(w, k), kChunkRows);
     for (const LoraView& view : lora) saved->ranks.push_back(view.rank);

@@ -178,7 +178,8 @@ struct ScatterTask {
 constexpr int64_t kKeptBlock = 32;  // values of gate or up that share a scale; divides inter_pad
 inline int64_t kept_row_bytes(const Pass& p) { return p.parts * p.inter_pad / kKeptBlock * (kKeptBlock + 2); }
 
-constexpr int64_t kRowTokens = 16;  // by rows: tokens of a call and rows of a span, at most
+constexpr int64_t kFewTokens = 16;  // by rows: tokens of a call, whatever the experts
+constexpr int64_t kSpanRows = 16;   // by rows: of a span or a chunk, at most
 constexpr int64_t kTokenChunk = 64;
 constexpr int64_t kChunkRows = 128;  // at most, of a chunk
 constexpr int64_t kDwColumns = 128;  // columns of I whose part of dw is summed in one piece

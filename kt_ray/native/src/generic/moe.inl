@@ -82,7 +82,7 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     };
     const int64_t depth = max_of(p.hidden_pad, p.parts * p.inter_pad) / kSlice;
     const int64_t panel = p.by_rows ? 0 : min_of(depth, max_slices<C>()) * slice_steps<C>() * step_size<T>();
-    const int64_t few = min_of(p.rows, kRowTokens);  // of a span or a chunk by rows
+    const int64_t few = min_of(p.rows, kSpanRows);  // of a span or a chunk by rows
     const int64_t rows = p.by_rows ? few : max_of(p.span_rows, kChunkRows);
     const int64_t rank = max_of(p.rank_pad, kRankLine);
     char* panel0 = take(panel, sizeof(T));
