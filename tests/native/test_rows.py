@@ -254,7 +254,12 @@ def test_up_to_how_many_tokens() -> None:
     """Three rows of an expert under even routing, and 16 tokens whatever the experts."""
     shape = Shape(tokens=2, slots=2, experts=32, hidden=256, inter=256)
     with Engine("auto", threads=1) as own, Engine("auto", threads=1, tokens_per_row=32) as told:
-        for name, most, by_told in (("fp8-128x128", 48, 96), ("q4_k", 32, 64), ("q4_0", 16, 32), ("q5_1", 0, 0)):
+        for name, most, by_told in (
+            ("fp8-128x128", 48, 96),
+            ("q4_k", 32, 64),
+            ("q4_0", 16, 32),
+            ("q5_1", 0, 0),
+        ):
             weights = quantised_case(shape, name).weights
             assert (own.row_tokens(weights, 2), told.row_tokens(weights, 2)) == (most, by_told), name
             assert own.row_tokens(weights, 16) == min(most, 16)

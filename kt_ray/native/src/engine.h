@@ -129,13 +129,14 @@ struct ScatteredRows {
 class Engine {
   public:
     // isa: a name of isa_statuses(), available (std::invalid_argument otherwise). int8_products: weights
-    // must be int4, or int8 with one scale per output channel; they are multiplied as integers. tokens_per_row:
-    // of a call, for each row that an expert gets under even routing; 0: its experts over its slots.
+    // must be int4, or int8 with one scale per output channel; they are multiplied as integers.
+    // tokens_per_row: of a call, for each row that an expert gets under even routing; 0: its experts over its
+    // slots.
     Engine(const std::string& isa, int threads, const std::vector<int>& cpus, bool int8_products = false,
            double tokens_per_row = 0.0);
 
-    // Up to so many tokens a forward that keeps nothing goes by rows of the weights instead of panels, without
-    // dropout: a rule over shapes, so that the order of additions is known before (docs/numerics.md).
+    // Up to so many tokens a forward that keeps nothing goes by rows of the weights instead of panels,
+    // without dropout: a rule over shapes, so that the order of additions is known before (docs/numerics.md).
     int64_t row_tokens(const Weights& w, int64_t slots) const;
 
     // y [T, H]. Returns null when nothing is kept. `check_finite` looks for NaN and infinity and throws
