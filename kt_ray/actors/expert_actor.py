@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -221,7 +222,8 @@ class ExpertActor(PlainActor):
         # (worker, group) -> the reply that its next request of the group proves read
         leases: dict[tuple[Address, int], Lease] = {}
         workers = len(self._replicas) * self.plan.stages
-        joined = JoinedCalls(self._replicas, self.experts.row_tokens)
+        slots = self.plan.dims.experts_per_token
+        joined = JoinedCalls(self._replicas, cache(lambda layer: self.experts.row_tokens(layer, slots)))
         self.experts.begin_pass(0, dropout=False)
         self.doing = "generating"
         while workers:

@@ -17,8 +17,8 @@ LISTED: dict[str, tuple[str, ...]] = {
 QUANTISING_BACKENDS = ("AMXINT8", "AMXINT4", "W4A8")  # quantise experts while they stream in
 INT8_BACKENDS = ("AMXINT8", "W4A8")  # multiply them in int8
 
-# Replicas whose decoding steps have no more rows do not wait for each other: they seldom choose the same
-# experts.
+# Replicas whose decoding steps have no more rows do not wait for each other. A guess: the less they have, the
+# fewer experts are chosen by both, and a wait is as long as ever.
 FEW_ROWS = 16
 
 # Words a key may have. Keys whose type also allows null or a number take those as well.

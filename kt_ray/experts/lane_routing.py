@@ -69,7 +69,7 @@ def route(ids: Tensor, weights: Tensor, batches: Sequence[Sequence[int]], none: 
     Args:
         ids: [T, K] local ids, `none` and above meaning no expert. weights: [T, K] float32.
         batches: local ids, each with at least one row, in the order in which they are computed; of several
-            at once at most LANE_ROWS rows, counted as many times the longest's.
+            at once at most LANE_ROWS places, as many for each as the longest has.
     """
     experts = [e for batch in batches for e in batch]
     rank = torch.full((none + 1,), -1, dtype=torch.int64)

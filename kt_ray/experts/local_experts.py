@@ -117,7 +117,6 @@ class LocalExperts:
         self.weight_bytes = 0
         self.huge_pages = True  # whether loaded weights have them, as far as that is known
         self._local_ids: dict[int, Tensor] = {}  # layer -> local id by global one
-        self._row_tokens: dict[int, int] = {}  # by layer
         self._exact = Scratch()  # y or dx before it is rounded
         self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
         self._grads: dict[int, ExpertLora] = {}
@@ -340,12 +339,10 @@ class LocalExperts:
             table[list(own)] = torch.arange(len(own))
         return table[ids_TK.long().clamp(max=num_experts)]
 
-    def row_tokens(self, layer: int) -> int:
+    def row_tokens(self, layer: int, slots: int) -> int:
         """`Engine.row_tokens` of a layer; 0 where all of its experts are on the lane's device."""
-        if layer not in self._row_tokens:
-            weights = self.weights.get(layer)
-            self._row_tokens[layer] = 0 if weights is None else self.engine.row_tokens(weights, 1)
-        return self._row_tokens[layer]
+        weights = self.weights.get(layer)
+        return 0 if weights is None else self.engine.row_tokens(weights, slots)
 
     def forward(
         self,

@@ -80,7 +80,8 @@ def batches(experts: Sequence[int], counts: Sequence[int], params: int) -> tuple
     """Experts in the order and the batches in which a device computes them, those with most rows first.
 
     The rows of a batch are filled up to `places` of its longest expert's. As neighbours in this order are
-    about as long, a call is filled up with no more than LANE_BATCH times these places, and an eighth.
+    about as long, a call is filled up with no more than LANE_BATCH times these places, and what `places` adds
+    to each expert.
 
     Args:
         counts: rows of every expert; ties go to the lowest id. params: of one expert.

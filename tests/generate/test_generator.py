@@ -112,14 +112,17 @@ def test_answers_to_one_prompt_share_its_prefill(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("stages", [1, 2])
-def test_replicas_that_share_calls_give_the_same_bits(tmp_path: Path, stages: int, device: str) -> None:
-    """Of many rows and few, and where one replica has ended before the other."""
-    path = build_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=6)
+@pytest.mark.parametrize(("stages", "experts"), [(1, 4), (2, 4), (1, 32)])
+def test_replicas_that_share_calls_give_the_same_bits(
+    tmp_path: Path, stages: int, experts: int, device: str
+) -> None:
+    """Of many rows and few, and where one replica has ended before the other. With 32 experts a replica's
+    tokens go by rows of the weights, all together would not."""
+    path = build_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=6, num_experts=experts)
     config = config_for(path, *layers_on(device, 6, stages, 2), "rule.experts.sockets=2")
     with local_cluster(path, config) as cluster:
         random_adapter(cluster)
-        for rows, share in ((48, True), (20, False)):
+        for rows, share in ((48 if experts == 4 else 80, True), (20, False)):
             apart, of_each = replicas_answers(cluster, rows, joined=False)
             together, joined = replicas_answers(cluster, rows, joined=True)
             assert together == apart

@@ -270,9 +270,10 @@ def test_up_to_how_many_tokens() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_joined_calls_have_the_bits_of_each(engine_of, isa: str) -> None:
-    """Also where all of their tokens would go by panels."""
-    case = quantised_case(Shape(tokens=40, slots=2, experts=3, hidden=256, inter=256, rank=4), "q4_k")
+@pytest.mark.parametrize("name", ["fp8-128x128", "int4-32", "q4_k", "q6_k"])
+def test_joined_calls_have_the_bits_of_each(engine_of, isa: str, name: str) -> None:
+    """Also where all of their tokens would go by panels, and an expert has more rows than a span."""
+    case = quantised_case(Shape(tokens=40, slots=2, experts=3, hidden=256, inter=256, rank=4), name)
     engine, lora = engine_of[isa], case.lora or None
 
     def forward(rows: slice, alone: int | None = None) -> torch.Tensor:
@@ -284,3 +285,6 @@ def test_joined_calls_have_the_bits_of_each(engine_of, isa: str) -> None:
     by_panels = forward(slice(0, 40))
     assert torch.equal(by_panels, forward(slice(0, 40), alone=40))
     assert not torch.equal(by_panels, torch.cat(apart)) or isa == "reference"
+    for wrong in (0, 41):
+        with pytest.raises(ValueError, match="tokens_alone"):
+            forward(slice(0, 40), alone=wrong)

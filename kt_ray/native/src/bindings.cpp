@@ -252,6 +252,10 @@ std::unique_ptr<kt::Saved> forward(kt::Engine& engine, const py::tuple& weights,
     weights_tk.typed({"float32"}).shaped({tokens, slots});
     y.typed({"float32"}).shaped({tokens, w.hidden});
 
+    if (tokens_alone && (*tokens_alone > tokens || *tokens_alone < std::min<int64_t>(1, tokens)))
+        throw py::value_error("tokens_alone: " + std::to_string(*tokens_alone) + ", required 1 to " +
+                              std::to_string(tokens));
+
     const int64_t* adapter = nullptr;
     if (!adapter_arg.is_none())
         adapter = Tensor(adapter_arg.cast<py::tuple>()).typed({"int64"}).shaped({tokens}).as<int64_t>();

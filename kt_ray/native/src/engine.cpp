@@ -407,8 +407,9 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->parts = w.activation.gated() ? 2 : 1;
     saved->keep = keep;
     saved->routing = std::move(input.routing);
+    const int64_t few = row_tokens(w, input.slots);
     const bool by_rows =
-        keep == Keep::nothing && input.dropout.p == 0 && input.tokens_alone <= row_tokens(w, input.slots);
+        keep == Keep::nothing && input.dropout.p == 0 && input.tokens > 0 && input.tokens_alone <= few;
     if (by_rows)
         saved->routing.cut(1, 1, kSpanRows, kSpanRows);
     else
