@@ -244,9 +244,13 @@ class Driver {
                                     static_cast<int64_t>(c.adapters.size()));
         };
         const bool half = (c.flags & kXBf16) != 0;
-        kt::ForwardInput input{
-            half ? static_cast<const void*>(c.x16.data()) : c.x32.data(),     half,     c.tokens, c.slots,
-            c.flags & kIds32 ? route(c.ids32.data()) : route(c.ids64.data()), c.dropout};
+        kt::ForwardInput input{half ? static_cast<const void*>(c.x16.data()) : c.x32.data(),
+                               half,
+                               c.tokens,
+                               c.slots,
+                               c.tokens,
+                               c.flags & kIds32 ? route(c.ids32.data()) : route(c.ids64.data()),
+                               c.dropout};
         if (c.dropout.p > 0) kt::hash_rows(input.routing, c.dropout, c.layer, c.expert_ids, c.keys.data());
         return engine.forward(c.engine_weights(), std::move(input), views(c), keep, out.y.data(),
                               (c.flags & kCheckFinite) != 0);
