@@ -254,8 +254,7 @@ class ExpertActor(PlainActor):
         self.experts.forget_calls()  # they come in any order
         inputs = {name: [message.tensors[name] for message in messages] for name in messages[0].tensors}
         alone = max(len(x_TH) for x_TH in inputs["x"])
-        how = {"keep": False, "adapter": adapter, "tokens_alone": alone}
-        answers = self._forward(layer, group, inputs, alloc, **how)
+        answers = self._forward(layer, group, inputs, alloc, keep=False, adapter=adapter, tokens_alone=alone)
         for worker, message, rows in zip(workers, messages, _divided(messages, answers), strict=True):
             reply = Message(("reply", *message.tag[:4], self.rank), rows)
             leases[worker, group] = self.port.send([worker], reply)

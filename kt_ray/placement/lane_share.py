@@ -64,8 +64,8 @@ def dealt(
 def places(rows: int) -> int:
     """For how many rows there is room where an expert has so many: an eighth more at most, or seven.
 
-    Products on a GPU then have few shapes. Its library looks for a kernel at the first product of each shape,
-    which takes hundreds of microseconds of the host's time, and remembers thousands of shapes.
+    Products on a GPU then have few shapes: a product of a new one takes the host half a millisecond, as far
+    as a profile shows, while cuBLAS remembers the kernels of thousands of shapes.
     """
     step = max(8, (1 << rows.bit_length()) >> 4)
     return -(-rows // step) * step

@@ -143,3 +143,20 @@ def test_one_token_makes_no_keys_of_what_is_cached(
         assert widths == [n for n in (9, 1, 1, 1) for _ in range(layers)]
         return
     assert widths == [n for n in (9, 10, 11, 12) for _ in range(layers) if n == 9 or each_step]
+
+
+class _CachesFirst:
+    def forward(self, x: Any, cache: Any) -> Any:
+        latents = cache.update(x)
+        return self.expand_kv(latents)  # type: ignore[attr-defined]
+
+
+class _ExpandsFirst:
+    def forward(self, x: Any, cache: Any) -> Any:
+        keys = self.expand_kv(x)  # type: ignore[attr-defined]
+        return cache.update(keys)
+
+
+def test_who_caches_before_expanding() -> None:
+    """DeepSeek-V3.2 does it the other way round before transformers 5.18."""
+    assert latent_keys.caches_latents(_CachesFirst) and not latent_keys.caches_latents(_ExpandsFirst)
