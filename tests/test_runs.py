@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -319,7 +320,9 @@ def test_plan_of_deepseek_v3_says_what_every_device_holds(capfd: pytest.CaptureF
     table = {line[:22].strip(): line[22:].split() for line in rows}
     for row in ("weights", "LoRA", "optimizer", "kept activations", "staging", "runtime", "sum", "capacity"):
         assert row in table, row
-    assert table["layers"][:4] == ["0-27", "28-60"] * 2  # two replicas of two stages
+    spans = [tuple(map(int, layers.split("-"))) for layers in table["layers"][:4]]
+    held = Counter(layer for first, last in spans for layer in range(first, last + 1))
+    assert held.keys() == set(range(61)) and len(set(held.values())) == 1, "each layer once per replica"
     assert table["experts per layer"][4:] == ["128", "128"]
     assert table["capacity"][:2] == ["22.42", "GiB"] and table["used"].count("%") == 6
     assert not Path("runs").exists()

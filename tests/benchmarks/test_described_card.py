@@ -18,6 +18,7 @@ import torch
 from kt_ray.experts.device_lane import DeviceLane, LaneInput
 from kt_ray.experts.lane_device import LaneDevice
 from kt_ray.gpu import aside, driver, use_driver
+from kt_ray.placement.lane_share import LANE_BATCH
 from tests.helpers.native import Shape, make_case
 
 REPO = Path(__file__).resolve().parents[2]
@@ -122,7 +123,7 @@ def test_copies_and_products_take_what_the_card_says(cards: Any) -> None:
 def test_a_lane_copies_the_next_batch_while_it_computes_one(cards: Any, products: float) -> None:
     """Held until the whole call is given, so that the host's speed does not matter: as it is simulated
     (kt_ray.timing.simulate), whether copies or products take longer."""
-    rows, experts, batch = 4, 24, 8
+    rows, experts, batch = 4, 3 * LANE_BATCH, LANE_BATCH
     case = make_case(Shape(rows * experts, 1, experts, 64, 32, rank=0), torch.bfloat16)
     case.ids = torch.arange(experts).repeat_interleave(rows).unsqueeze(1)
     card = cards.cards[DEVICE]

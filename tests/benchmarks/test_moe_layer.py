@@ -37,9 +37,9 @@ def test_moe_layer(tmp_path: Path) -> None:
     report, printed = run(*arguments, out=tmp_path / "deeper" / "moe.json")
     assert set(report) == {"machine", "commit", "records"}
     found = [(r["impl"], r["rank"], r["direction"]) for r in report["records"]]
-    both = ("forward", "backward")
-    who = (("kt_ray", 4), ("kt_ray", 0), ("torch", 4), ("grouped_mm", 0))
-    assert found == [(*w, direction) for w in who for direction in both]
+    ours, peer = ("forward", "backward", "predict"), ("forward", "backward")
+    who = {("kt_ray", 4): ours, ("kt_ray", 0): ours, ("torch", 4): peer, ("grouped_mm", 0): peer}
+    assert found == [(*w, direction) for w, directions in who.items() for direction in directions]
     rates = report["machine"]["peak"].get("1", {})
     for record in report["records"]:
         assert record["model"] == record["shape"] == "tiny"

@@ -29,7 +29,7 @@ from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.errors import UserError
 from kt_ray.model.preference_losses import dpo_losses
 from kt_ray.runs.start_adapter import open_start, start_of
-from tests.helpers.devices import DEVICES, layers_on
+from tests.helpers.devices import DEVICES, by_name, layers_on
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.mortal import Death, MortalCluster
 from tests.helpers.random_adapter import random_adapter
@@ -147,7 +147,7 @@ def test_one_step_is_that_of_peft(path: Path, tmp_path: Path, device: str) -> No
     assert_same_gradients(found, wanted, tolerance)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_name(LAYOUTS))
 def test_the_reference_of_dpo_is_the_adapter_it_starts_from(path: Path, tmp_path: Path, layout: str) -> None:
     """...while another is trained: against PEFT with both adapters on one model."""
     start, policy = of_peft(path, tmp_path / "start", 1), of_peft(path, tmp_path / "policy", 2)
