@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from kt_ray.config.fields import show
 from kt_ray.config.mapping import with_keys
@@ -247,6 +248,7 @@ def _laid_out(
     def with_streams(groups: int) -> tuple[WorkerPlan, ...]:
         return streaming(workers, dims, groups, resident, trains=not generating, lowest=backward.lowest)
 
+    @cache  # `fit` comes back to what it has tried
     def budget_of(wave: int, held: Held) -> tuple[Budget, ...]:
         own, groups = keeping(held.experts), choose_groups(config, wave)
         return budgets(dims, config, hardware, with_streams(groups), own, wave, groups, dtype, held)

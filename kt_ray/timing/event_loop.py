@@ -218,21 +218,29 @@ class EventLoop:
         self._travel(tag, carriage, 0, self.now, self.current.past)
 
     def _travel(
-        self, tag: tuple[Any, ...], carriage: Carriage, at: int, sent: float, past: Segment | None
+        self,
+        tag: tuple[Any, ...],
+        carriage: Carriage,
+        at: int,
+        sent: float,
+        past: Segment | None,
+        *,
+        alone: bool = False,
     ) -> None:
-        start = self.now
-        if at < len(carriage.legs):
-            leg = carriage.legs[at]
+        """A message goes on with its leg number `at`. alone: nothing else is done afterwards."""
+        start, legs = self.now, carriage.legs
+        while at < len(legs) and legs[at].seconds <= 0:
+            at += 1
+        if at < len(legs):
+            leg = legs[at]
 
             def carried() -> None:
                 if self.keep:
                     self._note(leg.resource, " ".join(map(str, tag)), "transfer", start)
-                self._travel(tag, carriage, at + 1, sent, Segment(leg.resource, start, self.now, past))
+                gone = Segment(leg.resource, start, self.now, past)
+                self._travel(tag, carriage, at + 1, sent, gone, alone=True)
 
-            if leg.seconds > 0:
-                self._task(leg.resource, leg.seconds, 1.0, carried)
-            else:
-                self._travel(tag, carriage, at + 1, sent, past)
+            self._task(leg.resource, leg.seconds, 1.0, carried)
             return
 
         def arrive() -> None:
@@ -246,7 +254,10 @@ class EventLoop:
             actor.past = Segment("call", start, self.now, past) if self.now > start else past
             self._resume(actor)
 
-        heapq.heappush(self.queue, (self.now + carriage.latency, next(self.order), arrive, 0))
+        if alone and not carriage.latency and not (self.queue and self.queue[0][0] <= start):
+            arrive()  # it would be the next of the queue
+            return
+        heapq.heappush(self.queue, (start + carriage.latency, next(self.order), arrive, 0))
 
     def _task(self, name: str, seconds: float, width: float, end: Callable[[], None]) -> None:
         resource = self.resources.get(name)

@@ -392,7 +392,7 @@ class _Step(EventLoop):
                 slots.release(layer)
 
     def _experts(self, c: ExpertClass, wave: WaveShape) -> Program:
-        plan, actor = self.plan, c.actors[0]
+        plan, actor, ways = self.plan, c.actors[0], c.ways
         owner = {
             (w.replica, layer): w.rank
             for w in plan.workers
@@ -403,7 +403,7 @@ class _Step(EventLoop):
         for layer, direction, g in expert_order(plan, "train"):
             # The other hosts' tokens come when this host's workers' would come to the others.
             for replica in range(self.replicas):
-                for way in c.ways:
+                for way in ways:
                     yield Wait((direction, layer, g, way.actors[0], replica), "attention")
             together = sum(part[g] for part in tokens[: len(plan.replicas_of(0))])
             own = self.durations.expert(actor, layer, direction, together, call=g)
@@ -415,7 +415,7 @@ class _Step(EventLoop):
                 yield Wait(("lane done", layer, direction, g, actor, call.device), "lane")
             yield Busy(f"add {layer}.{g}", "experts", own.after)
             for replica in range(self.replicas):
-                for way in c.ways:
+                for way in ways:
                     worker = owner[replica, layer]
                     here = self.durations.worker_lane(worker, layer, direction, tokens[replica][g], call=g)
                     sent = self._sent(here, way, tokens[replica][g])

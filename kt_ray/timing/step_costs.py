@@ -369,16 +369,31 @@ class PlanDurations:
     # -- messages ----------------------------------------------------------------------------
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
-        dims = self.plan.dims
-        row = dims.expert_width * self._sent_bytes(direction)
-        if direction == "forward":
-            row += dims.experts_per_token * 8 + 8
-        return self._carriage(worker, actors, tokens, row, "out")
+        return self._message(worker, actors, direction, tokens, "out")
 
     def reply(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
-        dims, answer = self.plan.dims, ELEMENT_BYTES[self.plan.experts[actors.actors[0]].answers]
-        row = dims.expert_width * answer + (dims.experts_per_token * 4 if direction == "backward" else 0)
-        return self._carriage(worker, actors, tokens, row, "in")
+        return self._message(worker, actors, direction, tokens, "in")
+
+    def _message(self, worker: int, actors: ExpertClass, direction: str, tokens: int, way: str) -> Carriage:
+        key = (worker, actors, direction, tokens, way)  # layers are alike
+        if key not in self._messages:
+            self._messages[key] = self._carriage(
+                worker, actors, tokens, self._row(actors, direction, way), way
+            )
+        return self._messages[key]
+
+    @cached_property
+    def _messages(self) -> dict[tuple[int, ExpertClass, str, int, str], Carriage]:
+        return {}
+
+    def _row(self, actors: ExpertClass, direction: str, way: str) -> int:
+        """Bytes of a token, or of its answer, in a message."""
+        dims = self.plan.dims
+        if way == "out":
+            ids = dims.experts_per_token * 8 + 8 if direction == "forward" else 0
+            return dims.expert_width * self._sent_bytes(direction) + ids
+        weights = dims.experts_per_token * 4 if direction == "backward" else 0
+        return dims.expert_width * ELEMENT_BYTES[self.plan.experts[actors.actors[0]].answers] + weights
 
     def stage(self, worker: int, to: int, tokens: int) -> Carriage:
         dims = self.plan.dims
