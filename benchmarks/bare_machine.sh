@@ -8,9 +8,21 @@
 # jar, RLlib and dashboard pages, kt-kernel (for accept.against=kt) with its kernels for AMX: 48 MB in all. `accept`
 # goes on with the acceptance that the call before left in accept/, so that pieces of some minutes add up; page and
 # archive are copied to OUT. The first call installs and builds as well: give it a minute or two more than its
-# accept.minutes.
+# accept.minutes. With BUILDER, an interpreter of PYTHON_VERSION that has CMake, Ninja, pybind11 and scikit-build-core,
+# `wheels` builds the engine, too: no minutes go into that there, and no compiler is needed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+# Of what the engine is built from.
+engine_state() {
+    cat CMakeLists.txt $(find kt_ray/native/src -type f | sort) | sha256sum
+}
+
+# build_engine PYTHON FOLDER: a wheel of kt_ray into FOLDER.
+build_engine() {
+    rm -f "$2"/kt_ray-*.whl
+    CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) "$1" -m pip wheel -q --no-index --no-deps --no-build-isolation -w "$2" .
+}
 
 wheels() {
     local folder=${1:?usage: bare_machine.sh wheels FOLDER} scratch version=${PYTHON_VERSION:-3.12}
@@ -53,6 +65,10 @@ for source in Path(sys.argv[1]).glob("*.whl"):
                 data = b"".join(line for line in data.splitlines(True) if not left_out.match(line.decode()))
             slim.writestr(item, data)
 PY
+    if [ -n "${BUILDER:-}" ]; then
+        build_engine "$BUILDER" "$folder"
+        engine_state >"$folder/engine.state"
+    fi
     du -sh "$folder"
 }
 
@@ -70,20 +86,23 @@ bring_back() {
 accept() {
     local folder=${1:?usage: bare_machine.sh accept FOLDER OUT KEYS...} out=${2:?usage: bare_machine.sh accept FOLDER OUT KEYS...}
     shift 2
-    local python=${PYTHON:-python3} site=$PWD/build/bare_site built=build/bare_built state resume=()
+    local python=${PYTHON:-python3} site=$PWD/build/bare_site built=build/bare_built state made resume=()
     if [ ! -e "$site/.installed" ]; then
-        find "$folder" -name '*.whl' ! -name 'kt_kernel*' -print0 |
+        find "$folder" -name '*.whl' ! -name 'kt_*' -print0 |
             xargs -0 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site"
         touch "$site/.installed"
     fi
-    state=$(cat CMakeLists.txt $(find kt_ray/native/src -type f | sort) | sha256sum)
+    state=$(engine_state)
     if [ "$(cat "$built" 2>/dev/null)" != "$state" ] || ! ls kt_ray/native/_native*.so >/dev/null 2>&1; then
-        rm -rf build/bare_wheel
-        CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) "$python" -m pip wheel -q --no-index --no-deps \
-            --no-build-isolation -w build/bare_wheel .
-        "$python" -m zipfile -e build/bare_wheel/kt_ray-*.whl build/bare_wheel
-        cp build/bare_wheel/kt_ray/native/_native*.so kt_ray/native/
-        rm -rf build/bare_wheel
+        made=$folder
+        if [ "$(cat "$folder/engine.state" 2>/dev/null)" != "$state" ]; then
+            made=build/bare_wheel
+            build_engine "$python" "$made"
+        fi
+        rm -rf build/bare_engine
+        "$python" -m zipfile -e "$made"/kt_ray-*.whl build/bare_engine
+        cp build/bare_engine/kt_ray/native/_native*.so kt_ray/native/
+        rm -rf build/bare_engine build/bare_wheel
         echo "$state" >"$built"
     fi
     export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
@@ -102,7 +121,7 @@ accept() {
 case ${1:-} in
 wheels | accept) "$@" ;;
 *)
-    sed -n '2,12s/^# \{0,1\}//p' "$0"
+    sed -n '2,14s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac
