@@ -1,7 +1,8 @@
 """Read routed experts from the checkpoint straight into the memory the engine computes from.
 
 No file is mapped and nothing is repacked: each expert's bytes go from the file to their final place, in
-huge pages where the machine has them; the halves of fused projections are views. The reading threads touch
+huge pages where the machine has them; the halves of fused projections are views. An expert's matrices and
+scales lie one after the other, so that a GPU lane copies it in one piece. The reading threads touch
 the memory first, so the caller's memory policy decides its NUMA node. Only a backend with another format
 than the checkpoint's needs scratch memory, for one expert at a time.
 Legend: E experts, I intermediate size of one expert, H hidden size; n is the number of experts asked for.
@@ -10,6 +11,7 @@ Legend: E experts, I intermediate size of one expert, H hidden size; n is the nu
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -38,6 +40,7 @@ from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate, 
 Target = Literal["int8", "int4"]
 _INT4_GROUP = 128  # columns per scale of the AMXINT4 and W4A8 backends, halved until it divides a row
 _SCALES: Literal["bfloat16"] = "bfloat16"
+_LINE = 64  # bytes: where a tensor may begin
 
 
 @dataclass(frozen=True)
@@ -81,16 +84,20 @@ def load_experts(
     """
     check_experts_exist(layout, layer, experts)
     jobs: list[ReadJob] = []
-    parts: dict[str, Tensor | ExpertMatrix] = {}
+    sources: dict[str, _Source] = {}
     for part, names in layout.sources[layer].items():
         stored = layout.formats[layer][part]
         if target is not None and not _is_stored_so(index, names[0], stored, target):
-            parts[part] = _requantised(index, layout, names, experts, target, jobs)
+            sources[part] = _requantised(index, layout, names, experts, target, jobs)
         else:
-            parts[part] = _as_stored(index, layout, names, experts, jobs)
+            sources[part] = _as_stored(index, layout, names, experts, jobs)
+    tensors = iter(side_by_side(len(experts), [own for s in sources.values() for own in s.tensors]))
+    parts = {part: s.filled([next(tensors) for _ in s.tensors]) for part, s in sources.items()}
     for part, names in layout.biases[layer].items():
-        shape = index.shape(names[0])[-1:]
-        parts[f"{part}_bias"] = _slab([index.tensors[n] for n in names], shape, layout, experts, jobs)
+        infos = [index.tensors[n] for n in names]
+        bias = allocate((len(experts), *index.shape(names[0])[-1:]), read_dtype(infos[0].dtype))
+        _read(bias, infos, layout, experts, jobs)
+        parts[f"{part}_bias"] = bias
     run_jobs(jobs, threads, drop_cache)
     return as_weights(parts, layout, formula, layer, experts)
 
@@ -179,19 +186,39 @@ def _one(infos: Sequence[TensorInfo], layout: ExpertLayout, expert: int) -> Tens
     return infos[0].one(expert) if layout.kind == "fused" else infos[expert]
 
 
-def _slab(
+@dataclass(frozen=True)
+class _Source:
+    """A projection to be read.
+
+    tensors: shape of one expert's part, and type, of each that it takes. filled: those [n, *shape] -> the
+    projection, with the jobs that fill them under way.
+    """
+
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    filled: Callable[[list[Tensor]], Tensor | ExpertMatrix]
+
+
+def side_by_side(count: int, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """Memory [count, *shape] for each, an expert's parts one after the other."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in tensors]
+    ends = list(itertools.accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0))
+    memory = allocate((count, ends[-1]), torch.uint8)
+    return [
+        memory[:, start : start + size].view(dtype).view(count, *shape)
+        for start, size, (shape, dtype) in zip(ends, sizes, tensors, strict=False)
+    ]
+
+
+def _read(
+    slab: Tensor,
     infos: Sequence[TensorInfo],
-    shape: tuple[int, ...],
     layout: ExpertLayout,
     experts: Sequence[int],
     jobs: list[ReadJob],
-) -> Tensor:
-    """Memory [n, *shape], and the jobs that fill it."""
-    slab = allocate((len(experts), *shape), read_dtype(infos[0].dtype))
+) -> None:
+    """Adds the jobs that fill slab [n, ...]."""
     for i, expert in enumerate(experts):
-        place = _one(infos, layout, expert)
-        jobs.append(ReadJob(place, lambda i=i: slab[i]))  # type: ignore[misc]
-    return slab
+        jobs.append(ReadJob(_one(infos, layout, expert), lambda i=i: slab[i]))  # type: ignore[misc]
 
 
 def _as_stored(
@@ -200,16 +227,23 @@ def _as_stored(
     names: tuple[str, ...],
     experts: Sequence[int],
     jobs: list[ReadJob],
-) -> Tensor | ExpertMatrix:
+) -> _Source:
     matrices = [index.matrices[name] for name in names if name in index.matrices]
-    if not matrices:
-        shape = index.shape(names[0])[-2:]
-        plain = _slab([index.tensors[name] for name in names], shape, layout, experts, jobs)
-        return plain.transpose(1, 2) if layout.transposed else plain
-    first = matrices[0]
-    data = _slab([m.data for m in matrices], first.data_shape, layout, experts, jobs)
-    scales = _slab([m.scales for m in matrices], first.scales_shape, layout, experts, jobs)
-    return first.matrix(data, scales)
+    first = matrices[0] if matrices else None
+    infos = [[m.data for m in matrices], [m.scales for m in matrices]]
+    shapes = [first.data_shape, first.scales_shape] if first else [index.shape(names[0])[-2:]]
+    if first is None:
+        infos = [[index.tensors[name] for name in names]]
+
+    def filled(tensors: list[Tensor]) -> Tensor | ExpertMatrix:
+        for slab, own in zip(tensors, infos, strict=True):
+            _read(slab, own, layout, experts, jobs)
+        if first is not None:
+            return first.matrix(*tensors)
+        return tensors[0].transpose(1, 2) if layout.transposed else tensors[0]
+
+    kinds = (read_dtype(own[0].dtype) for own in infos)
+    return _Source(tuple(zip(map(tuple, shapes), kinds, strict=True)), filled)
 
 
 def _requantised(
@@ -219,18 +253,16 @@ def _requantised(
     experts: Sequence[int],
     target: Target,
     jobs: list[ReadJob],
-) -> ExpertMatrix:
+) -> _Source:
     """Experts in another format than stored: read, quantised and placed one at a time."""
     shape = index.shape(names[0])[-2:]
     rows, columns = (shape[1], shape[0]) if layout.transposed else shape
     group = columns if target == "int8" else _int4_group(index, names[0], columns)
     width, kind = (columns, torch.int8) if target == "int8" else (columns // 8, torch.int32)
-    data = allocate((len(experts), rows, width), kind)
-    scales = allocate((len(experts), rows, columns // group), torch.bfloat16)
     matrices = [index.matrices[name] for name in names if name in index.matrices]
     infos = [m.data for m in matrices] or [index.tensors[name] for name in names]
 
-    def place(i: int, expert: int, raw: Tensor) -> None:
+    def place(data: Tensor, scales: Tensor, i: int, expert: int, raw: Tensor) -> None:
         value = raw.unsqueeze(0)
         if matrices:
             place_of_scales = _one([m.scales for m in matrices], layout, expert)
@@ -246,10 +278,16 @@ def _requantised(
     scratch = functools.partial(
         torch.empty, matrices[0].data_shape if matrices else shape, dtype=read_dtype(infos[0].dtype)
     )
-    for i, expert in enumerate(experts):
-        jobs.append(ReadJob(_one(infos, layout, expert), scratch, functools.partial(place, i, expert)))
-    block = None if group == columns else (1, group)
-    return ExpertMatrix(target, data, (len(experts), rows, columns), scales, block)
+
+    def filled(tensors: list[Tensor]) -> ExpertMatrix:
+        data, scales = tensors
+        for i, expert in enumerate(experts):
+            done = functools.partial(place, data, scales, i, expert)
+            jobs.append(ReadJob(_one(infos, layout, expert), scratch, done))
+        block = None if group == columns else (1, group)
+        return ExpertMatrix(target, data, (len(experts), rows, columns), scales, block)
+
+    return _Source((((rows, width), kind), ((rows, columns // group), torch.bfloat16)), filled)
 
 
 def _int4_group(index: CheckpointIndex, name: str, columns: int) -> int:

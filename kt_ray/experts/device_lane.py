@@ -60,7 +60,7 @@ class LaneSaved:
     """What backward needs of one forward, in host memory.
 
     x: [T, H], which all devices share; None where no backward follows. x_there: the mark after which it is
-    complete. gates, ups: for each part of the rows [rows, I] as stored; empty with "recompute".
+    complete. pairs: for each part of the rows [rows, P I], gate and up as stored; empty with "recompute".
     """
 
     device: int  # which of the lane's
@@ -68,15 +68,13 @@ class LaneSaved:
     x: Tensor | None
     keys: Tensor
     dropout: DropoutSpec | None
-    gates: list[Tensor | None] = field(default_factory=list)
-    ups: list[Tensor] = field(default_factory=list)
+    pairs: list[Tensor] = field(default_factory=list)
     x_there: Any = None
 
     @property
     def bytes(self) -> int:
         """Without x."""
-        kept = [t for t in (self.keys, *self.gates, *self.ups) if t is not None]
-        return sum(t.nbytes for t in kept) + self.routed.nbytes
+        return sum(t.nbytes for t in (self.keys, *self.pairs)) + self.routed.nbytes
 
 
 @dataclass(frozen=True)
@@ -317,13 +315,11 @@ class DeviceLane:
                 experts = here.kind.unpack(tensors, next(adapters, None), float8=self._float8)
                 for part in routed.parts[i]:
                     masks = self._masks(here, saved, layer, i, keys, part, rows)
-                    gate, up, *_ = project_in(experts, rows.of_part(x, part), masks)
-                    out = project_out(experts, gate, up, masks)
+                    pair, *_ = project_in(experts, rows.of_part(x, part), masks)
+                    out = project_out(experts, pair, masks)
                     add_part(y, out, rows.bags(part), rows.weight_of(part))
                     if call.kept is not None and not self._recompute:
-                        leaving.add(
-                            saved, gate if gate is None else rows.real(gate, part), rows.real(up, part)
-                        )
+                        leaving.add(saved, rows.real(pair, part))
             del experts  # before there are the next batch's
         leaving.end()
         with device.computing():
@@ -364,9 +360,7 @@ class DeviceLane:
                     if self._recompute:
                         projected = project_in(experts, part_x, masks)
                     else:
-                        gate, up = coming.take()
-                        own_gate = None if gate is None else rows.at_places(gate, part)
-                        projected = Projected(own_gate, rows.at_places(up, part))
+                        projected = Projected(rows.at_places(coming.take(), part))
                     given = (experts, part_x, projected, rows.of_part(upstream, part), rows.weight_of(part))
                     made = backward(*given, masks, input_grad=input_grad)
                     if made.dx is not None:
@@ -529,16 +523,15 @@ class _Leaving:
 
     def __init__(self, device: LaneDevice) -> None:
         self._device = device
-        self._parts: deque[tuple[tuple[Tensor | None, Tensor], Any]] = deque()
+        self._parts: deque[tuple[Tensor, Any]] = deque()
 
-    def add(self, saved: LaneSaved, gate: Tensor | None, up: Tensor) -> None:
+    def add(self, saved: LaneSaved, pair: Tensor) -> None:
         """Start to copy a part's, just computed."""
         device = self._device
         device.return_after(device.computed())
         with device.returning():
-            saved.gates.append(None if gate is None else device.download(gate))
-            saved.ups.append(device.download(up))
-        self._parts.append(((gate, up), device.returned()))
+            saved.pairs.append(device.download(pair))
+        self._parts.append((pair, device.returned()))
         if len(self._parts) > 1:
             self._wait()
 
@@ -557,33 +550,27 @@ class _Coming:
 
     def __init__(self, device: LaneDevice, saved: LaneSaved) -> None:
         self._device = device
-        self._left = iter(zip(saved.gates, saved.ups, strict=True))
+        self._left = iter(saved.pairs)
         self._next = self._start()
 
-    def take(self) -> tuple[Tensor | None, Tensor]:
+    def take(self) -> Tensor:
         """The next part's, for the computing queue."""
         assert self._next is not None, "there are as many parts as in forward"
-        parts, ready = self._next
+        pair, ready = self._next
         self._next = self._start()
         self._device.compute_after(ready)
-        return parts
+        return pair
 
-    def _start(self) -> tuple[tuple[Tensor | None, Tensor], Any] | None:
+    def _start(self) -> tuple[Tensor, Any] | None:
         device, kept = self._device, next(self._left, None)
         if kept is None:
             return None
         with device.computing():  # whose memory it is, before and afterwards
-            made = [
-                None if t is None else torch.empty(t.shape, dtype=t.dtype, device=device.device) for t in kept
-            ]
+            made = torch.empty(kept.shape, dtype=kept.dtype, device=device.device)
         device.copy_after(device.computed())
         with device.copying():
-            for to, source in zip(made, kept, strict=True):
-                if to is not None and source is not None:
-                    device.copy_in(to, source)
-        gate, up = made
-        assert up is not None
-        return (gate, up), device.copied()
+            device.copy_in(made, kept)
+        return made, device.copied()
 
 
 class _DeviceRows(NamedTuple):
@@ -627,7 +614,7 @@ class _DeviceRows(NamedTuple):
         return torch.index_select(flat, 0, self.spread[part.rows], out=out)
 
     def at_places(self, rows: Tensor, part: RowPart) -> Tensor:
-        """[B, n, I] at a part's places, zeros where there is no row, out of [R', I]."""
+        """[B, n, P I] at a part's places, zeros where there is no row, out of [R', P I]."""
         shape = len(part.counts), part.width, rows.shape[1]
         if part.full:
             return rows.view(shape)

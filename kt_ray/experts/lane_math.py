@@ -19,7 +19,7 @@ lie together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -115,12 +115,11 @@ def _biased(out: Tensor, experts: DeviceExperts, projection: int) -> Tensor:
 class Projected(NamedTuple):
     """Of x, as `backward` wants it.
 
-    gate (None without one) and up: [B, n, I] as stored. wide: x in float32; None with masks. inner:
+    pair: [B, n, P I] as stored, gate and up side by side. wide: x in float32; None with masks. inner:
     [B, P r, n], s A m(x) of both. Without an adapter, or where they are still to be computed, both are None.
     """
 
-    gate: Tensor | None
-    up: Tensor
+    pair: Tensor
     wide: Tensor | None = None
     inner: Tensor | None = None
 
@@ -149,8 +148,10 @@ def _halves(values: Tensor, experts: DeviceExperts) -> tuple[Tensor, ...]:
 def project_in(experts: DeviceExperts, x: Tensor, masks: Masks | None) -> Projected:
     """g and u of x [B, n, H] as stored."""
     wide, inner = _inner(experts, x, masks)
+    joint: Tensor | None = None
     if experts.joined is not None:
-        outs = product(x, experts.joined.mT).chunk(2, -1)
+        joint = product(x, experts.joined.mT)
+        outs = joint.chunk(2, -1)
     else:
         frozen = _Frozen(experts, x)
         outs = tuple(frozen.by(projection) for projection in experts.inputs)
@@ -158,14 +159,32 @@ def project_in(experts: DeviceExperts, x: Tensor, masks: Masks | None) -> Projec
         if experts.lora is not None and inner is not None:
             out.baddbmm_(_halves(inner, experts)[number].mT, experts.lora.in_b[number].mT)
         _biased(out, experts, projection)
-    outs = tuple(out.to(experts.stored).contiguous() for out in outs)
-    return Projected(None if len(outs) == 1 else outs[0], outs[-1], wide, inner)
+    return Projected(_side_by_side(outs if joint is None else (joint,), experts.stored), wide, inner)
+
+
+def _side_by_side(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Parts [B, n, I] as one tensor [B, n, P I] of that type."""
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    width = sum(part.shape[-1] for part in parts)
+    made = torch.empty((*parts[0].shape[:-1], width), dtype=dtype, device=parts[0].device)
+    for to, part in zip(made.chunk(len(parts), -1), parts, strict=True):
+        to.copy_(part)
+    return made
+
+
+def _halves_of(pair: Tensor, experts: DeviceExperts) -> tuple[Tensor | None, Tensor]:
+    """g (None without a gate) in float32 and u as stored, of both side by side."""
+    if len(experts.inputs) == 1:
+        return None, pair
+    gate, up = pair.chunk(2, -1)
+    return gate.float(), up
 
 
 def _activated(experts: DeviceExperts, gate: Tensor | None, up: Tensor) -> Tensor:
     """act as stored, of g in float32 and u as stored."""
     if gate is not None and _is_silu(experts.formula):
-        return torch.mul(silu(gate), up, out=torch.empty_like(up))
+        return torch.mul(silu(gate), up, out=torch.empty(up.shape, dtype=up.dtype, device=up.device))
     return activate(experts.formula, gate, up.float()).to(experts.stored)
 
 
@@ -174,9 +193,9 @@ def _is_silu(formula: ExpertFormula) -> bool:
     return formula.activation == "silu" and formula.limit is None
 
 
-def project_out(experts: DeviceExperts, gate: Tensor | None, up: Tensor, masks: Masks | None) -> Tensor:
-    """o [B, n, H] float32, not yet weighted, of g and u as stored."""
-    act, lora = _activated(experts, None if gate is None else gate.float(), up), experts.lora
+def project_out(experts: DeviceExperts, pair: Tensor, masks: Masks | None) -> Tensor:
+    """o [B, n, H] float32, not yet weighted, of g and u as in `Projected`."""
+    act, lora = _activated(experts, *_halves_of(pair, experts)), experts.lora
     out = _Frozen(experts, act).by(DOWN)
     if lora is not None:
         inner = lora.down_a @ _masked(act, masks, DOWN).mT
@@ -212,7 +231,7 @@ def backward(
             where there is no row.
         masks: forward's. input_grad: whether dx is wanted.
     """
-    up, gate = projected.up, None if projected.gate is None else projected.gate.float()
+    gate, up = _halves_of(projected.pair, experts)
     act = _activated(experts, gate, up)
     stored_dy, w = dy.to(experts.stored), weight.unsqueeze(-1)
     dact = _Frozen(experts, stored_dy).by(DOWN, back=True)
@@ -224,15 +243,8 @@ def backward(
         dw += (dy @ experts.biases[DOWN].unsqueeze(-1)).squeeze(-1)
     upstream = w * dact
     del act, dact
-    # What is only multiplied by the float32 gradient is widened as it is read.
-    wide_up = up if _is_silu(experts.formula) else up.float()
-    d_gate, d_up = slopes(experts.formula, gate, wide_up, upstream)
-    del upstream, wide_up, gate
-    made = [d for d in (d_gate, d_up) if d is not None]
-    d = torch.empty((*up.shape[:2], len(made) * up.shape[2]), dtype=experts.stored, device=up.device)
-    for to, value in zip(d.chunk(len(made), -1), made, strict=True):
-        to.copy_(value)
-    del d_gate, d_up, made, value
+    d = _pair_gradient(experts, gate, up, upstream)
+    del upstream, gate
     dx: Tensor | None = None
     if input_grad and experts.joined is not None:
         dx = product(d, experts.joined)
@@ -242,6 +254,19 @@ def backward(
             dx = own if dx is None else dx.add_(own)
     grads |= _through_in(experts, x, projected, d, dx, masks)
     return RowGradients(dx, dw, grads)
+
+
+def _pair_gradient(experts: DeviceExperts, gate: Tensor | None, up: Tensor, upstream: Tensor) -> Tensor:
+    """Of g and u side by side, as stored, from that of act."""
+    if gate is None or not _is_silu(experts.formula):
+        d_gate, d_up = slopes(experts.formula, gate, up.float(), upstream)
+        return _side_by_side([d for d in (d_gate, d_up) if d is not None], experts.stored)
+    made = torch.empty((*up.shape[:-1], 2 * up.shape[-1]), dtype=experts.stored, device=up.device)
+    d_gate, d_up = made.chunk(2, -1)
+    # With an `out` of another type, CUDA's kernel would round what it reads.
+    d_gate.copy_(torch.ops.aten.silu_backward(upstream * up, gate))
+    torch.mul(upstream, silu(gate), out=d_up)
+    return made
 
 
 def _through_down(
@@ -279,7 +304,7 @@ def _through_in(
     lora = experts.lora
     if lora is None:
         return {}
-    wide_x, inner = projected[2:] if projected.inner is not None else _inner(experts, x, masks)
+    wide_x, inner = projected[1:] if projected.inner is not None else _inner(experts, x, masks)
     assert inner is not None, "there is an adapter"
     made, back = dict[str, Tensor](), torch.empty_like(inner)
     wides = d.float().chunk(len(experts.inputs), -1)
@@ -310,8 +335,6 @@ def slopes(
     """Gradients of g (None without a gate) and u, from that of act: the table of docs/numerics.md."""
     if gate is None:
         return None, upstream * 2 * up.clamp(min=0)
-    if _is_silu(formula):
-        return torch.ops.aten.silu_backward(upstream * up, gate), upstream * silu(gate)
     inside_g = inside_u = None
     if formula.limit is not None:
         inside_g, inside_u = gate <= formula.limit, up.abs() <= formula.limit

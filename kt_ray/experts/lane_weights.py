@@ -84,7 +84,7 @@ def pack(tensors: Mapping[str, Tensor], *, apart: bool = False) -> Parcel:
     extents: list[tuple[int, int]] = []  # first byte of a storage, and the one after the last
     storage = -1
     for place, start, stop, name in sorted(spans):
-        if place == storage and start <= extents[-1][1] and not apart:
+        if place == storage and start - extents[-1][1] < _ALIGN and not apart:
             together[-1].append(name)
             extents[-1] = extents[-1][0], max(extents[-1][1], stop)
         else:

@@ -28,18 +28,19 @@ from kt_ray.timing.layer_work import dispatch_seconds
 from kt_ray.timing.simulate import LaneCall
 
 # Kernels and copies per batch (kt_ray.experts.lane_math with LoRA, gate, up and down, no dropout; views not
-# counted). One more, or two, where gate and up are not multiplied as one matrix.
-KERNELS = {"forward": 22.0, "backward": 52.0}
+# counted). Two more where gate and up are not multiplied as one matrix.
+KERNELS = {"forward": 19.0, "backward": 47.0}
 # activations=recompute: gate and up do not travel, and are computed once more
-KERNELS_AGAIN = {"forward": -4.0, "backward": -3.0}
+KERNELS_AGAIN = {"forward": -2.0, "backward": 0.0}
 # float8 products: each matrix that is rounded takes three kernels (5 of them in forward, 6 in backward, 3 for
 # gate and up once more), and a product two per expert (itself, and the conversion) in place of one for all
 # Gate and up are then multiplied one by one.
-FLOAT8_KERNELS = {"forward": 1 + 5 * 3 - 3.0, "backward": 2 + 6 * 3 - 3.0}
-FLOAT8_AGAIN = {"forward": 0.0, "backward": 1 + 3 * 3 - 2.0}
+FLOAT8_KERNELS = {"forward": 2 + 5 * 3 - 3.0, "backward": 2 + 6 * 3 - 3.0}
+FLOAT8_AGAIN = {"forward": 0.0, "backward": 2 + 3 * 3 - 2.0}
 FLOAT8_EACH = 2.0  # per product and expert; a call has three products, five where gate and up come again
-# And per expert that is not there already: copies of its three matrices.
-KERNELS_EACH = 3.0
+# And copies of each expert that is not there already: its matrices and scales lie side by side
+# (kt_ray.checkpoint.load_experts), those of a GGUF file do not. Biases, three more, are not counted.
+KERNELS_EACH, KERNELS_EACH_GGUF = 1.0, 3.0
 # Bytes per element of what goes to every device (x in bfloat16; backward dy in float32 besides) and back, of
 # tokens that have a row there (y, or dx, in float32).
 ENTERING, BACK = {"forward": 2, "backward": 6}, 4
@@ -73,7 +74,8 @@ def computed(
     there already. recompute: gates and ups. float8: `LanePlan.float8`."""
     assert rates.gpu is not None
     again = recompute and direction == "backward"
-    kernels, started, products, kept = KERNELS[direction], KERNELS_EACH * carried, 1.0, 0.0
+    each = KERNELS_EACH_GGUF if dims.experts_file_bytes else KERNELS_EACH
+    kernels, started, products, kept = KERNELS[direction], each * carried, 1.0, 0.0
     if float8:
         kernels += FLOAT8_KERNELS[direction] + (FLOAT8_AGAIN[direction] if recompute else 0.0)
         started += FLOAT8_EACH * (5 if again else 3) * experts

@@ -11,6 +11,7 @@ import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
 from kt_ray.errors import UserError
+from kt_ray.experts.lane_weights import expert_tensors, pack
 from kt_ray.native import ExpertWeights
 
 Tensors = dict[str, torch.Tensor]
@@ -65,7 +66,9 @@ def test_per_expert(
     wanted = [3, 0]
     loaded = load_experts(index, layout, 2, wanted, threads=threads, drop_cache=threads == 3)
     for value, leaf in zip(_values(loaded), LEAVES, strict=True):
-        assert value.is_contiguous() and torch.equal(value, _stack(tensors, 2, leaf, wanted))
+        assert value[0].is_contiguous() and torch.equal(value, _stack(tensors, 2, leaf, wanted))
+    for expert in range(2):
+        assert len(pack(expert_tensors(loaded, expert)).stretches) == 1, "a lane copies it in one piece"
     assert loaded.bytes == 2 * layout.expert_bytes[2]
 
 

@@ -69,7 +69,7 @@ def run_in_lane(
         call = LaneInput(parts, case.ids, case.weights_TK, lora, case.dropout, case.keys, case.x, counts)
         for started in lane.forward(weights.layer, chosen, call):
             forward = started.result()
-            assert forward.saved is not None and bool(forward.saved.ups) != recompute
+            assert forward.saved is not None and bool(forward.saved.pairs) != recompute
             y[forward.tokens] += forward.y
             (ended,) = lane.backward(weights.layer, [forward.saved], case.dy.tensor_split((2,)), lora)
             back = ended.result()
