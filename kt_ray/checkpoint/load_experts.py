@@ -190,8 +190,8 @@ def _one(infos: Sequence[TensorInfo], layout: ExpertLayout, expert: int) -> Tens
 class _Source:
     """A projection to be read.
 
-    tensors: shape of one expert's part, and type, of each that it takes. filled: those [n, *shape] -> the
-    projection, with the jobs that fill them under way.
+    tensors: shape of one expert's part, and type, of each that it takes. filled: memory [n, *shape] for those
+    -> the projection in it; adds the jobs that read it.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -199,13 +199,14 @@ class _Source:
 
 
 def side_by_side(count: int, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-    """Memory [count, *shape] for each, an expert's parts one after the other."""
+    """Memory [count, *shape] for each (shape, type): an expert's parts one after the other, from multiples of
+    64 bytes on."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in tensors]
     ends = list(itertools.accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0))
     memory = allocate((count, ends[-1]), torch.uint8)
     return [
         memory[:, start : start + size].view(dtype).view(count, *shape)
-        for start, size, (shape, dtype) in zip(ends, sizes, tensors, strict=False)
+        for start, size, (shape, dtype) in zip(ends[:-1], sizes, tensors, strict=True)
     ]
 
 
@@ -229,17 +230,17 @@ def _as_stored(
     jobs: list[ReadJob],
 ) -> _Source:
     matrices = [index.matrices[name] for name in names if name in index.matrices]
-    first = matrices[0] if matrices else None
-    infos = [[m.data for m in matrices], [m.scales for m in matrices]]
-    shapes = [first.data_shape, first.scales_shape] if first else [index.shape(names[0])[-2:]]
-    if first is None:
-        infos = [[index.tensors[name] for name in names]]
+    if matrices:
+        infos = [[m.data for m in matrices], [m.scales for m in matrices]]
+        shapes = [matrices[0].data_shape, matrices[0].scales_shape]
+    else:
+        infos, shapes = [[index.tensors[name] for name in names]], [index.shape(names[0])[-2:]]
 
     def filled(tensors: list[Tensor]) -> Tensor | ExpertMatrix:
         for slab, own in zip(tensors, infos, strict=True):
             _read(slab, own, layout, experts, jobs)
-        if first is not None:
-            return first.matrix(*tensors)
+        if matrices:
+            return matrices[0].matrix(*tensors)
         return tensors[0].transpose(1, 2) if layout.transposed else tensors[0]
 
     kinds = (read_dtype(own[0].dtype) for own in infos)

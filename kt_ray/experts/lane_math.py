@@ -148,18 +148,17 @@ def _halves(values: Tensor, experts: DeviceExperts) -> tuple[Tensor, ...]:
 def project_in(experts: DeviceExperts, x: Tensor, masks: Masks | None) -> Projected:
     """g and u of x [B, n, H] as stored."""
     wide, inner = _inner(experts, x, masks)
-    joint: Tensor | None = None
     if experts.joined is not None:
-        joint = product(x, experts.joined.mT)
-        outs = joint.chunk(2, -1)
+        parts = (product(x, experts.joined.mT),)
+        outs = parts[0].chunk(2, -1)
     else:
         frozen = _Frozen(experts, x)
-        outs = tuple(frozen.by(projection) for projection in experts.inputs)
+        outs = parts = tuple(frozen.by(projection) for projection in experts.inputs)
     for number, (projection, out) in enumerate(zip(experts.inputs, outs, strict=True)):
         if experts.lora is not None and inner is not None:
             out.baddbmm_(_halves(inner, experts)[number].mT, experts.lora.in_b[number].mT)
         _biased(out, experts, projection)
-    return Projected(_side_by_side(outs if joint is None else (joint,), experts.stored), wide, inner)
+    return Projected(_side_by_side(parts, experts.stored), wide, inner)
 
 
 def _side_by_side(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -173,7 +172,7 @@ def _side_by_side(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return made
 
 
-def _halves_of(pair: Tensor, experts: DeviceExperts) -> tuple[Tensor | None, Tensor]:
+def _gate_and_up(pair: Tensor, experts: DeviceExperts) -> tuple[Tensor | None, Tensor]:
     """g (None without a gate) in float32 and u as stored, of both side by side."""
     if len(experts.inputs) == 1:
         return None, pair
@@ -195,7 +194,7 @@ def _is_silu(formula: ExpertFormula) -> bool:
 
 def project_out(experts: DeviceExperts, pair: Tensor, masks: Masks | None) -> Tensor:
     """o [B, n, H] float32, not yet weighted, of g and u as in `Projected`."""
-    act, lora = _activated(experts, *_halves_of(pair, experts)), experts.lora
+    act, lora = _activated(experts, *_gate_and_up(pair, experts)), experts.lora
     out = _Frozen(experts, act).by(DOWN)
     if lora is not None:
         inner = lora.down_a @ _masked(act, masks, DOWN).mT
@@ -231,7 +230,7 @@ def backward(
             where there is no row.
         masks: forward's. input_grad: whether dx is wanted.
     """
-    gate, up = _halves_of(projected.pair, experts)
+    gate, up = _gate_and_up(projected.pair, experts)
     act = _activated(experts, gate, up)
     stored_dy, w = dy.to(experts.stored), weight.unsqueeze(-1)
     dact = _Frozen(experts, stored_dy).by(DOWN, back=True)

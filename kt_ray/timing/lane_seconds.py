@@ -33,7 +33,7 @@ KERNELS = {"forward": 19.0, "backward": 47.0}
 # activations=recompute: gate and up do not travel, and are computed once more
 KERNELS_AGAIN = {"forward": -2.0, "backward": 0.0}
 # float8 products: each matrix that is rounded takes three kernels (5 of them in forward, 6 in backward, 3 for
-# gate and up once more), and a product two per expert (itself, and the conversion) in place of one for all
+# gate and up once more), and a product two per expert (itself, and the conversion) in place of one for all.
 # Gate and up are then multiplied one by one.
 FLOAT8_KERNELS = {"forward": 2 + 5 * 3 - 3.0, "backward": 2 + 6 * 3 - 3.0}
 FLOAT8_AGAIN = {"forward": 0.0, "backward": 2 + 3 * 3 - 2.0}
