@@ -13,6 +13,7 @@ from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
 from kt_ray.checkpoint.safetensors_file import TensorInfo
 from kt_ray.checkpoint.stored import find_matrices
 from kt_ray.errors import UserError
+from kt_ray.experts.lane_weights import expert_tensors, pack
 from kt_ray.native import ExpertFormula, ExpertMatrix, quantize
 from tests.checkpoint.conftest import config_dict, write_checkpoint
 
@@ -104,6 +105,7 @@ def test_per_expert(tmp_path: Path, case: str) -> None:
     assert set(layout.skipped) >= {k for k in beyond if not k.endswith("input_scale")}
     assert not any("scale" in name or "packed" in name for name in index.names)
     loaded = load_experts(index, layout, 1, [2, 0], threads=2)
+    assert len(pack(expert_tensors(loaded, 1)).stretches) == 1
     assert loaded.bytes == 2 * layout.expert_bytes[1]
     for value, (leaf, matrix) in zip((loaded.gate, loaded.up, loaded.down), matrices.items(), strict=True):
         assert isinstance(value, ExpertMatrix)
@@ -134,6 +136,7 @@ def test_gpt_oss(tmp_path: Path, quantised: bool) -> None:
     formula = ExpertFormula("swiglu_oai", 1.702, 7.0)
     loaded = load_experts(index, layout, 1, [1, 2], formula=formula, threads=2)
     assert (loaded.activation, loaded.limit) == ("swiglu_oai", 7.0)
+    assert len(pack(expert_tensors(loaded, 1)).stretches) == 1 + 3  # and each bias
     full = both.dequantize()[1:]
     wanted = {"gate": full[:, 0::2], "up": full[:, 1::2], "down": down.dequantize()[1:]}
     for name, value in wanted.items():

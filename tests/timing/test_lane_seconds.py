@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kt_ray.checkpoint.load_experts import side_by_side
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.experts import lane_math
 from kt_ray.experts.device_lane import DeviceLane
 from kt_ray.experts.lane_device import LaneDevice
@@ -34,6 +35,7 @@ from kt_ray.timing.lane_seconds import (
     KERNELS,
     KERNELS_AGAIN,
     KERNELS_EACH,
+    computed,
 )
 from kt_ray.timing.prediction import Prediction, neighbours, predict
 from kt_ray.timing.seats import even_waves, machine_of
@@ -191,6 +193,15 @@ def test_experts_of_a_batch_share_their_dispatch() -> None:
         (of_large,), (of_small,) = (d.lane(0, LAYER, "forward", tokens) for d in (large, small))
         expected = (sixteens * per_batch + 128 * each) / (fours * per_batch + 128 * each)
         assert of_small.dispatch == pytest.approx(expected * of_large.dispatch)
+
+
+def test_an_expert_of_a_gguf_file_is_three_copies() -> None:
+    def dispatch(dims: ModelDims) -> float:
+        how: dict[str, Any] = {"carried": 16, "recompute": False, "float8": False}
+        return computed(dims, RATES, "forward", 16, 1, 8.0, **how).dispatch
+
+    ratio = (KERNELS["forward"] + 3 * 16) / (KERNELS["forward"] + 16)
+    assert dispatch(dataclasses.replace(V3, experts_file_bytes=1)) == pytest.approx(ratio * dispatch(V3))
 
 
 def as_loaded(weights: ExpertWeights) -> ExpertWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -257,6 +258,16 @@ def test_gpus_have_links_and_cpus_do_not() -> None:
     assert all(
         leg.resource.startswith("socket") for leg in cpu.reply(0, cpu.machine.experts[0], "forward", 16).legs
     )
+
+
+def test_a_message_is_that_of_its_arguments_whatever_was_asked_before() -> None:
+    def fresh() -> PlanDurations:
+        return durations(rule={**ONE, "device": "cuda"}, hardware=make_hardware(gpus=1))
+
+    asked = fresh()
+    for way, direction, tokens in itertools.product(("request", "reply"), ("forward", "backward"), (16, 64)):
+        about = (0, asked.machine.experts[0], direction, tokens)
+        assert getattr(asked, way)(*about) == getattr(fresh(), way)(*about)
 
 
 def test_copies_around_a_call() -> None:
