@@ -149,7 +149,7 @@ def project_in(experts: DeviceExperts, x: Tensor, masks: Masks | None) -> Projec
     """g and u of x [B, n, H] as stored."""
     wide, inner = _inner(experts, x, masks)
     if experts.joined is not None:
-        parts = (product(x, experts.joined.mT),)
+        parts: tuple[Tensor, ...] = (product(x, experts.joined.mT),)
         outs = parts[0].chunk(2, -1)
     else:
         frozen = _Frozen(experts, x)
