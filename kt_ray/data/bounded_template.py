@@ -11,12 +11,12 @@ import secrets
 from kt_ray.errors import UserError
 
 STEPS = 100_000  # turns of loops and calls of macros in one rendering; long chats need thousands
+TOO_MANY = f"the chat template takes more than {STEPS} steps"
 _NAME = f"steps_{secrets.token_hex(8)}"  # no template can know it, and set it back
-_COUNT = (
-    f"%}}{{% set {_NAME}.n = {_NAME}.n + 1 %}}{{% if {_NAME}.n > {STEPS} %}}"
-    f"{{{{ raise_exception('the chat template takes more than {STEPS} steps') }}}}{{% endif "
-)
-_START = f"{{% set {_NAME} = namespace(n=0) %}}"
+# A generator, whose first element is another one each time: ten times as fast as a number in a namespace,
+# which the sandbox would check at every step.
+_START = f"{{% set {_NAME} = range(1, {STEPS} + 1) | select %}}"
+_COUNT = f"%}}{{% if not {_NAME} | first %}}{{{{ raise_exception('{TOO_MANY}') }}}}{{% endif "
 
 
 def bounded(template: str, source: str) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 
 from kt_ray.batch import IGNORE
 from kt_ray.data import tiktoken_file
-from kt_ray.data.bounded_template import bounded, broken
+from kt_ray.data.bounded_template import TOO_MANY, bounded, broken
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.errors import UserError
 from kt_ray.parse import read_json, read_text
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _DATE_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"\\]*)"|'([^'\\]*)')\s*\)""")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ANOTHER = "give model.chat_template a template that works, or name one in data.template"
 Span = tuple[int, int]  # characters of the rendering, half-open
 
 # Tokens that must be single tokens of the tokenizer: written as text they would be something else.
@@ -300,7 +301,14 @@ class ChatEncoder:
             self._render(_SIMPLEST)
         except TemplateSyntaxError as error:
             raise broken(self.source, f"line {error.lineno}: {error.message}") from error
-        except Exception:  # the template may want other turns than these
+        except Exception as error:  # the template may want other turns than these
+            if TOO_MANY in str(error):  # no row is shorter, and each would take as long
+                raise UserError(
+                    "the chat template refuses a plain question and answer",
+                    where=self.source,
+                    observed=TOO_MANY,
+                    remedy=_ANOTHER,
+                ) from error
             return False
         return True
 
@@ -309,7 +317,7 @@ class ChatEncoder:
         observed = f"{type(refusal).__name__}: {refusal}"
         if not self._usual:  # then it is not the row's fault
             observed += f"; the template ({self.source}) refuses a plain question and answer, too"
-            remedy = "give model.chat_template a template that works, or name one in data.template"
+            remedy = _ANOTHER
         return UserError(
             "the chat template refuses the conversation", where=where, observed=observed, remedy=remedy
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from kt_ray.checkpoint.names import layer_of
 from kt_ray.native.dropout_hash import keep_mask, row_hash
 
 
@@ -17,9 +18,21 @@ def module_stream(name: str) -> int:
     return zlib.crc32(name.encode("utf-8"))
 
 
+class _Hashes(NamedTuple):
+    """Hashes [M, N] of the rows of a layer call, for each of the layer's M modules, and what they are of."""
+
+    of: tuple[int | None, int, int]  # layer, seed, step
+    samples_N: Tensor
+    positions_N: Tensor
+    row_MN: Tensor
+
+
 @dataclass
 class DropoutContext:
-    """What a stage's dropout modules read: which rows the next layer call holds."""
+    """What a stage's dropout modules read: which rows the next layer call holds.
+
+    Hashes of the rows are made for all modules of a layer at once: a GPU starts as many kernels for one.
+    """
 
     seed: int = 0  # the run's seed
     step: int = 0  # optimizer step
@@ -27,6 +40,25 @@ class DropoutContext:
     # int64 [N] sample id of each row of the layer's input (b·s rows, padding included)
     samples_N: Tensor | None = None
     positions_N: Tensor | None = None  # int64 [N] position of each row
+    _streams: dict[int | None, list[int]] = field(default_factory=dict)  # of the modules of each layer
+    _hashes: _Hashes | None = None  # of the last layer call
+
+    def add(self, layer: int | None, stream: int) -> int:
+        """A module of that layer (None = of none); returns its number there."""
+        streams = self._streams.setdefault(layer, [])
+        streams.append(stream)
+        return len(streams) - 1
+
+    def row_hash(self, layer: int | None, number: int) -> Tensor:
+        """int32 [N], for a module as `add` numbers it."""
+        samples_N, positions_N = self.samples_N, self.positions_N
+        assert samples_N is not None and positions_N is not None, "inside a layer call"
+        of, known = (layer, self.seed, self.step), self._hashes
+        rows_known = known is not None and known.samples_N is samples_N and known.positions_N is positions_N
+        if known is None or not rows_known or known.of != of:
+            row_MN = row_hash(self.seed, self.step, self._streams[layer], samples_N, positions_N)
+            self._hashes = known = _Hashes(of, samples_N, positions_N, row_MN)
+        return known.row_MN[number]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DropoutContext:
         return self  # a copied layer keeps reading its stage's context
@@ -44,8 +76,9 @@ class CounterDropout(nn.Module):
         super().__init__()
         self.p = p
         self.name = name
-        self.stream = module_stream(name)
         self.context = context
+        self._layer = layer_of(name)
+        self._number = context.add(self._layer, module_stream(name))
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of x [..., features], whose leading axes flatten to the context's N rows."""
@@ -60,7 +93,7 @@ class CounterDropout(nn.Module):
                 f"dropout of {self.name} saw {rows} rows instead of {context.samples_N.numel()}: "
                 "this module does not act on one row per token, so it cannot be a LoRA target with dropout"
             )
-        row_N = row_hash(context.seed, context.step, self.stream, context.samples_N, context.positions_N)
+        row_N = context.row_hash(self._layer, self._number)
         keep = keep_mask(row_N, features, self.p).view(x.shape)
         # `where` saves only the bool mask for backward
         return torch.where(keep, x * (1.0 / (1.0 - self.p)), torch.zeros((), dtype=x.dtype, device=x.device))

@@ -124,6 +124,38 @@ def test_no_abort_is_on_its_way_when_a_step_is_given_up(what: str) -> None:
     assert log == ["abort arrived", "abort arrived", what, what] and not cluster._aborts
 
 
+class Frozen(Hurried):
+    """An actor that answers nothing until it is killed."""
+
+    killed = False
+
+    def control(self, method: str, *args: Any) -> Any:
+        assert self.killed or method == "abort", "a frozen one that is known as such is not asked again"
+
+        def done() -> bool:
+            self.log.append(f"{method} ended" if self.killed else f"{method} waits")
+            return self.killed
+
+        return SimpleNamespace(done=done, value=None)
+
+
+def test_a_frozen_actor_is_killed_before_its_abort_is_waited_for() -> None:
+    """Else a recovery takes a minute more."""
+    log: list[str] = []
+    frozen = Frozen(1, log)
+
+    class Killing(Pretended):
+        def _kill(self, lost: AbstractSet[Address]) -> None:
+            frozen.killed = frozen.address in lost
+
+    cluster = Killing(cast(Plan, None), cast(ActorSpecs, SimpleNamespace(timeout=10.0)))
+    cluster.experts = [Hurried(0, log), frozen]
+    cluster._abort("it did not answer")
+    cluster._lost.add(frozen.address)
+    assert cluster._find_lost() == {frozen.address}
+    assert log == ["status arrived", "abort arrived", "abort ended"] and not cluster._aborts
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_who_fails_to_connect_may_have_missed_one_that_died(
     dies: bool, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
@@ -131,6 +132,32 @@ def ray_place(*, own_token: bool = True) -> Iterator[Place]:
                 process.kill()
         psutil.wait_procs(killed, timeout=10)
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """A local Ray that this process joins, with two CPUs and four GPUs that only Ray believes in.
+
+    A `RayCluster` takes the cluster that its process is connected to, and leaves it when it shuts down.
+    """
+    import ray
+
+    with ray_place() as place, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(place.path))
+        patch.setenv("RAY_worker_niceness", "0")
+        ray.init(
+            address="local",
+            namespace="tests",
+            include_dashboard=False,
+            num_cpus=2,
+            num_gpus=4,
+            log_to_driver=False,
+            logging_level="error",
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextlib.contextmanager

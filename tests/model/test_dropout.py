@@ -7,6 +7,7 @@ import zlib
 import pytest
 import torch
 
+from kt_ray.model import dropout
 from kt_ray.model.dropout import CounterDropout, DropoutContext, module_stream
 from kt_ray.native.dropout_hash import UP, combine, expert_stream, fmix, keep_mask, row_hash
 
@@ -86,6 +87,36 @@ def test_layout_of_rows_does_not_matter() -> None:
     assert torch.equal(both(x), both(x.view(2, 3, 32)).view(6, 32))
     assert torch.equal(both(x)[3:], alone(x[:3]))
     assert not torch.equal(both(x)[:3], both(x)[3:])
+
+
+def test_a_layers_modules_share_one_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own hashes; new rows, another step and another layer have others."""
+    made: list[int] = []
+
+    def counted(seed: int, step: int, streams: list[int], *rows: torch.Tensor) -> torch.Tensor:
+        made.append(len(streams))
+        return row_hash(seed, step, streams, *rows)
+
+    monkeypatch.setattr(dropout, "row_hash", counted)
+    context = _context([7, 7, 8], [0, 1, 0])
+    names = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+    modules = {name: CounterDropout(0.5, name, context) for name in names}
+    x = torch.ones(3, 40)
+
+    def seen() -> dict[str, list[bool]]:
+        found = {name: (module(x) != 0).flatten().tolist() for name, module in modules.items()}
+        for name, mask in found.items():
+            assert context.samples_N is not None and context.positions_N is not None
+            own = row_hash(1, context.step, module_stream(name), context.samples_N, context.positions_N)
+            assert mask == keep_mask(own, 40, 0.5).flatten().tolist()
+        return found
+
+    first = seen()
+    assert made == [2, 1] and len({tuple(mask) for mask in first.values()}) == 3
+    context.step += 1
+    assert seen() != first and made == [2, 1] * 2
+    context.positions_N = torch.tensor([3, 4, 5])
+    assert seen() != first and made == [2, 1] * 3
 
 
 def test_off_in_evaluation() -> None:

@@ -101,7 +101,8 @@ def peaks_of(
     return found
 
 
-@pytest.mark.parametrize(("model", "named", "count", "dropout"), MODELS)
+# Kimi-K2's layer is DeepSeek-V3's with half of the heads: it is in the table only.
+@pytest.mark.parametrize(("model", "named", "count", "dropout"), [m for m in MODELS if m[0] != "kimi_k2"])
 def test_a_plan_counts_what_is_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, named: Named, count: int, dropout: float
 ) -> None:

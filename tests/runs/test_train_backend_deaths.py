@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 
 from kt_ray.batch import WHOLE, PassSpec
 from kt_ray.demo.builder import ensure_demo_model
@@ -20,7 +19,7 @@ from kt_ray.runs import train_backend as module
 from kt_ray.runs.train_backend import ClusterBackend
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train_server.backend import Pass
-from tests.helpers.ray_place import ray_place
+from tests.helpers.ray_place import connected
 from tests.helpers.train_backend import ADAM, ENTROPY, backend_on, data_of, rows
 
 pytestmark = pytest.mark.ray
@@ -29,12 +28,15 @@ RAY = ("cluster=ray", "cluster.address=local", "cluster.dashboard=false")
 LAYOUT = ("rule=cpu_2workers_2sockets", "trainer.recoveries=20")
 
 
-@pytest.fixture
-def on_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with ray_place() as place:
-        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
+@pytest.fixture(scope="module", autouse=True)
+def on_ray() -> Iterator[None]:
+    with connected():
         yield
-        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(ensure_demo_model("demo", 0, tmp_path_factory.mktemp("cache")))
 
 
 def script(backend: ClusterBackend, disturb: Callable[[str], None]) -> list[Any]:
@@ -71,10 +73,9 @@ def pid_of(backend: ClusterBackend, actor: str) -> int:
 
 
 def test_everything_ends_as_if_nobody_had_died(
-    tmp_path: Path, on_ray: None, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deaths from before the first snapshot until after the last."""
-    model = Path(ensure_demo_model("demo", 0, tmp_path / "cache"))
     with backend_on(model, tmp_path / "alone", *LAYOUT) as backend:
         expected = script(backend, lambda what: None)
     monkeypatch.setattr(module, "SNAPSHOT_STEPS", 2)
@@ -92,8 +93,7 @@ def test_everything_ends_as_if_nobody_had_died(
         assert len(backend._revivals._begun) >= len(deaths)
 
 
-def test_a_death_in_a_joined_pass_repeats_it_for_all(tmp_path: Path, on_ray: None) -> None:
-    model = Path(ensure_demo_model("demo", 0, tmp_path / "cache"))
+def test_a_death_in_a_joined_pass_repeats_it_for_all(model: Path, tmp_path: Path) -> None:
     works = [Pass(name, data_of(rows(seed)), ENTROPY) for seed, name in enumerate("abc")]
     with backend_on(model, tmp_path, *LAYOUT, *RAY) as backend:
         seen: list[list[Any]] = []
@@ -122,8 +122,7 @@ def test_a_death_in_a_joined_pass_repeats_it_for_all(tmp_path: Path, on_ray: Non
         assert seen[0] == seen[1]
 
 
-def test_a_session_that_a_death_ended_is_followed_by_another(tmp_path: Path, on_ray: None) -> None:
-    model = Path(ensure_demo_model("demo", 0, tmp_path / "cache"))
+def test_a_session_that_a_death_ended_is_followed_by_another(model: Path, tmp_path: Path) -> None:
     request = Request(tuple(range(10, 20)), Sampling(max_new_tokens=30, temperature=1.0, seed=3), "sampler")
     with backend_on(model, tmp_path, *LAYOUT, *RAY) as backend:
         backend.create("mine", 1, WHOLE)

@@ -13,10 +13,13 @@ from tests.helpers.runs import config_for, local_cluster, steps
 
 STEPS = 6
 BATCHES = [random_rows(8, seed=s) for s in range(3)]
-COMMON = ("rule.device=cpu", "optim.lr=0.02", "trainer.batch_size=8", "lora.dropout=0.1")
+COMMON = (
+    *("rule.device=cpu", "optim.lr=0.02", "trainer.batch_size=8", "trainer.micro_batch_size=2"),
+    "lora.dropout=0.1",
+)
 LANES = {
     "resident": ["rule.experts.gpu_resident=2"],
-    "streamed, 2 groups": ["rule.experts.stream=0.5", "trainer.micro_batch_size=2"],
+    "streamed, 2 groups": ["rule.experts.stream=0.5", "rule.groups=2"],
     "both, 2 expert actors, recompute": [
         *("rule.experts.gpu_resident=3", "rule.experts.stream=0.5", "rule.experts.sockets=2"),
         "rule.experts.activations=recompute",
@@ -29,13 +32,12 @@ LANES = {
 WORKERS = ["rule.experts.stream_to=workers"]
 WORKERS_LANES = {
     "half": ["rule.experts.stream=0.5"],
-    "nearly all, 2 groups": ["rule.experts.stream=0.99", "trainer.micro_batch_size=2"],
+    "nearly all, 2 groups": ["rule.experts.stream=0.99", "rule.groups=2"],
     "2 expert actors, recompute": [
         *("rule.experts.stream=0.6", "rule.experts.sockets=2", "rule.experts.activations=recompute"),
     ],
     "micro-batches one by one, hidden states on the host, streamed layers": [
-        *("rule.experts.stream=0.5", "trainer.micro_batch_size=2", "rule.activations=host"),
-        "rule.resident_layers=0",
+        *("rule.experts.stream=0.5", "rule.activations=host", "rule.resident_layers=0"),
     ],
 }
 
@@ -63,16 +65,24 @@ def test_every_lane_gives_the_same_curve(tmp_path: Path, device: str) -> None:
         assert found == pytest.approx(expected, rel=1e-4 if device == "cpu" else 1e-3), name
 
 
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A model and its curve without a lane."""
+    path = build_checkpoint(tmp_path_factory.mktemp("model"), "deepseek_v3", num_hidden_layers=4)
+    return path, curve(path)
+
+
 @pytest.mark.accept("lane")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", WORKERS_LANES)
-def test_workers_lanes_give_the_same_curve(tmp_path: Path, name: str, replicas: int, device: str) -> None:
-    path = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=4)
+def test_workers_lanes_give_the_same_curve(
+    four_layers: tuple[Path, list[float]], name: str, replicas: int, device: str
+) -> None:
+    path, expected = four_layers
     keys = layers_on(device, 4, replicas=replicas)
     if device == "cpu":
         keys.append("rule.experts.lane_device=cpu")
-    expected = curve(path)
     assert expected[-1] != pytest.approx(expected[0], rel=0.02), "a curve that goes nowhere says nothing"
     found = curve(path, *keys, *WORKERS, *WORKERS_LANES[name])
     assert found == pytest.approx(expected, rel=1e-4 if device == "cpu" else 1e-3)

@@ -23,6 +23,7 @@ LAYOUTS = {
         "rule.experts.sockets=2",
         "rule.groups=3",
     ],
+    "micro-batch 1": ["trainer.micro_batch_size=1"],
     "micro-batch 8": ["trainer.micro_batch_size=8"],
     "micro-batch 3": ["trainer.micro_batch_size=3"],
     "micro-batches of rows of similar length": ["trainer.micro_batch_size=auto", "data.max_length=64"],
@@ -40,7 +41,7 @@ LAYOUTS = {
         "rule.replicas=2",
     ],
     "streamed layers, 2 stages, 2 replicas": ["rule.resident_layers=0", "rule.stages=2", "rule.replicas=2"],
-    "waves of 3 micro-batches": ["rule.wave=3"],
+    "waves of 3 micro-batches": ["rule.wave=3", "trainer.micro_batch_size=1"],
     "micro-batch-major": ["rule.wave=1"],
     "waves of 2, 2 stages, 2 replicas": ["rule.wave=2", "rule.stages=2", "rule.replicas=2"],
 }
@@ -49,7 +50,8 @@ ALL_AT_ONCE = "2 stages, 2 replicas, 2 expert actors, 3 groups"
 
 
 def curve(path: Path, *overrides: str, stop: int = STEPS) -> list[float]:
-    config = config_for(path, "rule.device=cpu", "optim.lr=0.05", "trainer.batch_size=8", *overrides)
+    common = ("rule.device=cpu", "optim.lr=0.05", "trainer.batch_size=8", "trainer.micro_batch_size=2")
+    config = config_for(path, *common, *overrides)
     with local_cluster(path, config) as cluster:
         return steps(cluster, config, BATCHES, STEPS, stop=stop)
 

@@ -15,6 +15,7 @@ from kt_ray.config.schema import Config
 from kt_ray.experts import LocalExperts
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, relative, steps, waves_of
+from tests.helpers.tiny_families import tiny_family
 
 LAYERS = 5  # of which the first is dense
 ROWS = random_rows(6)
@@ -166,7 +167,7 @@ def test_it_resumes(path: Path, tmp_path: Path) -> None:
 
 def test_a_layer_that_is_not_affine_in_its_experts(tmp_path: Path) -> None:
     """Its dy is known once it is recomputed, also where no dx comes back."""
-    path = build_checkpoint(tmp_path, "deepseek_v4")
+    path = tiny_family(tmp_path, "deepseek_v4")
     for keys in (["lora.layers=[2]"], ["lora.layers=[2]", NO_OTHERS]):
         names = trained_by(path, *keys)
         assert names and {layer_of(name) for name in names} == {2}

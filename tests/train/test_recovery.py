@@ -42,7 +42,8 @@ class Run:
 
     def __init__(self, model: Path, root: Path, deaths: list[Death], *settings: str) -> None:
         random = ("lora.dropout=0.1", "trainer.neftune_noise_alpha=0.2")
-        self.config: Config = config_for(model, "optim.lr=0.02", *random, "trainer.eval_every=2", *settings)
+        common = ("optim.lr=0.02", *random, "trainer.eval_every=2", "trainer.micro_batch_size=2")
+        self.config: Config = config_for(model, *common, *settings)
         self.root = root
         self.records: list[Any] = []
         self.evaluated: list[int] = []

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,8 +171,7 @@ def test_killed_actors(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check(run, summary, parameters, model, 5)
 
 
-@pytest.fixture
-def three_nodes(tmp_path: Path) -> Iterator[Place]:
+def test_killed_actors_of_another_host_and_a_killed_node(model: Path, tmp_path: Path) -> None:
     """Three Ray nodes as processes on this machine; this process joins at the first."""
     with (
         ray_place(own_token=False) as place,
@@ -180,63 +179,24 @@ def three_nodes(tmp_path: Path) -> Iterator[Place]:
         second_node(place, tmp_path / "second", cpus=2),
         second_node(place, tmp_path / "third", cpus=2),
     ):
-        yield place
-        ray.shutdown()
+        try:
+            kill_actors_of_another_host(model, tmp_path / "of another host", place)
+            kill_a_node(model, tmp_path / "node", place)
+        finally:
+            ray.shutdown()
 
 
-def test_a_killed_node(model: Path, tmp_path: Path, three_nodes: Place) -> None:
-    """A spare node takes over what ran on it; with no spare left, the error says what is missing."""
-    config = config_for(
-        model,
-        *COMMON,
-        f"cluster.address={three_nodes.address}",
-        "cluster.start_timeout=60",
-        "rule=cpu_1worker_1socket",
-        "rule.ray.strategy=STRICT_SPREAD",
-    )
-    run = Run(model, tmp_path / "saved", config, 5)
-    killed: list[str] = []
-
-    def disturb(step: int) -> None:
-        if step == 3:
-            name, node = next(pair for pair in sorted(places(run.cluster).items()) if not is_head(pair[1]))
-            killed.append(node)
-            pid = run.pids()[name]
-            kill_in_mid_step(pid, then=lambda: kill_node(three_nodes, node))
-
-    try:
-        run.cluster.start()
-        summary, parameters = run.go(disturb)
-        where = set(places(run.cluster).values())
-        assert len(where) == 2 and killed[0] not in where
-        check(run, summary, parameters, model, 1)
-
-        run.cluster.config = replace(run.cluster.config, start_timeout=15.0)
-        ((name, last),) = [pair for pair in places(run.cluster).items() if not is_head(pair[1])]
-        kill_node(three_nodes, last, run.pids()[name])
-        with pytest.raises(UserError, match="died"):
-            run.cluster.info()
-        with pytest.raises(
-            UserError,
-            match=r"^no node has room for .*none came within 15 s; found 1 nodes; free now: CPU .*"
-            r"required CPU .* on one node\. To fix: start a node",
-        ):
-            run.cluster.recover()
-    finally:
-        run.cluster.shutdown()
-
-
-def test_killed_actors_of_another_host(model: Path, tmp_path: Path, three_nodes: Place) -> None:
+def kill_actors_of_another_host(model: Path, root: Path, place: Place) -> None:
     """Two hosts with a copy of the experts each: a lost worker costs a step, a lost copy the way back to a
     checkpoint."""
     config = config_for(
         model,
         *COMMON,
-        f"cluster.address={three_nodes.address}",
+        f"cluster.address={place.address}",
         *("rule=multi_node", "rule.device=cpu", "rule.replicas=2", "rule.attention_hosts=all"),
         "rule.experts.copies=2",
     )
-    run = Run(model, tmp_path / "saved", config, 5)
+    run = Run(model, root, config, 5)
     last = run.cluster.plan.experts[-1]
     lost = {1: "worker-1", 3: f"experts-{last.rank}"}
     assert (last.host, last.copy, run.cluster.plan.workers[1].host) == (1, 1, 1)
@@ -250,6 +210,48 @@ def test_killed_actors_of_another_host(model: Path, tmp_path: Path, three_nodes:
     assert any("nothing committed was lost, on after step 1" in line for line in run.lines), run.lines
     assert any("from checkpoint step_000002" in line for line in run.lines), run.lines
     check(run, summary, parameters, model, 2)
+
+
+def kill_a_node(model: Path, root: Path, place: Place) -> None:
+    """A spare node takes over what ran on it; with no spare left, the error says what is missing."""
+    config = config_for(
+        model,
+        *COMMON,
+        f"cluster.address={place.address}",
+        "cluster.start_timeout=60",
+        "rule=cpu_1worker_1socket",
+        "rule.ray.strategy=STRICT_SPREAD",
+    )
+    run = Run(model, root, config, 5)
+    killed: list[str] = []
+
+    def disturb(step: int) -> None:
+        if step == 3:
+            name, node = next(pair for pair in sorted(places(run.cluster).items()) if not is_head(pair[1]))
+            killed.append(node)
+            pid = run.pids()[name]
+            kill_in_mid_step(pid, then=lambda: kill_node(place, node))
+
+    try:
+        run.cluster.start()
+        summary, parameters = run.go(disturb)
+        where = set(places(run.cluster).values())
+        assert len(where) == 2 and killed[0] not in where
+        check(run, summary, parameters, model, 1)
+
+        run.cluster.config = replace(run.cluster.config, start_timeout=6.0)
+        ((name, last),) = [pair for pair in places(run.cluster).items() if not is_head(pair[1])]
+        kill_node(place, last, run.pids()[name])
+        with pytest.raises(UserError, match="died"):
+            run.cluster.info()
+        with pytest.raises(
+            UserError,
+            match=r"^no node has room for .*none came within 6 s; found 1 nodes; free now: CPU .*"
+            r"required CPU .* on one node\. To fix: start a node",
+        ):
+            run.cluster.recover()
+    finally:
+        run.cluster.shutdown()
 
 
 @pytest.mark.usefixtures("local_ray")
