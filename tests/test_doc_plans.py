@@ -121,11 +121,12 @@ def renewed(text: str, wanted: Callable[[str, str], bool] = lambda model, machin
 @pytest.mark.timeout(900)  # minutes, more on a busy machine
 @pytest.mark.parametrize("machine", HARDWARE)
 def test_the_figures_are_what_the_plan_says(machine: str) -> None:
-    """All pages in one test: models stand on two of them, and are simulated once. Of each machine a quarter
-    of the models, of each model one or two machines: a change of what plans count shows there."""
+    """All pages in one test: models stand on two of them, and are simulated once. Of each large machine a
+    quarter of the models: a change of what plans count shows there. `main` makes all of them anew."""
 
     def wanted(model: str, name: str) -> bool:
-        return name == machine and (zlib.crc32(model.encode()) + list(HARDWARE).index(name)) % 4 == 0
+        chosen = name == "laptop_16gb" or (zlib.crc32(model.encode()) + list(HARDWARE).index(name)) % 4 == 0
+        return name == machine and chosen
 
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

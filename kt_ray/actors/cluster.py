@@ -603,7 +603,7 @@ class ActorCluster(ABC):
         deadline = time.monotonic() + NOTICE
         pending = [(h.address, h.control("status")) for h in self.handles if h.address not in self._lost]
         self._lost |= {address for address, future in pending if not self._answers(future, deadline)}
-        self._kill(self._lost)  # else a frozen one's abort is waited for
+        self._kill(self._lost)  # else `_settle_aborts` waits a minute for a frozen one
         self._settle_aborts(deadline)
         return frozenset(self._lost)
 

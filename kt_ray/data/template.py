@@ -143,7 +143,8 @@ class ChatEncoder:
         notes: what a user should know about the choices made (at most one line each).
 
     Raises:
-        UserError: the template file is missing, or the default one is needed and there is no EOS token.
+        UserError: the template file is missing, no template or too long a computation, or the default one is
+            needed and there is no EOS token.
     """
 
     def __init__(
@@ -294,7 +295,11 @@ class ChatEncoder:
         return str(text)
 
     def _takes_the_simplest(self) -> bool:
-        """Whether it renders a plain question and answer. Raises UserError: it is no template at all."""
+        """Whether it renders a plain question and answer.
+
+        Raises:
+            UserError: it is no template at all, or takes too many steps for that.
+        """
         from jinja2 import TemplateSyntaxError
 
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +20,11 @@ def module_stream(name: str) -> int:
     return zlib.crc32(name.encode("utf-8"))
 
 
-class _Hashes(NamedTuple):
-    """Hashes [M, N] of the rows of a layer call, for each of the layer's M modules, and what they are of."""
-
-    of: tuple[int | None, int, int]  # layer, seed, step
-    samples_N: Tensor
-    positions_N: Tensor
-    row_MN: Tensor
-
-
 @dataclass
 class DropoutContext:
     """What a stage's dropout modules read: which rows the next layer call holds.
 
-    Hashes of the rows are made for all modules of a layer at once: a GPU starts as many kernels for one.
+    Hashes of the rows are made for all modules of a layer at once, which takes no more kernels than for one.
     """
 
     seed: int = 0  # the run's seed
@@ -40,8 +33,25 @@ class DropoutContext:
     # int64 [N] sample id of each row of the layer's input (b·s rows, padding included)
     samples_N: Tensor | None = None
     positions_N: Tensor | None = None  # int64 [N] position of each row
-    _streams: dict[int | None, list[int]] = field(default_factory=dict)  # of the modules of each layer
-    _hashes: _Hashes | None = None  # of the last layer call
+    _streams: dict[int | None, list[int]] = field(
+        default_factory=dict, init=False
+    )  # of each layer's M modules
+    _hashes: dict[int | None, Tensor] = field(
+        default_factory=dict, init=False
+    )  # [M, N] of the rows, by layer
+
+    @contextmanager
+    def rows(
+        self, seed: int, step: int, samples_N: Tensor, positions_N: Tensor, *, enabled: bool = True
+    ) -> Iterator[None]:
+        """Inside, these are the rows of what is computed."""
+        self.seed, self.step, self.enabled = seed, step, enabled
+        self.samples_N, self.positions_N = samples_N, positions_N
+        try:
+            yield
+        finally:
+            self.enabled, self.samples_N, self.positions_N = False, None, None
+            self._hashes.clear()
 
     def add(self, layer: int | None, stream: int) -> int:
         """A module of that layer (None = of none); returns its number there."""
@@ -50,22 +60,20 @@ class DropoutContext:
         return len(streams) - 1
 
     def row_hash(self, layer: int | None, number: int) -> Tensor:
-        """int32 [N], for a module as `add` numbers it."""
-        samples_N, positions_N = self.samples_N, self.positions_N
-        assert samples_N is not None and positions_N is not None, "inside a layer call"
-        of, known = (layer, self.seed, self.step), self._hashes
-        rows_known = known is not None and known.samples_N is samples_N and known.positions_N is positions_N
-        if known is None or not rows_known or known.of != of:
-            row_MN = row_hash(self.seed, self.step, self._streams[layer], samples_N, positions_N)
-            self._hashes = known = _Hashes(of, samples_N, positions_N, row_MN)
-        return known.row_MN[number]
+        """int32 [N], of the module that `add` gave this number."""
+        if layer not in self._hashes:
+            assert self.samples_N is not None and self.positions_N is not None, "inside `rows`"
+            self._hashes[layer] = row_hash(
+                self.seed, self.step, self._streams[layer], self.samples_N, self.positions_N
+            )
+        return self._hashes[layer][number]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DropoutContext:
         return self  # a copied layer keeps reading its stage's context
 
 
 class CounterDropout(nn.Module):
-    """Replaces a LoRA layer's `lora_dropout`. Stateless: the rows come from the stage's context.
+    """Replaces a LoRA layer's `lora_dropout`. Rows, and their hashes, are the stage's context's.
 
     Args:
         p: drop probability, 0 < p < 1.

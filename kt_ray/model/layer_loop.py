@@ -24,8 +24,8 @@ hyper-connections.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -492,16 +492,11 @@ class LayerLoop:
         if self.spec.joined:
             self.adapters.switch(layer, micro.batch.training)
 
-    @contextmanager
-    def _rows_of(self, micro: MicroState) -> Iterator[None]:
+    def _rows_of(self, micro: MicroState) -> AbstractContextManager[None]:
         """Inside, dropout knows the rows of what is computed."""
-        dropout = self.dropout
-        dropout.seed, dropout.step, dropout.enabled = self.spec.seed, self.spec.step, self.spec.dropout
-        dropout.samples_N, dropout.positions_N = micro.samples_N, micro.positions_N
-        try:
-            yield
-        finally:
-            dropout.enabled, dropout.samples_N, dropout.positions_N = False, None, None
+        spec = self.spec
+        rows = (spec.seed, spec.step, micro.samples_N, micro.positions_N)
+        return self.dropout.rows(*rows, enabled=spec.dropout)
 
 
 def valid_rows(

@@ -90,7 +90,7 @@ def test_layout_of_rows_does_not_matter() -> None:
 
 
 def test_a_layers_modules_share_one_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its own hashes; new rows, another step and another layer have others."""
+    """Each has its own hashes; other rows, another step and another layer have others."""
     made: list[int] = []
 
     def counted(seed: int, step: int, streams: list[int], *rows: torch.Tensor) -> torch.Tensor:
@@ -98,25 +98,25 @@ def test_a_layers_modules_share_one_computation(monkeypatch: pytest.MonkeyPatch)
         return row_hash(seed, step, streams, *rows)
 
     monkeypatch.setattr(dropout, "row_hash", counted)
-    context = _context([7, 7, 8], [0, 1, 0])
+    context, samples_N, x = DropoutContext(), torch.tensor([7, 7, 8]), torch.ones(3, 40)
     names = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
     modules = {name: CounterDropout(0.5, name, context) for name in names}
-    x = torch.ones(3, 40)
 
-    def seen() -> dict[str, list[bool]]:
-        found = {name: (module(x) != 0).flatten().tolist() for name, module in modules.items()}
-        for name, mask in found.items():
-            assert context.samples_N is not None and context.positions_N is not None
-            own = row_hash(1, context.step, module_stream(name), context.samples_N, context.positions_N)
-            assert mask == keep_mask(own, 40, 0.5).flatten().tolist()
-        return found
+    def seen(step: int, positions: list[int]) -> list[list[bool]]:
+        positions_N, masks = torch.tensor(positions), []
+        with context.rows(1, step, samples_N, positions_N):
+            for name, module in modules.items():
+                mask = module(x) != 0
+                own = row_hash(1, step, module_stream(name), samples_N, positions_N)
+                assert torch.equal(mask, keep_mask(own, 40, 0.5)) and torch.equal(mask, module(x) != 0)
+                masks.append(mask.flatten().tolist())
+        assert not context.enabled and context.samples_N is None and not context._hashes
+        return masks
 
-    first = seen()
-    assert made == [2, 1] and len({tuple(mask) for mask in first.values()}) == 3
-    context.step += 1
-    assert seen() != first and made == [2, 1] * 2
-    context.positions_N = torch.tensor([3, 4, 5])
-    assert seen() != first and made == [2, 1] * 3
+    first = seen(2, [0, 1, 0])
+    assert made == [2, 1] and len({tuple(mask) for mask in first}) == 3
+    assert seen(3, [0, 1, 0]) != first and seen(2, [3, 4, 5]) != first and seen(2, [0, 1, 0]) == first
+    assert made == [2, 1] * 4
 
 
 def test_off_in_evaluation() -> None:

@@ -31,7 +31,7 @@ LANES = {
 # Each attention worker computes streamed experts for its own tokens.
 WORKERS = ["rule.experts.stream_to=workers"]
 WORKERS_LANES = {
-    "half": ["rule.experts.stream=0.5"],
+    "half": ["rule.experts.stream=0.5", "trainer.micro_batch_size=1"],
     "nearly all, 2 groups": ["rule.experts.stream=0.99", "rule.groups=2"],
     "2 expert actors, recompute": [
         *("rule.experts.stream=0.6", "rule.experts.sockets=2", "rule.experts.activations=recompute"),

@@ -22,6 +22,7 @@ LAYOUTS = {
         "rule.replicas=2",
         "rule.experts.sockets=2",
         "rule.groups=3",
+        "trainer.micro_batch_size=1",
     ],
     "micro-batch 1": ["trainer.micro_batch_size=1"],
     "micro-batch 8": ["trainer.micro_batch_size=8"],
@@ -34,6 +35,7 @@ LAYOUTS = {
         "rule.activations=host",
         "rule.stages=2",
         "rule.replicas=2",
+        "trainer.micro_batch_size=1",
     ],
     "ranges of heads and tokens, 2 stages, 2 replicas": [
         "rule.activations=ranges",
@@ -43,7 +45,9 @@ LAYOUTS = {
     "streamed layers, 2 stages, 2 replicas": ["rule.resident_layers=0", "rule.stages=2", "rule.replicas=2"],
     "waves of 3 micro-batches": ["rule.wave=3", "trainer.micro_batch_size=1"],
     "micro-batch-major": ["rule.wave=1"],
-    "waves of 2, 2 stages, 2 replicas": ["rule.wave=2", "rule.stages=2", "rule.replicas=2"],
+    "waves of 2, 2 stages, 2 replicas": [
+        *("rule.wave=2", "rule.stages=2", "rule.replicas=2", "trainer.micro_batch_size=1"),
+    ],
 }
 PATTERNS = ["lora.rank_pattern={experts: 2, o_proj: 6}", "lora.alpha_pattern={q_a_proj: 3, experts: 8}"]
 ALL_AT_ONCE = "2 stages, 2 replicas, 2 expert actors, 3 groups"
@@ -53,6 +57,8 @@ def curve(path: Path, *overrides: str, stop: int = STEPS) -> list[float]:
     common = ("rule.device=cpu", "optim.lr=0.05", "trainer.batch_size=8", "trainer.micro_batch_size=2")
     config = config_for(path, *common, *overrides)
     with local_cluster(path, config) as cluster:
+        lowered = [note for note in cluster.plan.notes if "lowered" in note]
+        assert not lowered, "the layout is not the one that is asked for"
         return steps(cluster, config, BATCHES, STEPS, stop=stop)
 
 
@@ -96,7 +102,7 @@ def test_gate_and_up_in_int8_give_nearly_the_same_curve(tmp_path: Path) -> None:
 
 def test_overlap_changes_no_bit(tmp_path: Path) -> None:
     path = build_checkpoint(tmp_path, "deepseek_v3")
-    for layout in ([], ["rule.stages=2", "rule.replicas=2", "rule.experts.sockets=2", "rule.groups=3"]):
+    for layout in ([], LAYOUTS[ALL_AT_ONCE]):
         waiting = curve(path, *layout, "rule.overlap=false", stop=3)
         assert waiting == curve(path, *layout, stop=3)
 

@@ -265,6 +265,7 @@ def _template(name: str, text: str | bytes, expected: list[str]) -> Case:
 
 
 _TURNS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+_ENDLESS = "error: the chat template refuses a plain question and answer"
 TOKENIZER = [
     _tokenizer("max length a text", lambda c: c.update(model_max_length="long")),
     _tokenizer("end token a number", lambda c: c.update(eos_token=5)),
@@ -287,12 +288,23 @@ TOKENIZER = [
     _template(
         "nested loops",
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        ["more than 100000 steps", "t.jinja", "give model.chat_template"],
+        [_ENDLESS, "more than 100000 steps", "t.jinja", "give model.chat_template"],
+    ),
+    _template(
+        "nested loops without a turn",
+        "{% for a in range(99999) %}{% for b in range(99999) if false or false %}{% endfor %}{% endfor %}",
+        [_ENDLESS, "more than 100000 steps"],
+    ),
+    _template(
+        "another raise_exception",
+        "{% set raise_exception = strftime_now %}"
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        [_ENDLESS, "more than 100000 steps"],
     ),
     _template(
         "a macro that calls itself twice",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(25) }}",
-        ["more than 100000 steps", "t.jinja"],
+        [_ENDLESS, "more than 100000 steps", "t.jinja"],
     ),
     _template("a division by zero", "{{ 1 // 0 }}", ["refuses", "ZeroDivisionError", "t.jinja"]),
     _template("an attribute of nothing", "{{ a.b.c }}", ["refuses", "UndefinedError", "t.jinja"]),
