@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _DATE_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"\\]*)"|'([^'\\]*)')\s*\)""")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ANOTHER = "give model.chat_template a template that works, or name one in data.template"
+_ANOTHER_TEMPLATE = "give model.chat_template a template that works, or name one in data.template"
 Span = tuple[int, int]  # characters of the rendering, half-open
 
 # Tokens that must be single tokens of the tokenizer: written as text they would be something else.
@@ -143,7 +143,7 @@ class ChatEncoder:
         notes: what a user should know about the choices made (at most one line each).
 
     Raises:
-        UserError: the template file is missing, no template or too long a computation, or the default one is
+        UserError: the template file is missing, is no template or takes too many steps; or the default one is
             needed and there is no EOS token.
     """
 
@@ -312,7 +312,7 @@ class ChatEncoder:
                     "the chat template refuses a plain question and answer",
                     where=self.source,
                     observed=TOO_MANY,
-                    remedy=_ANOTHER,
+                    remedy=_ANOTHER_TEMPLATE,
                 ) from error
             return False
         return True
@@ -322,7 +322,7 @@ class ChatEncoder:
         observed = f"{type(refusal).__name__}: {refusal}"
         if not self._usual:  # then it is not the row's fault
             observed += f"; the template ({self.source}) refuses a plain question and answer, too"
-            remedy = _ANOTHER
+            remedy = _ANOTHER_TEMPLATE
         return UserError(
             "the chat template refuses the conversation", where=where, observed=observed, remedy=remedy
         )

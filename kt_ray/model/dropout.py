@@ -33,12 +33,9 @@ class DropoutContext:
     # int64 [N] sample id of each row of the layer's input (b·s rows, padding included)
     samples_N: Tensor | None = None
     positions_N: Tensor | None = None  # int64 [N] position of each row
-    _streams: dict[int | None, list[int]] = field(
-        default_factory=dict, init=False
-    )  # of each layer's M modules
-    _hashes: dict[int | None, Tensor] = field(
-        default_factory=dict, init=False
-    )  # [M, N] of the rows, by layer
+    # by layer: streams of its M modules; hashes [M, N] of the rows
+    _streams: dict[int | None, list[int]] = field(default_factory=dict, init=False)
+    _hashes: dict[int | None, Tensor] = field(default_factory=dict, init=False)
 
     @contextmanager
     def rows(

@@ -152,7 +152,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _first_of_fmix(h: Tensor) -> Tensor:
-    """The first of the steps of `dropout_hash._fmix_`, which take the same memory: half of a test's time."""
+    """The first step of `dropout_hash._fmix_` alone: the others take no more memory, but much time."""
     h ^= (h >> 16) & 0xFFFF
     return h
 

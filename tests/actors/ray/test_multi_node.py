@@ -156,9 +156,7 @@ def test_bit_identical_over_two_nodes(tmp_path: Path, address: str) -> None:
 
 def _ran(checkpoint: Path, config: Config) -> tuple[list[float], dict[str, str], dict[str, set[str]]]:
     """Losses of four steps; by actor its node, and the actors whose shared memory it has open."""
-    plan = plan_for(checkpoint, config)
-    specs = actor_specs(plan, config, str(checkpoint))
-    cluster = RayCluster(plan, specs, config.cluster, config.rule.ray, "two")
+    cluster = started(checkpoint, config, checkpoint.parent)
     try:
         cluster.start()
         losses = steps(cluster, config, BATCHES, 4)
