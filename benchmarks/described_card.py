@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.gpu import Driver
-from kt_ray.timing.shared_resource import Resource
+from kt_ray.native._native import Resource
 
 
 class Card(NamedTuple):
@@ -116,6 +116,7 @@ class Board:
         self._ends: list[tuple[float, int, Resource, int]] = []
         self._order = itertools.count()
         self._resources: dict[str, Resource] = {}
+        self._called: dict[int, Callable[[], None]] = {}  # at the end of a task, by its number
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="board", daemon=True)
         self._thread.start()
@@ -140,7 +141,9 @@ class Board:
             stream.held = False
             self.go_on(stream)
 
-        resource.begin(next(self._order), seconds, 1.0, end, start)
+        number = next(self._order)
+        self._called[number] = end
+        resource.begin(number, seconds, 1.0, start)
         self._foresee(resource)
         return True
 
@@ -163,8 +166,8 @@ class Board:
             at, _, resource, version = heapq.heappop(self._ends)
             self._now = max(self._now, at)
             if version == resource.version:
-                end = resource.end(self._now)
-                if resource.tasks:
+                end = self._called.pop(resource.end(self._now))
+                if not resource.idle:
                     self._foresee(resource)
                 end()
         self._now = max(self._now, now)

@@ -38,7 +38,7 @@ config: errors parse
 dims: errors parse
 hardware: errors disk parse native config
 placement: errors parse config dims hardware
-timing: errors config dims hardware placement
+timing: errors native config dims hardware placement
 optim: errors pulse config [torch]
 tracking: terminal disk parse timeline config
 evaluate: errors parse

@@ -1,4 +1,5 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 TensorArg = tuple[str, int, str, tuple[int, ...], bool]
 """(name, address, dtype, shape, contiguous on the CPU)"""
@@ -105,3 +106,36 @@ class ThreadPool:
     def threads(self) -> int: ...
     @property
     def busy_seconds(self) -> float: ...
+
+def play(
+    programs: Sequence[tuple[str, float, Iterable[Any]]], capacity: Mapping[str, float], keep_spans: bool
+) -> tuple[
+    list[float],
+    list[float],
+    list[dict[str, float]],
+    dict[str, float],
+    dict[str, float],
+    list[tuple[Any, Any, float, float]],
+    list[tuple[Any, ...]],
+]:
+    """programs: (resource, width, items) of every actor (kt_ray.timing.event_loop).
+
+    Returns of every actor when it ended, the seconds that it computed and those that it waited, by reason;
+    seconds of every resource, and of the longest chain by what it went through; if kept, (actor, item, start,
+    end) and (tag, resource, start, end) of what was done; the tags that were waited for in vain.
+    """
+
+class Resource:
+    """What several tasks use at once, as the event loop has it (benchmarks/described_card.py)."""
+
+    def __init__(self, capacity: float, since: float = 0.0) -> None: ...
+    def begin(self, number: int, seconds: float, width: float, now: float) -> bool:
+        """Returns whether the next end must be foreseen anew."""
+    def foresee(self) -> float:
+        """When the next task ends; void as soon as `version` is another."""
+    def end(self, now: float) -> int:
+        """The number of the task that ends."""
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def version(self) -> int: ...

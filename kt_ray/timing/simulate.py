@@ -27,13 +27,14 @@ from kt_ray.timing.event_loop import (
     Actor,
     Busy,
     Carriage,
-    EventLoop,
     Leg,
     Program,
     Seat,
+    Send,
     SimulatedSpan,
     Stretch,
     Wait,
+    play,
 )
 
 # -- what is given, and what comes out -----------------------------------------------------------
@@ -272,11 +273,11 @@ def simulate(
     return Simulated(wall, pass_seconds, total.work, used, total.idle, total.path, tuple(events_in_order))
 
 
-class _Step(EventLoop):
+class _Step:
     """The programs of the actors."""
 
     def __init__(self, plan: Plan, machine: Machine, durations: Durations, events: bool) -> None:
-        super().__init__(machine.capacity, events)
+        self.events = events
         self.plan = plan
         self.machine = machine
         self.durations = durations
@@ -303,7 +304,11 @@ class _Step(EventLoop):
                 copying = self._worker_copies(rank, own)
                 lanes.append(Actor(f"copies of worker {rank}", Seat(f"pcie {device} in"), copying))
         actors = [*self._seated(workers, calls), *lanes]
-        return self.play(actors, offset, self.durations.pass_end(), "end of pass")
+        return self._play(actors, offset, self.durations.pass_end(), "end of pass")
+
+    def _play(self, actors: Sequence[Actor], offset: float, overhead: float, ending: str) -> Stretch:
+        capacity = self.machine.capacity
+        return play(actors, capacity, ending=ending, overhead=overhead, offset=offset, events=self.events)
 
     def _seated(self, workers: Iterable[Program], experts: Iterable[Program]) -> list[Actor]:
         seats = [(f"worker {rank}", seat) for rank, seat in enumerate(self.machine.workers)]
@@ -320,7 +325,7 @@ class _Step(EventLoop):
 
         workers = map(only, phase.workers[: len(self.machine.workers)])
         experts = map(only, phase.experts)
-        return self.play(self._seated(workers, experts), offset, phase.overhead, "optimizer")
+        return self._play(self._seated(workers, experts), offset, phase.overhead, "optimizer")
 
     # -- programs ----------------------------------------------------------------------------
 
@@ -335,11 +340,11 @@ class _Step(EventLoop):
         slots, filled = WeightSlots(worker.streamed, worker.slots), Counter[int]()
         slots.begin(wraps=False)
 
-        def fill(part: Filled | None) -> None:
+        def fill(part: Filled | None) -> Program:
             if part is not None:
                 filled[part.layer] += 1
                 tag = ("weights", part.layer, rank, filled[part.layer])
-                self.send(tag, durations.weights(rank, part.layer))
+                yield Send(tag, durations.weights(rank, part.layer))
 
         def own(layer: int, direction: str, g: int) -> WorkerLaneCall | None:
             return durations.worker_lane(rank, layer, direction, tokens[g], call=g)
@@ -356,13 +361,13 @@ class _Step(EventLoop):
             # Copied behind the computation, and back ahead of it: what waits for them is the link.
             if plan.activations == "host" and kind in ("forward", "recompute"):
                 way = "out" if kind == "forward" else "in"
-                self.send(("shelf", way, layer, g, rank), durations.shelf(rank, groups[g], way))
+                yield Send(("shelf", way, layer, g, rank), durations.shelf(rank, groups[g], way))
             if layer in worker.streamed and kind in ("forward", "recompute"):
                 if kind == "recompute":
                     slots.hold(layer)
-                fill(slots.bring(layer))
+                yield from fill(slots.bring(layer))
                 yield Wait(("weights", layer, rank, filled[layer]), "transfer")
-                fill(slots.ahead(layer, downwards=kind == "recompute"))
+                yield from fill(slots.ahead(layer, downwards=kind == "recompute"))
             before, after = durations.attention(kind, layer, groups[g])
             if before:
                 yield Busy(f"{kind} {layer}.{g}", "attention", before)
@@ -371,19 +376,19 @@ class _Step(EventLoop):
                 here = own(layer, direction, g)
                 settled = () if here is None else settling(here)
                 if here is not None:
-                    self.send(("own", layer, direction, g, rank), Carriage(settled))
+                    yield Send(("own", layer, direction, g, rank), Carriage(settled))
                 for c in self.ways:
                     # What the lane sorts is counted first, for all actors together.
                     counted = tuple(leg._replace(seconds=leg.seconds / len(self.ways)) for leg in settled)
                     carriage = durations.request(rank, c, direction, self._sent(here, c, tokens[g]))
                     carriage = carriage._replace(legs=(*counted, *carriage.legs))
-                    self.send((direction, layer, g, c.actors[0], replica), carriage)
+                    yield Send((direction, layer, g, c.actors[0], replica), carriage)
                 if not plan.overlap:
                     for c in self.ways:
                         yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
             elif kind.startswith("send"):
                 to = stage + (1 if kind == "send_hidden" else -1)
-                self.send((kind[5:], replica, to, g), durations.stage(rank, rank + to - stage, tokens[g]))
+                yield Send((kind[5:], replica, to, g), durations.stage(rank, rank + to - stage, tokens[g]))
             if after:
                 yield Busy(f"{kind} {layer}.{g}", "attention", after)
             if plan.activations == "host" and kind == "backward":
@@ -409,7 +414,7 @@ class _Step(EventLoop):
             own = self.durations.expert(actor, layer, direction, together, call=g)
             lane = self.durations.lane(actor, layer, direction, together, call=g)
             for call in lane:
-                self.send(("lane", layer, direction, g, actor, call.device), Carriage())
+                yield Send(("lane", layer, direction, g, actor, call.device), Carriage())
             yield Busy(f"{direction} {layer}.{g}", "experts", own.beside)
             for call in lane:
                 yield Wait(("lane done", layer, direction, g, actor, call.device), "lane")
@@ -420,7 +425,7 @@ class _Step(EventLoop):
                     here = self.durations.worker_lane(worker, layer, direction, tokens[replica][g], call=g)
                     sent = self._sent(here, way, tokens[replica][g])
                     carriage = self.durations.reply(worker, way, direction, sent)
-                    self.send(("reply", direction, layer, g, way.actors[0], replica), carriage)
+                    yield Send(("reply", direction, layer, g, way.actors[0], replica), carriage)
             yield Busy(f"gradients {layer}.{g}", "experts", own.late)
 
     def _lane(self, c: ExpertClass, device: str, wave: WaveShape) -> Program:
@@ -436,19 +441,19 @@ class _Step(EventLoop):
             about = (layer, direction, g, actor, device)
             into, back = f"pcie {device} in", f"pcie {device} out"
             yield Wait(("lane", *about), "experts")
-            self.send(("lane ahead", *about), Carriage((Leg(into, call.ahead),)))
-            self.send(("lane routing", *about), Carriage((Leg(c.seat.resource, call.routing),)))
+            yield Send(("lane ahead", *about), Carriage((Leg(into, call.ahead),)))
+            yield Send(("lane routing", *about), Carriage((Leg(c.seat.resource, call.routing),)))
             yield Wait(("lane routing", *about), "dispatch")
-            self.send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
+            yield Send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
             yield Wait(("lane ahead", *about), "transfer")
-            self.send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
-            self.send(("lane kept", *about), Carriage((Leg(back, call.kept),)))
+            yield Send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
+            yield Send(("lane kept", *about), Carriage((Leg(back, call.kept),)))
             yield Busy(f"{direction} {layer}.{g}", "lane", call.products)
             yield Wait(("lane copies", *about), "transfer")
             yield Busy(f"{direction} {layer}.{g}", "lane", call.last)
             yield Wait(("lane kept", *about), "transfer")
             yield Wait(("lane kernels", *about), "dispatch")
-            self.send(("lane done", *about), Carriage((Leg(back, call.back),)))
+            yield Send(("lane done", *about), Carriage((Leg(back, call.back),)))
 
     @staticmethod
     def _sent(here: WorkerLaneCall | None, actors: ExpertClass, tokens: int) -> int:
@@ -475,10 +480,10 @@ class _Step(EventLoop):
             about, name = (layer, way, g, rank), f"{way} {layer}.{g}"
             into, out = f"pcie {call.device} in", f"pcie {call.device} out"
             yield Wait(("own", *about), "worker")
-            self.send(("own begun", *about), Carriage())
-            self.send(("own small", *about), Carriage((Leg(into, call.entering),)))
-            self.send(("own kernels", *about), Carriage((Leg(call.home, call.dispatch),)))
-            self.send(("own kept", *about), Carriage((Leg(out, call.leaving),)))
+            yield Send(("own begun", *about), Carriage())
+            yield Send(("own small", *about), Carriage((Leg(into, call.entering),)))
+            yield Send(("own kernels", *about), Carriage((Leg(call.home, call.dispatch),)))
+            yield Send(("own kept", *about), Carriage((Leg(out, call.leaving),)))
             yield Wait(("own small", *about), "transfer")
             yield Busy(name, "lane", call.products_there)
             for n, part in enumerate(COPIED_AHEAD if call.copies_ahead else ()):
@@ -488,8 +493,8 @@ class _Step(EventLoop):
                 yield Wait(("copied", *about, n), "transfer")
                 yield Busy(name, "lane", call.products * part)
             yield Wait(("own kernels", *about), "dispatch")
-            self.send(("own done", *about), Carriage())
-            self.send(("own gradients", *about), Carriage((Leg(out, call.gradients),)))
+            yield Send(("own done", *about), Carriage())
+            yield Send(("own gradients", *about), Carriage((Leg(out, call.gradients),)))
             yield Wait(("own kept", *about), "transfer")
 
     def _worker_copies(self, rank: int, calls: Sequence[_LaneCall]) -> Program:
@@ -500,7 +505,7 @@ class _Step(EventLoop):
             for n, part in enumerate(COPIED_AHEAD if call and call.copies_ahead else ()):
                 assert call is not None
                 yield Busy(f"ahead {layer}.{g}", "copied ahead", call.copies_ahead * part)
-                self.send(("copied ahead", layer, way, g, rank, n), Carriage())
+                yield Send(("copied ahead", layer, way, g, rank, n), Carriage())
 
         for number, (layer, way, g, call) in enumerate(calls):
             if call is not None:
@@ -510,7 +515,7 @@ class _Step(EventLoop):
             for n, part in enumerate(AT_CALL if call and call.copies else ()):
                 assert call is not None
                 yield Busy(f"copy {layer}.{g}", "copies", call.copies * part)
-                self.send(("copied", layer, way, g, rank, n), Carriage())
+                yield Send(("copied", layer, way, g, rank, n), Carriage())
             if number + 1 < len(calls) and calls[number + 1].group == 0:
                 yield from ahead(*calls[number + 1])
 

@@ -101,3 +101,13 @@ def test_the_objects_that_ship_compute_the_corpus(tmp_path: Path) -> None:
     small = [str(CORPUS / name) for name in ("format-bf16", "size-odd-bf16", "rank-33", "routing-uneven")]
     assert cases_of(amx.run([str(program), "--isas", "amx", *small])) == len(small)
     assert amx.counts()["tdpbf16ps"] > 1000
+
+
+def test_the_event_loop(tmp_path: Path) -> None:
+    """Random programs of actors (tests/native/cpp/event_loop_test.cpp); one thread, so no races."""
+    program, sources = tmp_path / "event_loop_test", engine_cases.SOURCES
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1"]
+    files = [engine_cases.DRIVER.parent / "event_loop_test.cpp", sources / "event_loop.cpp"]
+    command = [engine_cases.compiler(), "-std=c++20", *checks, "-I", sources, *files, "-o", program]
+    run([*map(str, command)])
+    assert run([str(program)], UBSAN_OPTIONS=UBSAN) == "300 plays ok\n"

@@ -1,24 +1,48 @@
-"""The order of what happens at once."""
+"""The order of what happens at once, and what a loop says that cannot go on."""
 
 from __future__ import annotations
 
-from kt_ray.timing.event_loop import Actor, Busy, Carriage, EventLoop, Leg, Program, Seat, Wait
+import pytest
+
+from kt_ray.timing.event_loop import Actor, Busy, Carriage, Leg, Program, Seat, Send, Wait, play
 
 
 def test_messages_that_arrive_at_once_do_so_in_the_order_in_which_they_began_to_wait() -> None:
     """One by a link, whose end is due, one that has only latency: at the same second."""
-    loop, seen = EventLoop({}, events=False), list[str]()
 
     def sender() -> Program:
-        loop.send(("by link",), Carriage((Leg("link", 1.0),)))
-        loop.send(("late",), Carriage((), 1.0))
+        yield Send(("by link",), Carriage((Leg("link", 1.0),)))
+        yield Send(("late",), Carriage((), 1.0))
         yield Busy("work", "work", 0.5)
 
     def waiter(tag: str) -> Program:
         yield Wait((tag,), "other")
-        seen.append(tag)
+        yield Busy(tag, "work", 1.0)
 
     actors = [Actor("sender", Seat("core"), sender())]
-    actors += [Actor(tag, Seat("core"), waiter(tag)) for tag in ("by link", "late")]
-    loop.play(actors, 0.0, 0.0, "end")
-    assert seen == ["late", "by link"]
+    actors += [Actor(tag, Seat(f"core of {tag}"), waiter(tag)) for tag in ("by link", "late")]
+    played = play(actors, {}, ending="end", events=True)
+    assert list(played.used) == ["link", "core", "core of late", "core of by link"]
+    assert [(e.actor, e.name, e.kind, e.start, e.end) for e in played.events if e.kind == "transfer"] == [
+        ("link", "by link", "transfer", 0.0, 1.0)
+    ]
+
+
+def test_programs_that_wait_for_each_other_are_named() -> None:
+    actors = [Actor("one", Seat("core"), iter([Wait(("never", 3), "other")]))]
+    with pytest.raises(RuntimeError, match=r"wait for each other: \[\"\('never', 3\)\"\]"):
+        play(actors, {}, ending="end")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [("name", "kind"), ("tag", ("legs",)), (("tag",), ((("link",),), 0.0)), ("name", "kind", "x"), "no", ()],
+)
+def test_what_is_no_item_is_refused(item: object) -> None:
+    """Two names are a wait, for a tag that is a string: only its end tells."""
+    if item == ("name", "kind"):
+        with pytest.raises(RuntimeError, match="name"):
+            play([Actor("one", Seat("core"), iter([item]))], {}, ending="end")  # type: ignore[list-item]
+        return
+    with pytest.raises(TypeError):
+        play([Actor("one", Seat("core"), iter([item]))], {}, ending="end")  # type: ignore[list-item]

@@ -17,6 +17,8 @@
 
 namespace py = pybind11;
 
+void bind_event_loop(py::module_& m);  // bindings_event_loop.cpp
+
 namespace {
 
 // (name, address, dtype, shape, contiguous on the CPU) of one tensor.
@@ -468,4 +470,6 @@ PYBIND11_MODULE(_native, m) {
             py::arg("count"), py::arg("task"), py::arg("ends") = std::vector<int64_t>())
         .def_property_readonly("threads", &kt::ThreadPool::threads)
         .def_property_readonly("busy_seconds", &kt::ThreadPool::busy_seconds);
+
+    bind_event_loop(m);
 }
