@@ -53,13 +53,13 @@ from kt_ray.placement.generation_memory import (
     within_training,
 )
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
+from kt_ray.placement.layer_table import layer_table
 from kt_ray.placement.lora_sizes import (
     adapted,
     backward_of,
     expert_lora_layers,
     expert_lora_params,
     in_parts,
-    lora_params,
     trained_params,
 )
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
@@ -421,13 +421,14 @@ def worker_items(
     passed = range(max(start, backward_of(dims, config.lora).lowest), stop)  # by backward
     element, hidden = ELEMENT_BYTES[dtype], dims.hidden_size
     first, last = worker.stage == 0, worker.stage == stages - 1
-    moe = sum(layer in dims.moe_layers for layer in passed)
+    table = layer_table(dims, config, dtype)
+    moe = sum(table.moe[passed.start : stop])
     ends = 1 if dims.tie_embeddings and first and last else first + last
     looked_up = int(embedding_on_host(dims, worker, stages))
-    adapters = sum(lora_params(dims, config.lora, layer) for layer in own)
+    adapters = sum(table.lora_params[start:stop])
     root, copies = worker.rank == 0, config.rule.experts.copy_count
     # Whose gradients it sends, or in worker 0 adds up.
-    reduced = sum(lora_params(dims, config.lora, n) for n in (range(dims.num_layers) if root else own))
+    reduced = sum(table.lora_params) if root else adapters
     far = config.rule.replica_count * (hosts - 1) // hosts  # replicas on other hosts than worker 0
     outputs = int(load.outputs)  # each as wide as one stream of the hidden state
     states = len(passed) * load.replica * (dims.hidden_streams + outputs) * hidden * element
@@ -442,15 +443,14 @@ def worker_items(
     kept += moe * load.replica * dims.experts_per_token * 12
     if dims.hidden_streams > 1:  # not affine in the experts' output, which is then kept as well
         kept += moe * load.replica * hidden * 4
-    probed = max((_layer_params(dims, layer) for layer in own if layer in dims.moe_layers), default=0)
-    weights = {layer: layer_weight_bytes(dims, config, layer, dtype) for layer in own}
-    away = [weights[layer] for layer in worker.streamed]
+    probed = max((table.params[layer] for layer in own if table.moe[layer]), default=0)
+    away = [table.weight_bytes[layer] for layer in worker.streamed]
     # What is dequantised when used, one matrix at a time.
     unpacked = element * max((q.largest for q in _kept_quantised(dims, config)[start:stop]), default=0)
     unpacked += max((dora_bytes(dims, config, layer) for layer in own), default=0)
     gpu = worker.device != "cpu"
     # One layer of each kind: a plan asks for every layer of every layout that it compares.
-    kinds = {layer_kind(dims, config, layer): layer for layer in reversed(own)}.values()
+    kinds = {table.kinds[layer]: layer for layer in reversed(own)}.values()
     kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype, gpu=gpu) for layer in kinds}
     scratch = {
         layer: max(
@@ -473,7 +473,7 @@ def worker_items(
     recompute = max(at_once.values())
     logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size, gpu=gpu)
     items: dict[str, float] = {
-        "weights": sum(weights.values())
+        "weights": sum(table.weight_bytes[start:stop])
         - sum(away)
         + worker.slots * max(away, default=0)
         + element * (dims.outside_params if last else 0),
@@ -520,19 +520,6 @@ def worker_items(
     return items
 
 
-def layer_kind(dims: ModelDims, config: Config, layer: int) -> object:
-    """What layers have in common that need the same bytes."""
-    of_layer = (dims.pair_widths, dims.indexes, dims.cache_widths, dims.quantised)
-    return (
-        dims.attention_params[layer],
-        dims.dense_params[layer],
-        dims.lora_in_out[layer],
-        layer in dims.moe_layers,
-        adapted(dims, config.lora, layer),
-        *(own[layer] for own in of_layer if own),
-    )
-
-
 def embedding_on_host(dims: ModelDims, worker: WorkerPlan, stages: int) -> bool:
     """Whether a worker looks tokens up in host memory: where its GPU does not hold all layers either.
 
@@ -551,18 +538,6 @@ def keeps_weights(worker: WorkerPlan, config: Config, hosts: int) -> bool:
 def shares_weights(lora: LoraConfig) -> bool:
     """Whether replicas have one copy of their streamed layers' weights. PiSSA changes them after loading."""
     return not lora.init.startswith("pissa")
-
-
-def layer_weight_bytes(dims: ModelDims, config: Config, layer: int, dtype: str) -> float:
-    """Bytes of a layer's frozen weights outside the routed experts, as they are held."""
-    total: float = ELEMENT_BYTES[dtype] * _layer_params(dims, layer)
-    for stored in _kept_quantised(dims, config)[layer : layer + 1]:
-        total += stored.bytes - ELEMENT_BYTES[dtype] * stored.params
-    return total
-
-
-def _layer_params(dims: ModelDims, layer: int) -> int:
-    return dims.attention_params[layer] + dims.dense_params[layer]
 
 
 def _kept_quantised(dims: ModelDims, config: Config) -> Sequence[Quantised]:
@@ -601,12 +576,15 @@ def _expert_actor(
     slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
     shape = engine_shape(dims, config.lora, isa, actor.backend)
     lowest, with_lora = backward_of(dims, config.lora).lowest, expert_lora_layers(dims, config.lora)
+    of_layer = {
+        own: own.saved(sent, load.total * slots_per_token * left.rows, actor.activations).values()
+        for own in (shape, shape.without_lora)
+    }
     kept = [
         size
         for layer in dims.moe_layers
         if layer >= lowest and not generates(config)
-        for own in [shape if layer in with_lora else shape.without_lora]
-        for size in own.saved(sent, load.total * slots_per_token * left.rows, actor.activations).values()
+        for size in of_layer[shape if layer in with_lora else shape.without_lora]
     ]
     rows = load.group * slots_per_token * left.rows
     buffers = shape.call(sent_of_group, rows, actor.activations)

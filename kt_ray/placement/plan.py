@@ -30,9 +30,10 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import attends_as_cached, generates, room, step_tokens
 from kt_ray.placement.lane_plan import plan_lanes, with_held
 from kt_ray.placement.lane_share import UNTUNED, LaneRates
+from kt_ray.placement.layer_table import layer_table
 from kt_ray.placement.layout import Layout, choose_layout, layout_of, layouts, with_layout
 from kt_ray.placement.lora_sizes import backward_of, check_layers
-from kt_ray.placement.memory import budgets, layer_weight_bytes, staged
+from kt_ray.placement.memory import budgets, staged
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.range_memory import range_counts, without_ranges
 from kt_ray.placement.render import counted, gib, layout_text
@@ -336,7 +337,8 @@ def _room_notes(hardware: Hardware, memory: Sequence[Budget]) -> list[str]:
 
 def _copied_notes(dims: ModelDims, config: Config, workers: Sequence[WorkerPlan], dtype: str) -> list[str]:
     """What streamed layers cost an answer: their weights cross the link for every token."""
-    sizes = [sum(layer_weight_bytes(dims, config, layer, dtype) for layer in w.streamed) for w in workers]
+    weights = layer_table(dims, config, dtype).weight_bytes
+    sizes = [sum(weights[layer] for layer in w.streamed) for w in workers]
     if not any(sizes):
         return []
     return [

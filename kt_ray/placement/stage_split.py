@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
-from kt_ray.placement.memory import GPU_RUNTIME, ON_HOST, layer_kind, worker_items
+from kt_ray.placement.layer_table import layer_table
+from kt_ray.placement.memory import GPU_RUNTIME, ON_HOST, worker_items
 from kt_ray.placement.plan_types import Held, WorkerPlan
 from kt_ray.placement.wave import choose_groups, micro_batches
 from kt_ray.placement.wave_tokens import HELD, Load, load_of
@@ -123,10 +124,9 @@ def layer_sizes(dims: ModelDims, config: Config, load: Load, stages: int, dtype:
         peak = of_layer["workspace"]
         return sum(size for item, size in of_layer.items() if item not in ON_HOST) - peak, peak
 
-    kinds: dict[object, tuple[float, float]] = {}
+    kinds: dict[int, tuple[float, float]] = {}
     sizes = []
-    for layer in range(n):
-        kind = layer_kind(dims, config, layer)
+    for layer, kind in enumerate(layer_table(dims, config, dtype).kinds):
         if kind not in kinds:
             kinds[kind] = items(layer, 1, 1, 3)  # neither the first stage nor the last
         sizes.append(kinds[kind])

@@ -155,8 +155,9 @@ def slots_needed(program: Iterable[Op], streamed: Sequence[int]) -> int:
             continue
         if op.kind == "recompute":
             held[op.layer] += 1
-        most = max(most, len(held.keys() | {op.layer}))
+        most = max(most, len(held) + (op.layer not in held))
         if op.kind == "backward":
             held[op.layer] -= 1
-            held += Counter()  # those at zero go
+            if held[op.layer] <= 0:
+                del held[op.layer]
     return min(len(wanted), most + 1)

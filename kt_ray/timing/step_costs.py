@@ -25,8 +25,9 @@ from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.expert_load import touched
+from kt_ray.placement.layer_table import layer_table
 from kt_ray.placement.lora_sizes import expert_lora_layers, expert_lora_params, expert_rank, lora_params
-from kt_ray.placement.memory import held_format, home_socket, layer_weight_bytes, logit_rows, reached_part
+from kt_ray.placement.memory import held_format, home_socket, logit_rows, reached_part
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timing.event_loop import Carriage, Leg
 from kt_ray.timing.lane_seconds import LaneSeconds
@@ -411,7 +412,7 @@ class PlanDurations:
         return Carriage(self._pcie(worker, size, way))
 
     def weights(self, worker: int, layer: int) -> Carriage:
-        size = layer_weight_bytes(self.plan.dims, self.config, layer, self.plan.dtype)
+        size = layer_table(self.plan.dims, self.config, self.plan.dtype).weight_bytes[layer]
         if self.on_gpu:
             return Carriage(self._pcie(worker, size, "in"))
         return Carriage((Leg(self._host_seat(worker), size / self.rates.memory.copy_one.value),))
