@@ -14,7 +14,7 @@ PYTEST ?= -q
 SUPPORTED = import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit(f"error: {sys.executable} is \
  Python {v[0]}.{v[1]}; required 3.11, 3.12 or 3.13. To fix: make PYTHON=python3.12 VENV=<new directory> ...")
 
-.PHONY: help demo test quick check format bench chaos fuzz docs clean
+.PHONY: help demo test exhaustive quick check format bench chaos fuzz docs clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -45,11 +45,14 @@ demo: $(STAMP)  ## set up, build, plan, fine-tune the demo model to the end, and
 	$(PY) launch.py mode=plan
 	$(PY) launch.py
 
-test: $(TOOLS)  ## all tests; PYTEST="-q -n 2" in two processes
+test: $(TOOLS)  ## the tests; PYTEST="-q -n 2" in two processes
+	$(PY) -m pytest $(PYTEST) -m "not exhaustive" $(TESTS)
+
+exhaustive: $(TOOLS)  ## all tests, every variation: before a release, and after a change of what many families share
 	$(PY) -m pytest $(PYTEST) $(TESTS)
 
 quick: $(TOOLS)  ## the tests that take seconds, in two processes: what to run before each commit
-	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow and not ray and not bench" $(TESTS)
+	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow and not ray and not bench and not exhaustive" $(TESTS)
 
 check: $(TOOLS)  ## formatting, lint, types
 	$(PY) -m ruff format --check kt_ray tests benchmarks docs examples launch.py

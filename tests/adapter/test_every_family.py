@@ -40,6 +40,7 @@ from kt_ray.runs.saving import write_adapter
 from kt_ray.tools.export import export
 from kt_ray.tools.inspect import inspect
 from kt_ray.tools.merge import merge
+from tests.helpers.exhaustive import spread
 from tests.helpers.families import save_whole, tiny_config, write_config
 from tests.helpers.generation import answers, one_rounding, random_prompts
 from tests.helpers.hf_reference import Row, random_rows
@@ -71,7 +72,7 @@ class Trained:
     rounded: np.ndarray  # in bfloat16
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=spread(FAMILIES))
 def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trained]:
     yield train(request.param, tmp_path)
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.exhaustive import exhaustive
+
 REPO = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPO / "benchmarks"
 
@@ -36,6 +38,13 @@ STARTS = {
     "soak": "--steps 2 --every 1 --warm 1 --json {out} -- cluster=local",
     "train_server": "--trainings 2 --rows 1 --tokens 4 --layers 1 --steps 1 --rounds 1 --json {out}",
 }
+LONG = {
+    "doorbell",
+    "first_night",
+    "network",
+    "prediction",
+    "train_server",
+}  # a Ray each, or more than one run
 TESTED = {
     "chaos": "test_chaos.py",
     "elementwise_bytes": "test_elementwise_bytes.py",
@@ -74,9 +83,7 @@ def test_every_script_is_started_somewhere() -> None:
 
 
 @pytest.mark.bench
-@pytest.mark.parametrize(
-    "script", [pytest.param(s, marks=pytest.mark.ray if s in ("doorbell", "network") else ()) for s in STARTS]
-)
+@pytest.mark.parametrize("script", [exhaustive(s) if s in LONG else s for s in STARTS])
 def test_a_benchmark_ends_in_a_record(script: str, tmp_path: Path) -> None:
     if script == "network" and (os.geteuid() != 0 or not shutil.which("tc")):
         pytest.skip("needs root and tc for a network of its own")

@@ -18,6 +18,7 @@ import torch
 from kt_ray.demo import ensure_demo_model
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.model.stage_spec import StageSpec
+from tests.helpers.exhaustive import exhaustive
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -28,7 +29,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-@pytest.mark.parametrize("case, clusters", [("mixtral", ["local"]), ("paced", ["local", "ray"])])
+@pytest.mark.parametrize("case, clusters", [("mixtral", ["local"]), exhaustive(("paced", ["local", "ray"]))])
 def test_a_run_ends_in_a_record_and_a_trace(case: str, clusters: list[str], tmp_path: Path) -> None:
     """The demo's model stands in for the shapes; under Ray the stand-in stage travels to the worker."""
     model, out = ensure_demo_model("demo", cache_dir=tmp_path), tmp_path / "out.json"

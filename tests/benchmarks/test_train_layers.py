@@ -24,6 +24,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("train_layers")
 
 
+@pytest.mark.exhaustive
 def test_parties_take_the_same_steps(tmp_path: Path) -> None:
     """Rows of exactly the tokens asked for; checkpointing changes no loss; a failure is one record."""
     model, out = ensure_demo_model("demo", cache_dir=tmp_path), tmp_path / "out.json"

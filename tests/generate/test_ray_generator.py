@@ -75,6 +75,7 @@ def test_answers_are_hugging_faces_and_a_death_reaches_those_who_wait(
         another.submit(Request(prompts[0])).result(60)
 
 
+@pytest.mark.exhaustive
 def test_a_frozen_actor_reaches_those_who_wait(started: tuple[Path, Config, RayCluster]) -> None:
     _, _, cluster = started
     cluster.frozen = 5.0

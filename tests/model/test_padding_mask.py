@@ -13,6 +13,7 @@ from kt_ray.model.layer_checks import padding_moves
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.eager_experts import Eager, EagerExchange
+from tests.helpers.exhaustive import spread
 from tests.helpers.families import LAYERS, save_whole, write_config
 from tests.helpers.hf_reference import random_rows
 from tests.helpers.stages import backward, forward, pass_spec
@@ -45,7 +46,7 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm()) / max(float(b.norm()), 1e-12)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", spread(FAMILIES))
 def test_a_family_without_the_mask(family: str, tmp_path: Path) -> None:
     path = write_config(tmp_path / family, family)
     save_whole(path)

@@ -21,6 +21,7 @@ from kt_ray.model.range_loop import RangeLoop, TokenRange
 from kt_ray.model.stage import Stage
 from kt_ray.model.state import MicroState
 from kt_ray.placement.range_memory import range_counts, without_ranges
+from tests.helpers.exhaustive import spread
 from tests.helpers.families import LAYERS, dispatched, save_whole, write_config
 from tests.helpers.hf_reference import Reference, micro_batch, random_rows
 from tests.helpers.stages import Run, make_stages, pass_spec, run
@@ -67,7 +68,7 @@ def _of_all_experts(name: str) -> str:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", EXACT), ("bfloat16", ROUNDED)])
 @pytest.mark.parametrize(
-    "family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "gpt_oss", "glm4_moe", "granitemoe"]
+    "family", spread(["deepseek_v3", "deepseek_v2", "gpt_oss", "glm4_moe", "qwen3_moe", "granitemoe"], 2)
 )
 def test_the_gradients_of_whole_rows(
     checkpoint: Checkpoint, tmp_path: Path, family: str, dtype: str, tolerance: float
@@ -146,7 +147,7 @@ def test_ranges_of_tokens() -> None:
     assert torch.equal(torch.cat([part.micro.positions_N for part in parts]), micro.positions_N)
 
 
-@pytest.mark.parametrize("family", dispatched())
+@pytest.mark.parametrize("family", spread(dispatched()))
 def test_what_a_plan_lets_go_by_ranges_is_built_so(family: str, tmp_path: Path) -> None:
     """A run is not refused after its weights are loaded, unless no other layout can run the family either."""
     try:

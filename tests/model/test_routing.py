@@ -16,6 +16,7 @@ from kt_ray.model.build import build_on_meta
 from kt_ray.model.routing import balance, router_recorder
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.train.trainer import StepBatches, Trainer
+from tests.helpers.exhaustive import spread
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, relative, waves_of
 
@@ -36,7 +37,7 @@ def transformers_loss(reference: Reference) -> Any:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", spread([*LAYOUTS], 2))
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_equals_transformers_on_the_whole_batch(
     tmp_path: Path, family: str, layout: str, dropout: float

@@ -20,6 +20,7 @@ from kt_ray.model import attention, windows
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.eager_experts import Eager, EagerExchange
+from tests.helpers.exhaustive import spread
 from tests.helpers.families import LAYERS, save_whole, write_config
 from tests.helpers.hf_reference import random_rows
 from tests.helpers.stages import backward, forward, pass_spec
@@ -107,7 +108,7 @@ def test_what_gets_a_number_in_place_of_a_mask(monkeypatch: pytest.MonkeyPatch) 
     assert windows.mask(**usual | {"q_length": 7, "kv_length": 7}) is None  # the window hides nothing
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", spread(FAMILIES, start=1))
 def test_a_family_by_blocks(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rows of 43, 30 and 5 tokens, windows of 16: logits and the gradient of every LoRA matrix."""
     path = write_config(tmp_path / family, family)

@@ -25,6 +25,7 @@ from kt_ray.placement.range_memory import TOKEN_BYTES, range_counts, range_works
 from kt_ray.timing.lane_rates import from_rates
 from tests.helpers.allocations import layer_peaks
 from tests.helpers.devices import on_cuda
+from tests.helpers.exhaustive import spread
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 ROW = 131_072
@@ -102,7 +103,9 @@ def peaks_of(
 
 
 # Kimi-K2's layer is DeepSeek-V3's with half of the heads: it is in the table only.
-@pytest.mark.parametrize(("model", "named", "count", "dropout"), [m for m in MODELS if m[0] != "kimi_k2"])
+@pytest.mark.parametrize(
+    ("model", "named", "count", "dropout"), spread([m for m in MODELS if m[0] != "kimi_k2"], 4)
+)
 def test_a_plan_counts_what_is_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, named: Named, count: int, dropout: float
 ) -> None:

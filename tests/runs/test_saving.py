@@ -19,6 +19,7 @@ from kt_ray.runs import disk_room, prepare, saving
 from kt_ray.runs.saving import intact_checkpoint
 from kt_ray.train import trainer
 from tests.checkpoint.test_training import save
+from tests.helpers.exhaustive import spread
 
 RUN = [
     "cluster=local",
@@ -85,12 +86,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "file",
-    [
-        "experts-0.safetensors",
-        "worker-0.safetensors",
-        "expert_load.json",
-        "manifest.json",
-    ],
+    spread(["experts-0.safetensors", "worker-0.safetensors", "manifest.json", "expert_load.json"], 2),
 )
 def test_a_disk_that_is_full_at_the_end_leaves_a_checkpoint_that_resumes(
     file: str, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -15,6 +15,7 @@ from tests.helpers.ray_place import fetch, free_ports, head_node, ray_place, unt
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.exhaustive
 def test_a_server_outlives_its_ray(tmp_path: Path) -> None:
     """trainer.restarts: with Ray's head gone, another driver serves on the same port."""
     (port,) = free_ports(1)

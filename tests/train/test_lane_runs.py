@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.devices import DEVICES, layers_on
+from tests.helpers.exhaustive import spread
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, steps
 
@@ -75,7 +76,7 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[fl
 @pytest.mark.accept("lane")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("name", WORKERS_LANES)
+@pytest.mark.parametrize("name", spread([*WORKERS_LANES], 2))
 def test_workers_lanes_give_the_same_curve(
     four_layers: tuple[Path, list[float]], name: str, replicas: int, device: str
 ) -> None:

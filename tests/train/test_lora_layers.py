@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ def trained_by(path: Path, *overrides: str) -> set[str]:
         return set(cluster.parameter_shapes())
 
 
+@cache
+def in_the_whole(path: Path, *keys: str) -> tuple[set[str], Gradients, float, Gradients]:
+    """Names of what a run with these keys trains, and values; loss and gradients where all is trained."""
+    names, whole = trained_by(path, *keys), config_for(path, *COMMON)
+    with local_cluster(path, whole) as cluster:
+        values = values_of(cluster.parameter_shapes(), names)
+    loss, _, expected = run(path, whole, values, names)
+    return names, values, loss, expected
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chosen", ["[2, 4]", "[3]", "[0]"])
 def test_gradients_are_those_of_the_whole(path: Path, chosen: str, layout: str) -> None:
@@ -78,13 +89,9 @@ def test_gradients_are_those_of_the_whole(path: Path, chosen: str, layout: str) 
     for keys in ([f"lora.layers={chosen}"], [f"lora.layers={chosen}", NO_OTHERS]):
         if chosen == "[0]" and NO_OTHERS in keys:
             continue  # it has no experts
-        names = trained_by(path, *keys)
+        names, values, loss, expected = in_the_whole(path, *keys)
         layers = {layer_of(name) for name in names}
         assert names and layers == {int(n) for n in chosen.strip("[]").split(",")}
-        whole = config_for(path, *COMMON)
-        with local_cluster(path, whole) as cluster:
-            values = values_of(cluster.parameter_shapes(), names)
-        loss, _, expected = run(path, whole, values, names)
         got_loss, report, gradients = run(
             path, config_for(path, *COMMON, *keys, *LAYOUTS[layout]), values, names
         )

@@ -9,9 +9,10 @@ import pytest
 
 from kt_ray.config.compose import compose
 from kt_ray.modes.train import run
+from tests.helpers.exhaustive import exhaustive
 
 
-@pytest.fixture(scope="module", params=["local", "ray"])
+@pytest.fixture(scope="module", params=["local", exhaustive("ray")])
 def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     address = ["cluster.address=local", "cluster.dashboard=false"] if request.param == "ray" else []

@@ -12,6 +12,7 @@ from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.ray_place import head_node, ray_place, second_node, shared_memory
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps
@@ -43,7 +44,7 @@ def started(checkpoint: Path, config: Config, run_dir: Path) -> RayCluster:
 
 @pytest.mark.parametrize(
     ("attention", "copies"),
-    [("driver", 1), ("all", 1), ("all", 2)],
+    [("driver", 1), exhaustive(("all", 1)), ("all", 2)],
 )
 def test_bit_identical_and_in_their_places(tmp_path: Path, address: str, attention: str, copies: int) -> None:
     checkpoint = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=4)
@@ -101,6 +102,7 @@ def test_no_cluster_is_no_place_for_several_hosts(tmp_path: Path) -> None:
     assert not ray.is_initialized()
 
 
+@pytest.mark.exhaustive
 def test_replicas_of_a_host_share_streamed_weights(tmp_path: Path, address: str) -> None:
     """Two replicas on each host, whose layers are streamed: one copy of the weights per host."""
     checkpoint = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=3)

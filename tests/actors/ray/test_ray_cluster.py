@@ -136,6 +136,7 @@ def test_bit_identical_to_one_process_and_a_killed_actor_ends_the_step_with_one_
         cluster.shutdown()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("local_ray")
 def test_a_lane_gives_the_bits_of_one_process(checkpoint: Path) -> None:
     """And answers rounded to bfloat16, of two replicas that share their streamed layers' weights."""
@@ -179,6 +180,7 @@ def test_workers_lanes_give_the_bits_of_one_process(checkpoint: Path) -> None:
     assert len(lanes) == 2 and all(lane["devices"][0]["carried_bytes"] > 0 for lane in lanes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("local_ray")
 def test_layers_by_ranges_give_the_bits_of_one_process(checkpoint: Path) -> None:
     """Of two stages and two replicas, whose layers are streamed."""

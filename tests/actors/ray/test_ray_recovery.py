@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,32 +172,31 @@ def test_killed_actors(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check(run, summary, parameters, model, 5)
 
 
-def test_killed_actors_of_another_host_and_a_killed_node(model: Path, tmp_path: Path) -> None:
-    """Three Ray nodes as processes on this machine; this process joins at the first."""
-    with (
-        ray_place(own_token=False) as place,
-        head_node(place, tmp_path / "head", cpus=2, alert=True),
-        second_node(place, tmp_path / "second", cpus=2),
-        second_node(place, tmp_path / "third", cpus=2),
-    ):
-        try:
-            kill_actors_of_another_host(model, tmp_path / "of another host", place)
-            kill_a_node(model, tmp_path / "node", place)
-        finally:
-            ray.shutdown()
+@pytest.fixture
+def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """So many Ray nodes as processes on this machine; this process joins at the first."""
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(ray_place(own_token=False))
+        stack.enter_context(head_node(place, tmp_path / "head", cpus=2, alert=True))
+        for n in range(1, request.param):
+            stack.enter_context(second_node(place, tmp_path / f"node {n}", cpus=2))
+        stack.callback(ray.shutdown)
+        yield place
 
 
-def kill_actors_of_another_host(model: Path, root: Path, place: Place) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("nodes", [2], indirect=True)
+def test_killed_actors_of_another_host(model: Path, tmp_path: Path, nodes: Place) -> None:
     """Two hosts with a copy of the experts each: a lost worker costs a step, a lost copy the way back to a
     checkpoint."""
     config = config_for(
         model,
         *COMMON,
-        f"cluster.address={place.address}",
+        f"cluster.address={nodes.address}",
         *("rule=multi_node", "rule.device=cpu", "rule.replicas=2", "rule.attention_hosts=all"),
         "rule.experts.copies=2",
     )
-    run = Run(model, root, config, 5)
+    run = Run(model, tmp_path / "run", config, 5)
     last = run.cluster.plan.experts[-1]
     lost = {1: "worker-1", 3: f"experts-{last.rank}"}
     assert (last.host, last.copy, run.cluster.plan.workers[1].host) == (1, 1, 1)
@@ -212,17 +212,18 @@ def kill_actors_of_another_host(model: Path, root: Path, place: Place) -> None:
     check(run, summary, parameters, model, 2)
 
 
-def kill_a_node(model: Path, root: Path, place: Place) -> None:
+@pytest.mark.parametrize("nodes", [3], indirect=True)
+def test_a_killed_node(model: Path, tmp_path: Path, nodes: Place) -> None:
     """A spare node takes over what ran on it; with no spare left, the error says what is missing."""
     config = config_for(
         model,
         *COMMON,
-        f"cluster.address={place.address}",
+        f"cluster.address={nodes.address}",
         "cluster.start_timeout=60",
         "rule=cpu_1worker_1socket",
         "rule.ray.strategy=STRICT_SPREAD",
     )
-    run = Run(model, root, config, 5)
+    run = Run(model, tmp_path / "run", config, 5)
     killed: list[str] = []
 
     def disturb(step: int) -> None:
@@ -230,7 +231,7 @@ def kill_a_node(model: Path, root: Path, place: Place) -> None:
             name, node = next(pair for pair in sorted(places(run.cluster).items()) if not is_head(pair[1]))
             killed.append(node)
             pid = run.pids()[name]
-            kill_in_mid_step(pid, then=lambda: kill_node(place, node))
+            kill_in_mid_step(pid, then=lambda: kill_node(nodes, node))
 
     try:
         run.cluster.start()
@@ -239,14 +240,14 @@ def kill_a_node(model: Path, root: Path, place: Place) -> None:
         assert len(where) == 2 and killed[0] not in where
         check(run, summary, parameters, model, 1)
 
-        run.cluster.config = replace(run.cluster.config, start_timeout=10.0)
+        run.cluster.config = replace(run.cluster.config, start_timeout=3.0)
         ((name, last),) = [pair for pair in places(run.cluster).items() if not is_head(pair[1])]
-        kill_node(place, last, run.pids()[name])
+        kill_node(nodes, last, run.pids()[name])
         with pytest.raises(UserError, match="died"):
             run.cluster.info()
         with pytest.raises(
             UserError,
-            match=r"^no node has room for .*none came within 10 s; found 1 nodes; free now: CPU .*"
+            match=r"^no node has room for .*none came within 3 s; found 1 nodes; free now: CPU .*"
             r"required CPU .* on one node\. To fix: start a node",
         ):
             run.cluster.recover()
@@ -254,6 +255,7 @@ def kill_a_node(model: Path, root: Path, place: Place) -> None:
         run.cluster.shutdown()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("local_ray")
 def test_killed_actors_with_gloo(model: Path, tmp_path: Path) -> None:
     """Sends and receipts are under way to and from the dead process; the next group is met without it.
