@@ -90,7 +90,6 @@ def test_launch_without_more_is_a_ray_run(place: Place, tmp_path: Path, device: 
     assert own.read_bytes() == local.read_bytes()
 
 
-@pytest.mark.exhaustive
 def test_an_interrupted_run_leaves_no_process(place: Place, tmp_path: Path) -> None:
     """A terminal's Ctrl-C reaches every process of the group. tests/actors/ray/test_ray_dashboard.py ends a
     run by SIGTERM, which reaches the driver alone."""

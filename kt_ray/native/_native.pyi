@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 TensorArg = tuple[str, int, str, tuple[int, ...], bool]
@@ -108,7 +108,7 @@ class ThreadPool:
     def busy_seconds(self) -> float: ...
 
 def play(
-    programs: Sequence[tuple[str, float, Iterable[Any]]], capacity: Mapping[str, float], keep_spans: bool
+    programs: Sequence[tuple[str, float, Iterable[Any]]], capacity: dict[str, float], keep_spans: bool
 ) -> tuple[
     list[float],
     list[float],
@@ -132,9 +132,9 @@ class Resource:
     def begin(self, number: int, seconds: float, width: float, now: float) -> bool:
         """Returns whether the next end must be foreseen anew."""
     def foresee(self) -> float:
-        """When the next task ends; void as soon as `version` is another."""
+        """When the next task ends; void as soon as `version` is another. Raises IndexError: idle."""
     def end(self, now: float) -> int:
-        """The number of the task that ends."""
+        """The number of the task that ends. Raises IndexError: idle."""
     @property
     def idle(self) -> bool: ...
     @property

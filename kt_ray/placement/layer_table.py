@@ -33,7 +33,7 @@ def layer_table(dims: ModelDims, config: Config, dtype: str) -> LayerTable:
     lora = config.lora
     asked = (dims, lora, dtype, config.model.keep_quantized)
     for known, table in tuple(_recent):
-        # Both are frozen, but long to hash: a search asks with the same objects.
+        # By identity: a search asks with the same objects, whose lists and long tuples do not hash well.
         if known[0] is dims and known[1] is lora and known[2:] == asked[2:]:
             return table
     numbers: dict[object, int] = {}

@@ -127,7 +127,7 @@ def play(
         RuntimeError: the programs wait for each other.
     """
     programs = [(a.seat.resource, a.seat.width, a.program) for a in actors]
-    ended, work, idle, used, path, spans, waiting = _native.play(programs, capacity, events)
+    ended, work, idle, used, path, spans, waiting = _native.play(programs, dict(capacity), events)
     if waiting:
         raise RuntimeError(f"the programs wait for each other: {sorted(map(str, waiting))[:4]}")
     last = max(ended)
@@ -135,7 +135,9 @@ def play(
     for actor, end, reasons in zip(actors, ended, idle, strict=True):
         for reason, seconds in (*reasons.items(), (ending, last - end), ("driver", overhead)):
             stretch.wait(actor.name, reason, seconds)
-    stretch.path = {"driver": overhead, **path} if overhead else path
+    stretch.path = {"driver": overhead} if overhead else {}
+    for kind, seconds in path.items():
+        stretch.path[kind] = stretch.path.get(kind, 0.0) + seconds
     for doer, what, start, end in spans:
         if isinstance(doer, int):
             named = (actors[doer].name, what.name, what.kind)

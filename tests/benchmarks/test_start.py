@@ -1,4 +1,5 @@
-"""Every benchmark starts and ends with a record, at its smallest size: what nobody runs would rot.
+"""Every benchmark starts and ends with a record, at its smallest size: what nobody runs would rot. Those that
+take longest (LONG, WITH_RAY) are exhaustive.
 
 A script stands in STARTS with arguments that end after one record, in TESTED with the test that starts it, or
 in CHILDREN with the script that starts it. Files without a main are parts of others.
@@ -38,13 +39,8 @@ STARTS = {
     "soak": "--steps 2 --every 1 --warm 1 --json {out} -- cluster=local",
     "train_server": "--trainings 2 --rows 1 --tokens 4 --layers 1 --steps 1 --rounds 1 --json {out}",
 }
-LONG = {
-    "doorbell",
-    "first_night",
-    "network",
-    "prediction",
-    "train_server",
-}  # a Ray each, or more than one run
+LONG = {"first_night", "train_server"}
+WITH_RAY = {"doorbell", "network"}
 TESTED = {
     "chaos": "test_chaos.py",
     "elementwise_bytes": "test_elementwise_bytes.py",
@@ -83,7 +79,17 @@ def test_every_script_is_started_somewhere() -> None:
 
 
 @pytest.mark.bench
-@pytest.mark.parametrize("script", [exhaustive(s) if s in LONG else s for s in STARTS])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(s, marks=[pytest.mark.exhaustive, pytest.mark.ray])
+        if s in WITH_RAY
+        else exhaustive(s)
+        if s in LONG
+        else s
+        for s in STARTS
+    ],
+)
 def test_a_benchmark_ends_in_a_record(script: str, tmp_path: Path) -> None:
     if script == "network" and (os.geteuid() != 0 or not shutil.which("tc")):
         pytest.skip("needs root and tc for a network of its own")

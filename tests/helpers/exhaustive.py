@@ -1,4 +1,4 @@
-"""Tests that vary what others test already: `make exhaustive` runs them too, `make test` does not."""
+"""Tests that `make test` leaves out and `make exhaustive` runs: variations of others, and some of minutes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 
 
-def spread(values: Sequence[Any], every: int = 3, start: int = 0) -> list[Any]:
-    """Parameters of a test, all but every third of them exhaustive. start: the first of those that are not;
-    tests of the same families begin at different ones, so that `make test` has all of them somewhere."""
-    return [value if n % every == start else exhaustive(value) for n, value in enumerate(values)]
+def spread(
+    values: Sequence[Any], every: int = 3, start: int = 0, places: Sequence[Any] | None = None
+) -> list[Any]:
+    """Parameters of a test: one in `every` is always tested, the others are exhaustive.
+
+    Args:
+        start: the first that is always tested; three tests of the same values have each of them in one.
+        places: values are counted by their places there; None = in `values`.
+    """
+    order = values if places is None else places
+    return [value if order.index(value) % every == start else exhaustive(value) for value in values]
 
 
 def exhaustive(value: Any) -> Any:

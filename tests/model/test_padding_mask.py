@@ -13,13 +13,11 @@ from kt_ray.model.layer_checks import padding_moves
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.eager_experts import Eager, EagerExchange
-from tests.helpers.exhaustive import spread
 from tests.helpers.families import LAYERS, save_whole, write_config
 from tests.helpers.hf_reference import random_rows
 from tests.helpers.stages import backward, forward, pass_spec
-from tests.model.test_families import documented
+from tests.model.test_families import families
 
-FAMILIES = sorted(name for name, (status, _) in documented().items() if status == "trains")
 ROWS = random_rows(3, lengths=(43, 30, 5))  # one micro-batch; longer than a window of 16
 SAME = 1e-5  # of float32 sums in another order, relative in norm
 
@@ -46,7 +44,7 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm()) / max(float(b.norm()), 1e-12)
 
 
-@pytest.mark.parametrize("family", spread(FAMILIES))
+@pytest.mark.parametrize("family", families(1))
 def test_a_family_without_the_mask(family: str, tmp_path: Path) -> None:
     path = write_config(tmp_path / family, family)
     save_whole(path)

@@ -20,14 +20,12 @@ from kt_ray.model import attention, windows
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.eager_experts import Eager, EagerExchange
-from tests.helpers.exhaustive import spread
 from tests.helpers.families import LAYERS, save_whole, write_config
 from tests.helpers.hf_reference import random_rows
 from tests.helpers.stages import backward, forward, pass_spec
 from tests.model.test_attention import B, H, exact, made, plainly
-from tests.model.test_families import documented
+from tests.model.test_families import families
 
-FAMILIES = sorted(name for name, (status, _) in documented().items() if status == "trains")
 # By their configurations of tests/helpers/families.py; others' layers have no window.
 WINDOWED = {
     *("afmoe", "beam", "cohere2_moe", "exaone_moe", "flint", "gpt_oss", "granitemoe_swa"),
@@ -108,7 +106,7 @@ def test_what_gets_a_number_in_place_of_a_mask(monkeypatch: pytest.MonkeyPatch) 
     assert windows.mask(**usual | {"q_length": 7, "kv_length": 7}) is None  # the window hides nothing
 
 
-@pytest.mark.parametrize("family", spread(FAMILIES, start=1))
+@pytest.mark.parametrize("family", families(2))
 def test_a_family_by_blocks(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rows of 43, 30 and 5 tokens, windows of 16: logits and the gradient of every LoRA matrix."""
     path = write_config(tmp_path / family, family)

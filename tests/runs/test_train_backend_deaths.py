@@ -72,7 +72,6 @@ def pid_of(backend: ClusterBackend, actor: str) -> int:
     return next(fact["pid"] for fact in backend._cluster.info() if fact["actor"] == actor)
 
 
-@pytest.mark.exhaustive
 def test_everything_ends_as_if_nobody_had_died(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

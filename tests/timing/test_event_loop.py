@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kt_ray.native._native import Resource
 from kt_ray.timing.event_loop import Actor, Busy, Carriage, Leg, Program, Seat, Send, Wait, play
 
 
@@ -34,15 +35,32 @@ def test_programs_that_wait_for_each_other_are_named() -> None:
         play(actors, {}, ending="end")
 
 
+def test_what_is_done_under_one_name_is_added_up() -> None:
+    """A kind, a link and the driver's own seconds."""
+
+    def program() -> Program:
+        yield Busy("a", "core", 1.0)
+        yield Send(("there",), Carriage((Leg("core", 2.0),)))
+        yield Wait(("there",), "other")
+        yield Busy("b", "driver", 4.0)
+
+    played = play([Actor("one", Seat("core"), program())], {}, ending="end", overhead=8.0)
+    assert played.path == {"driver": 12.0, "core": 3.0} and played.seconds == 15.0
+
+
 @pytest.mark.parametrize(
-    "item",
-    [("name", "kind"), ("tag", ("legs",)), (("tag",), ((("link",),), 0.0)), ("name", "kind", "x"), "no", ()],
+    "item", [("tag", ("legs",)), (("tag",), ((("link",),), 0.0)), ("name", "kind", "x"), "no", ()]
 )
 def test_what_is_no_item_is_refused(item: object) -> None:
-    """Two names are a wait, for a tag that is a string: only its end tells."""
-    if item == ("name", "kind"):
-        with pytest.raises(RuntimeError, match="name"):
-            play([Actor("one", Seat("core"), iter([item]))], {}, ending="end")  # type: ignore[list-item]
-        return
     with pytest.raises(TypeError):
         play([Actor("one", Seat("core"), iter([item]))], {}, ending="end")  # type: ignore[list-item]
+
+
+def test_a_resource_without_tasks_has_no_end() -> None:
+    idle = Resource(1.0)
+    with pytest.raises(IndexError, match="no task is left"):
+        idle.foresee()
+    with pytest.raises(IndexError, match="no task is left"):
+        idle.end(1.0)
+    assert idle.begin(7, 2.0, 1.0, 0.5) and not idle.idle
+    assert idle.foresee() == 2.5 and idle.end(2.5) == 7 and idle.idle

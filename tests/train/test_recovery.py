@@ -220,7 +220,6 @@ def test_replicas_too(model: Path, tmp_path: Path, undisturbed: dict[str, Run]) 
     assert run.cluster.happened == 3
 
 
-@pytest.mark.exhaustive
 def test_waves_a_lane_and_no_overlap_too(model: Path, tmp_path: Path) -> None:
     """A death in a step's second wave gives the first one up as well."""
     settings = (
@@ -243,7 +242,6 @@ def test_waves_a_lane_and_no_overlap_too(model: Path, tmp_path: Path) -> None:
     check(run, calm)
 
 
-@pytest.mark.exhaustive
 def test_workers_lanes_too(model: Path, tmp_path: Path) -> None:
     """Workers read the memory of the actor that takes a dead one's place, and a new worker reads all."""
     settings = (

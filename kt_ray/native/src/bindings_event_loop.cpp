@@ -50,6 +50,12 @@ struct Reader {
     Numbers tags, words, resources;
     kt::Play play;
 
+    int32_t resource(PyObject* name) {
+        const int32_t number = resources.of(name);
+        if (number == static_cast<int32_t>(play.links.size())) play.links.push_back(words.of(name));
+        return number;
+    }
+
     kt::Item item(PyObject* given) {
         using Does = kt::Item::Does;
         if (PyTuple_Check(given) && PyTuple_GET_SIZE(given) == 3)
@@ -62,7 +68,7 @@ struct Reader {
         if (!PyTuple_Check(legs)) throw py::type_error("a carriage: (legs, latency)");
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(legs); ++i) {
             PyObject* leg = PyTuple_GET_ITEM(legs, i);
-            play.legs.push_back({resources.of(field(leg, 0, 2)), number(field(leg, 1, 2))});
+            play.legs.push_back({resource(field(leg, 0, 2)), number(field(leg, 1, 2))});
         }
         const auto n_legs = static_cast<int32_t>(play.legs.size()) - first;
         return {Does::kSend, tag, -1, number(field(how, 1, 2)), first, n_legs};
@@ -75,7 +81,7 @@ py::tuple play(const std::vector<std::tuple<py::str, double, py::iterable>>& pro
     kt::Play& given = reader.play;
     std::vector<std::vector<py::object>> kept;  // items, where a span shows them
     for (const auto& [resource, width, items] : programs) {
-        kt::Program program{reader.resources.of(resource.ptr()), width, {}};
+        kt::Program program{reader.resource(resource.ptr()), width, {}};
         kept.emplace_back();
         for (py::handle item : items) {
             program.items.push_back(reader.item(item.ptr()));
@@ -85,7 +91,6 @@ py::tuple play(const std::vector<std::tuple<py::str, double, py::iterable>>& pro
     }
     given.transfer = reader.words.of("transfer");
     given.call = reader.words.of("call");
-    given.first_link = reader.words.size();
     given.tags = reader.tags.size();
     given.keep_spans = keep_spans;
     for (int32_t r = 0; r < reader.resources.size(); ++r) {
@@ -94,18 +99,15 @@ py::tuple play(const std::vector<std::tuple<py::str, double, py::iterable>>& pro
     }
     const kt::Played played = kt::play(given);
 
-    auto word = [&](int32_t w) {
-        return w < given.first_link ? reader.words[w] : reader.resources[w - given.first_link];
-    };
     py::list idle, spans, waiting;
     for (const auto& sums : played.idle) {
         py::dict reasons;
-        for (const kt::Sum& sum : sums) reasons[word(sum.word)] = sum.seconds;
+        for (const kt::Sum& sum : sums) reasons[reader.words[sum.word]] = sum.seconds;
         idle.append(reasons);
     }
     py::dict used, path;
     for (const kt::Sum& sum : played.used) used[reader.resources[sum.word]] = sum.seconds;
-    for (const kt::Sum& sum : played.path) path[word(sum.word)] = sum.seconds;
+    for (const kt::Sum& sum : played.path) path[reader.words[sum.word]] = sum.seconds;
     for (const kt::Span& span : played.spans) {
         if (span.actor < 0)
             spans.append(
@@ -117,6 +119,11 @@ py::tuple play(const std::vector<std::tuple<py::str, double, py::iterable>>& pro
     return py::make_tuple(played.ended, played.work, idle, used, path, spans, waiting);
 }
 
+kt::Resource& busy(kt::Resource& resource) {
+    if (resource.idle()) throw py::index_error("no task is left");
+    return resource;
+}
+
 }  // namespace
 
 void bind_event_loop(py::module_& m) {
@@ -125,8 +132,9 @@ void bind_event_loop(py::module_& m) {
         .def(py::init<double, double>(), py::arg("capacity"), py::arg("since") = 0.0)
         .def("begin", &kt::Resource::begin, py::arg("number"), py::arg("seconds"), py::arg("width"),
              py::arg("now"))
-        .def("foresee", &kt::Resource::foresee)
-        .def("end", &kt::Resource::end, py::arg("now"))
+        .def("foresee", [](kt::Resource& resource) { return busy(resource).foresee(); })
+        .def(
+            "end", [](kt::Resource& resource, double now) { return busy(resource).end(now); }, py::arg("now"))
         .def_property_readonly("idle", &kt::Resource::idle)
         .def_property_readonly("version", &kt::Resource::version);
 }

@@ -183,7 +183,7 @@ class Loop {
         const int32_t resource = leg(message).resource;
         if (given_.keep_spans)
             result_.spans.push_back({-1, -1, message.item->tag, resource, message.since, now_});
-        message.past = segment(given_.first_link + resource, message.since, message.past);
+        message.past = segment(given_.links[resource], message.since, message.past);
         ++message.leg;
         travel(m, true);
     }
@@ -238,8 +238,10 @@ class Loop {
         for (int32_t r : in_order_) result_.used.push_back({r, resources_[r].used()});
         const auto last = std::max_element(result_.ended.begin(), result_.ended.end());
         if (last == result_.ended.end()) return;
-        for (int32_t s = actors_[last - result_.ended.begin()].past; s >= 0; s = segments_[s].parent)
-            add(result_.path, segments_[s].word, segments_[s].end - segments_[s].start);
+        for (int32_t s = actors_[last - result_.ended.begin()].past; s >= 0; s = segments_[s].parent) {
+            add(result_.path, segments_[s].word, segments_[s].end);
+            add(result_.path, segments_[s].word, -segments_[s].start);
+        }
     }
 
     const Play& given_;

@@ -70,11 +70,11 @@ struct Program {
 // Everything that happens in one stretch of a step. Strings and tags are numbers here.
 struct Play {
     std::vector<double> capacity;  // of every resource
+    std::vector<int32_t> links;    // of every resource, the word for a message on it
     std::vector<Leg> legs;
     std::vector<Program> programs;
     int32_t tags = 0;
     int32_t transfer = 0, call = 0;  // words for what a message does
-    int32_t first_link = 0;          // the word of resource r is first_link + r
     bool keep_spans = false;
 };
 

@@ -240,14 +240,14 @@ def test_a_killed_node(model: Path, tmp_path: Path, nodes: Place) -> None:
         assert len(where) == 2 and killed[0] not in where
         check(run, summary, parameters, model, 1)
 
-        run.cluster.config = replace(run.cluster.config, start_timeout=3.0)
+        run.cluster.config = replace(run.cluster.config, start_timeout=6.0)
         ((name, last),) = [pair for pair in places(run.cluster).items() if not is_head(pair[1])]
         kill_node(nodes, last, run.pids()[name])
         with pytest.raises(UserError, match="died"):
             run.cluster.info()
         with pytest.raises(
             UserError,
-            match=r"^no node has room for .*none came within 3 s; found 1 nodes; free now: CPU .*"
+            match=r"^no node has room for .*none came within 6 s; found 1 nodes; free now: CPU .*"
             r"required CPU .* on one node\. To fix: start a node",
         ):
             run.cluster.recover()

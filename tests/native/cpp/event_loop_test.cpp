@@ -23,10 +23,13 @@ kt::Play random_play(int seed, int rounds) {
     const auto seconds = [&] { return below(5) / 4.0; };  // many ends at once, and many that take no time
     kt::Play play;
     const int actors = 2 + below(4), links = 1 + below(3);
-    for (int r = 0; r < actors + links; ++r) play.capacity.push_back(1.0 + below(3) / 2.0);
+    for (int r = 0; r < actors + links; ++r) {
+        play.capacity.push_back(1.0 + below(3) / 2.0);
+        play.links.push_back(3 + r);
+    }
     play.programs.resize(actors);
     play.tags = rounds * actors * actors;
-    play.transfer = 1, play.call = 2, play.first_link = 3;
+    play.transfer = 1, play.call = 2;
     play.keep_spans = true;
     const auto tag = [&](int round, int from, int to) { return (round * actors + from) * actors + to; };
     for (int a = 0; a < actors; ++a) {
