@@ -1,8 +1,8 @@
 """Programs of actors that compute, wait and send messages, played through in events (kt_ray.timing.simulate).
 
 What computes shares its resource with the others there: while more cores are asked for than the resource
-has, everything on it slows down in proportion. The loop itself is C++ (kt_ray/native/src/event_loop.cpp): a
-plan plays millions of events.
+has, everything on it slows down in proportion. The loop itself is C++ (kt_ray/native/src/event_loop.cpp): to
+choose a plan it plays more than a million events.
 """
 
 from __future__ import annotations

@@ -29,6 +29,18 @@ def test_messages_that_arrive_at_once_do_so_in_the_order_in_which_they_began_to_
     ]
 
 
+def test_tasks_that_end_at_once_do_so_in_the_order_in_which_they_began() -> None:
+    def program(name: str, seconds: float) -> Program:
+        yield Busy(f"{name} waits", "work", seconds)
+        yield Busy(name, "work", 2.0 - seconds)
+
+    begun = {"late": 1.0, "later": 1.5, "early": 0.5}
+    actors = [Actor(name, Seat("cores"), program(name, seconds)) for name, seconds in begun.items()]
+    played = play(actors, {"cores": 3.0}, ending="end", events=True)
+    assert [event.name for event in played.events if event.name in begun] == ["early", "late", "later"]
+    assert {event.end for event in played.events if event.name in begun} == {2.0}
+
+
 def test_programs_that_wait_for_each_other_are_named() -> None:
     actors = [Actor("one", Seat("core"), iter([Wait(("never", 3), "other")]))]
     with pytest.raises(RuntimeError, match=r"wait for each other: \[\"\('never', 3\)\"\]"):
