@@ -74,7 +74,8 @@ struct Play {
     std::vector<Leg> legs;
     std::vector<Program> programs;
     int32_t tags = 0;
-    int32_t transfer = 0, call = 0;  // words for what a message does
+    int32_t transfer = 0;  // the word for waiting for a message that is on its way
+    int32_t call = 0;      // and for its latency, in a chain
     bool keep_spans = false;
 };
 
@@ -92,7 +93,7 @@ struct Sum {
 struct Played {
     std::vector<double> ended, work;     // per actor
     std::vector<std::vector<Sum>> idle;  // per actor
-    std::vector<Sum> used;               // resources in the order of their first tasks
+    std::vector<Sum> used;               // word: the resource; in the order of their first tasks
     std::vector<Sum> path;               // of the actor that ended last, backwards from its end
     std::vector<Span> spans;
     std::vector<int32_t> waiting;  // tags nobody sent: the programs wait for each other
