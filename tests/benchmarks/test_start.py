@@ -1,5 +1,5 @@
 """Every benchmark starts and ends with a record, at its smallest size: what nobody runs would rot. Those that
-take longest (LONG, WITH_RAY) are exhaustive.
+take longest are exhaustive.
 
 A script stands in STARTS with arguments that end after one record, in TESTED with the test that starts it, or
 in CHILDREN with the script that starts it. Files without a main are parts of others.
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.helpers.exhaustive import exhaustive
 
 REPO = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPO / "benchmarks"
@@ -39,7 +37,7 @@ STARTS = {
     "soak": "--steps 2 --every 1 --warm 1 --json {out} -- cluster=local",
     "train_server": "--trainings 2 --rows 1 --tokens 4 --layers 1 --steps 1 --rounds 1 --json {out}",
 }
-LONG = {"first_night", "train_server"}
+LONG = {"doorbell", "first_night", "network", "train_server"}
 WITH_RAY = {"doorbell", "network"}
 TESTED = {
     "chaos": "test_chaos.py",
@@ -78,18 +76,13 @@ def test_every_script_is_started_somewhere() -> None:
         assert f"{child}.py" in (BENCHMARKS / f"{parent}.py").read_text()
 
 
+def marked(script: str) -> Any:
+    marks = {pytest.mark.exhaustive: LONG, pytest.mark.ray: WITH_RAY}
+    return pytest.param(script, marks=[mark for mark, scripts in marks.items() if script in scripts])
+
+
 @pytest.mark.bench
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(s, marks=[pytest.mark.exhaustive, pytest.mark.ray])
-        if s in WITH_RAY
-        else exhaustive(s)
-        if s in LONG
-        else s
-        for s in STARTS
-    ],
-)
+@pytest.mark.parametrize("script", [marked(script) for script in STARTS])
 def test_a_benchmark_ends_in_a_record(script: str, tmp_path: Path) -> None:
     if script == "network" and (os.geteuid() != 0 or not shutil.which("tc")):
         pytest.skip("needs root and tc for a network of its own")
