@@ -77,8 +77,8 @@ def test_every_script_is_started_somewhere() -> None:
 
 
 def marked(script: str) -> Any:
-    marks = {pytest.mark.exhaustive: LONG, pytest.mark.ray: WITH_RAY}
-    return pytest.param(script, marks=[mark for mark, scripts in marks.items() if script in scripts])
+    marks = [(pytest.mark.exhaustive, LONG), (pytest.mark.ray, WITH_RAY)]
+    return pytest.param(script, marks=[mark for mark, scripts in marks if script in scripts])
 
 
 @pytest.mark.bench
