@@ -457,6 +457,12 @@ def _trainer(c: Config) -> Iterator[Fault]:
             f"has no meaning for trainer.stage={trainer.stage} with preference.loss={loss}",
             "0, or trainer.stage=dpo with preference.loss=sigmoid or robust",
         )
+    if trainer.stage == "kto" and rows == 1 and c.mode == "train":
+        yield Fault(
+            "trainer.batch_size",
+            "has no other row's answer for the reference point of trainer.stage=kto",
+            "at least 2",
+        )
     if loss != "sigmoid" and trainer.stage != "dpo":
         yield Fault(
             "preference.loss",

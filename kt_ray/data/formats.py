@@ -126,7 +126,8 @@ class Parser:
         tools = tools_of(row.get("tools"), where)
         if self.format == "prompts":
             messages = tuple(_with_system(_open_prompt(row, where), self.system))
-            return Conversation(messages, sample_id, where, tools, columns=given)
+            asked = row["prompt"] if isinstance(row.get("prompt"), str) else ""
+            return Conversation(messages, sample_id, where, tools, columns=given, asked=asked)
         label = _label(row, where) if self.format == "kto" else None
         chosen, *rejected = (
             tuple(_with_system(messages, self.system)) for messages in _PARSE[self.format](row, where)

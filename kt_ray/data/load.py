@@ -91,6 +91,9 @@ def load_data(
     prompts: dict[int, Prompt] = {}
     if kind == "prompts":
         report.max_length = longest = data.max_length - config.generate.max_new_tokens
+        if data.eval_path is not None:  # numbered from 0, too: prompts are found by their numbers
+            first = 1 + max(sample for _, sample in samples)
+            eval_samples = [(row, first + sample) for row, sample in eval_samples]
 
         def encode(samples: Samples, report: SplitReport) -> list[Any]:
             found = encode_prompts(samples, encoder, longest, report, data.bad_rows == "skip")

@@ -25,6 +25,7 @@ class Prompt:
     text: str | list[dict[str, Any]]  # as the row has it: a string, or else the turns
     columns: Mapping[str, Any]  # the row
     where: str  # file and line
+    opened: bool = False  # whether the template ends with `<think>`: answers begin amid reasoning
 
 
 def as_prompts(data: DataConfig) -> DataConfig:
@@ -67,11 +68,10 @@ def encode_prompts(
             continue
         report.rows += 1
         report.tokens += len(ids)
-        columns = conversation.columns or {}
-        given = columns.get("prompt")
-        text = given if isinstance(given, str) else [dict(turn) for turn in turns]
+        text = conversation.asked or [dict(turn) for turn in turns]
         row = Row(np.array(ids, dtype=np.int64), np.full(len(ids), IGNORE, dtype=np.int64), sample)
-        prompts[sample] = Prompt(row, text, columns, where)
+        opened = str(encoder.tokenizer.decode(ids[-8:])).rstrip().endswith(("<think>", "<thinking>"))
+        prompts[sample] = Prompt(row, text, conversation.columns or {}, where, opened)
     if left_out := bad.settle(report.source_rows, "the data"):
         report.notes.append(left_out)
     if samples and not prompts:

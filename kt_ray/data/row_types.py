@@ -45,6 +45,7 @@ class Conversation:
     text: str | None = None  # raw text of a row without turns; None = a conversation
     # the whole row of a prompt, whose messages end before the answer; None = the row is none
     columns: Mapping[str, Any] | None = None
+    asked: str = ""  # its prompt where that is one text
 
     @property
     def prompt_key(self) -> str:

@@ -15,6 +15,7 @@ from kt_ray.errors import UserError
 
 # Reasoning that some models write before they answer. Unclosed: the answer was never reached.
 _THINKING = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.DOTALL | re.IGNORECASE)
+_THINKING_ON = re.compile(r".*</think(?:ing)?>", re.DOTALL | re.IGNORECASE)  # which the prompt has opened
 
 # Between a statement and its letter: white space, brackets, emphasis.
 _BETWEEN = r"[\s(\[{<*_`\"'“‘:=]*"
@@ -42,8 +43,9 @@ def exact_match(prediction: str, label: str) -> bool:
 
 
 def without_thinking(text: str) -> str:
-    """The text without reasoning in <think>; what follows a <think> that is not closed is reasoning."""
-    return _THINKING.sub("", text)
+    """The text without reasoning in <think>; what follows a <think> that is not closed is reasoning, and so
+    is what comes before a </think> that the text does not open."""
+    return _THINKING_ON.sub("", _THINKING.sub("", text))
 
 
 def extract_letter(text: str, letters: str = "ABCD") -> str | None:

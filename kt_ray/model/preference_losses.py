@@ -71,6 +71,7 @@ def orpo_losses(mean: Tensor, objective: Objective) -> Tensor:
     Args:
         mean: [N] *mean* log-probabilities per answer token: chosen and rejected rows by turns.
     """
+    mean = mean.clamp(max=-1e-8)  # a probability that rounds to 1 has no odds
     chosen, rejected = mean[0::2], mean[1::2]
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     return -objective.beta * logsigmoid(odds)

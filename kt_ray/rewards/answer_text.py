@@ -1,17 +1,10 @@
-"""The part of a generated text that counts as its answer."""
+"""Fenced blocks in a generated text."""
 
 from __future__ import annotations
 
 import re
 
-from kt_ray.evaluate.choice import without_thinking
-
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
-
-
-def after_thinking(text: str) -> str:
-    """The text behind its reasoning; "" where the reasoning never ends (a template may open `<think>`)."""
-    return without_thinking(text).rpartition("</think>")[2]
 
 
 def last_block(text: str, *languages: str) -> str | None:

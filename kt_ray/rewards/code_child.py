@@ -30,10 +30,10 @@ def main() -> None:
     module = types.ModuleType("answer")
     sys.modules["answer"] = module  # dataclasses look there
     try:
-        exec(compile(job["code"], "answer.py", "exec"), vars(module))
+        exec(compile(job["code"], "answer.py", "exec", dont_inherit=True), vars(module))
         for number, test in enumerate(job["tests"]):
             try:
-                exec(compile(test, "tests.py", "exec"), vars(module))
+                exec(compile(test, "tests.py", "exec", dont_inherit=True), vars(module))
             except BaseException:
                 continue
             write(report, f"{secret} {number}\n".encode())

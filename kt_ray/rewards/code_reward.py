@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,9 @@ import numpy as np
 import psutil
 
 from kt_ray.errors import UserError
-from kt_ray.rewards.answer_text import after_thinking, last_block
-from kt_ray.rewards.completion import Completion
+from kt_ray.evaluate.choice import without_thinking
+from kt_ray.rewards.answer_text import last_block
+from kt_ray.rewards.completion import Completion, go_on
 from kt_ray.rewards.verifiers import NO_REWARD, Verifier, shown
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,14 @@ logger = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("code_child.py")
 _NOBODY = 65534
 _MOST_AT_ONCE = 32  # each may take Limits.memory
-# Another user without a network, whose processes end with the first: what the kernel lets us have, best
-# first. Root itself has no limit on processes; its Python may lie where only root can read.
-_NOBODY_S = ("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--pdeathsig=KILL")
+_POLL = 0.5  # seconds
+# Another user without a network, whose processes end with the first, and that with the driver: what the
+# kernel lets us have, best first. Root itself has no limit on processes; its Python may lie where only root
+# can read.
+_AS_NOBODY, _NO_NETWORK = f"--reuid={_NOBODY}", "--net"
+_NOBODY_S = ("setpriv", _AS_NOBODY, f"--regid={_NOBODY}", "--clear-groups", "--pdeathsig=KILL")
 _READING = ("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search")
-_ALONE = ("unshare", "--net", "--pid", "--fork", "--kill-child")
+_ALONE = ("setpriv", "--pdeathsig=KILL", "unshare", _NO_NETWORK, "--pid", "--fork", "--kill-child")
 _AS_USER = [(*_ALONE, "--map-root-user"), ()]
 _AS_ROOT = [
     (*_ALONE, *_NOBODY_S),
@@ -71,7 +75,7 @@ class Limits:
     memory: int = 1 << 30  # bytes of address space of each process
     file_size: int = 1 << 20  # bytes of each file
     open_files: int = 64  # of each process
-    processes: int = 32  # with their threads
+    processes: int = 32  # with their threads, on average over the answers that run at once
 
 
 class CodeReward(Verifier):
@@ -104,15 +108,18 @@ class CodeReward(Verifier):
             raise ValueError("an empty list")
 
     def score(self, text: str, answer: Any) -> float:
-        text = after_thinking(text)
+        text = without_thinking(text)
         code = last_block(text, "python", "py", "python3")
         tests = _tests(answer)
-        passed = run_tests(text if code is None else code, tests, self._limits, self._launcher)
+        code = text if code is None else code
+        passed = run_tests(code, tests, self._limits, self._launcher, self._workers)
         return NO_REWARD if passed is None else len(passed) / len(tests)
 
-    def __call__(self, completions: Sequence[Completion]) -> np.ndarray:
-        jobs = [self._pool.submit(self.score, c.text, c.row["answer"]) for c in completions]
+    def __call__(self, completions: Sequence[Completion], waiting: Callable[[], None] = go_on) -> np.ndarray:
+        jobs = [self._pool.submit(self.score, c.judged, c.row["answer"]) for c in completions]
         try:
+            while wait(jobs, _POLL, FIRST_EXCEPTION).not_done:
+                waiting()
             return np.array([job.result() for job in jobs], dtype=np.float64)
         finally:  # after an interrupt
             for job in jobs:
@@ -123,20 +130,22 @@ class CodeReward(Verifier):
 
 
 def run_tests(
-    code: str, tests: Sequence[str], limits: Limits, launcher: Sequence[str] = ()
+    code: str, tests: Sequence[str], limits: Limits, launcher: Sequence[str] = (), at_once: int = 1
 ) -> set[int] | None:
     """The numbers of the tests that pass after `code` in one Python process; None = it did not get that far.
 
     Args:
         launcher: a command that starts Python with fewer rights.
+        at_once: of such processes: the kernel limits a user's, not each one's.
     """
+    nobody = _AS_NOBODY in launcher
     secret = secrets.token_hex(16)
     resources = {
         "RLIMIT_CPU": limits.cpu_seconds,
         "RLIMIT_AS": limits.memory,
         "RLIMIT_FSIZE": limits.file_size,
         "RLIMIT_NOFILE": limits.open_files,
-        "RLIMIT_NPROC": limits.processes + _tasks(_NOBODY if _NOBODY_S[0] in launcher else os.getuid()),
+        "RLIMIT_NPROC": at_once * limits.processes + _tasks(_NOBODY if nobody else os.getuid()),
         "RLIMIT_CORE": 0,
     }
     job = {
@@ -148,7 +157,7 @@ def run_tests(
     }
     directory = tempfile.mkdtemp(prefix="kt_ray_code_")
     try:
-        if _NOBODY_S[0] in launcher:
+        if nobody:
             os.chown(directory, _NOBODY, _NOBODY)
         with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as report:
             asked.write(json.dumps(job).encode())
@@ -212,9 +221,9 @@ def _best_launcher(limits: Limits) -> tuple[str, ...]:
     launchers = _AS_ROOT if os.getuid() == 0 else _AS_USER
     launcher = next((one for one in launchers if one and run_tests("", probe, limits, one) == usual), ())
     left = []
-    if _ALONE[0] not in launcher:
+    if _NO_NETWORK not in launcher:
         left += ["reach the network", "leave processes behind"]
-    if os.getuid() == 0 and _NOBODY_S[0] not in launcher:
+    if os.getuid() == 0 and _AS_NOBODY not in launcher:
         left += ["write root's files", "start any number of processes"]
     if left:
         line = "reward=code: on this machine the code of answers can %s (docs/rewards.md)"

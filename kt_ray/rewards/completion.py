@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ class Completion:
         ids: its tokens.
         finished: False: cut at generate.max_new_tokens.
         row: the data row's columns.
+        opened: whether the prompt ends with `<think>`, so that the text begins with reasoning.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -26,6 +27,16 @@ class Completion:
     ids: Sequence[int]
     finished: bool
     row: Mapping[str, Any]
+    opened: bool = False
+
+    @property
+    def judged(self) -> str:
+        """The text, and the `<think>` that its reasoning ends."""
+        return f"<think>{self.text}" if self.opened else self.text
+
+
+def go_on() -> None:
+    """Nothing."""
 
 
 class Reward(Protocol):
@@ -45,8 +56,11 @@ class Reward(Protocol):
             UserError: its answers could not be rewarded.
         """
 
-    def __call__(self, completions: Sequence[Completion]) -> np.ndarray:
+    def __call__(self, completions: Sequence[Completion], waiting: Callable[[], None] = go_on) -> np.ndarray:
         """float64 [n], finite; nan = no reward: leave this sample out.
+
+        Args:
+            waiting: called now and then while programs run; what it raises ends them.
 
         Raises:
             UserError: a user's function failed.

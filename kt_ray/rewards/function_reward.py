@@ -9,6 +9,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from kt_ray.errors import UserError
 from kt_ray.parse import read_text
-from kt_ray.rewards.completion import Completion
+from kt_ray.rewards.completion import Completion, go_on
 
 # What trl passes beside the columns, and what a column may therefore not be called.
 _OURS = ("prompts", "completions", "completion_ids")
@@ -58,7 +59,7 @@ class FunctionReward:
                 remedy=f"add the column, or give the argument a default; {', '.join(_OURS)} are always there",
             )
 
-    def __call__(self, completions: Sequence[Completion]) -> np.ndarray:
+    def __call__(self, completions: Sequence[Completion], waiting: Callable[[], None] = go_on) -> np.ndarray:
         arguments = self._arguments(completions)
         try:
             result = self._function(**arguments)
@@ -66,7 +67,9 @@ class FunctionReward:
                 result = self._runner.run(_awaited(result))
             is_list = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping)
             values = list(result) if is_list else None
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # asyncio's CancelledError is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
             raise self._raised("failed", error, f"{len(completions)} samples") from error
         if values is None or len(values) != len(completions):
             size = f"of {len(values)}" if values is not None else str(result)[:80]
@@ -93,7 +96,9 @@ class FunctionReward:
         sys.modules[spec.name] = module  # dataclasses and pickle look there
         try:
             spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
             raise self._raised("cannot be imported", error, "the import") from error
         function = getattr(module, self.name, None)
         if not callable(function):
@@ -141,9 +146,10 @@ class FunctionReward:
         if value is None:
             return math.nan
         reward = math.nan
-        # A text has no __float__, an array of one element has one.
-        if hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:
-            reward = float(value)
+        # A text has no __float__, but numpy's has; an array of one element has one.
+        if hasattr(value, "__float__") and not isinstance(value, str) and getattr(value, "ndim", 0) == 0:
+            with suppress(ValueError, OverflowError):
+                reward = float(value)
         if not math.isfinite(reward):
             text = " ".join(completion.text.split())
             answer = f"{text[:80]}…" if len(text) > 80 else text

@@ -15,8 +15,9 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012, specification_with
 
 from kt_ray.errors import UserError
+from kt_ray.evaluate.choice import without_thinking
 from kt_ray.parse import finds, parse_json
-from kt_ray.rewards.answer_text import after_thinking, last_block
+from kt_ray.rewards.answer_text import last_block
 from kt_ray.rewards.verifiers import NO_REWARD, Verifier, shown
 
 
@@ -44,7 +45,7 @@ class JsonSchema(Verifier):
             raise ValueError("a schema that refers to itself without end") from error
 
     def score(self, text: str, answer: Any) -> float:
-        text = after_thinking(text)
+        text = without_thinking(text)
         block = last_block(text, "json")
         try:
             value = json.loads(text if block is None else block, parse_constant=_refuse)

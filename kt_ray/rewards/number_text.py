@@ -14,7 +14,10 @@ _NUMBER = re.compile(
     rf"(?:\s?/\s?(?P<divisor>{_DIGITS}))?(?P<percent>\s?\\?%|\s?percent\b)?"
 )
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3})")
-_UNIT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?")
+_WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}((?:\s*\^\s*\{?-?\d\}?)?)")
+# What makes another number of one: 3\pi, \sqrt{16}.
+_SYMBOL = re.compile(r"\\(?:pi|sqrt|log|ln|sin|cos|tan|infty|theta)(?![a-z])|[π√∞]")
+_SUM = re.compile(rf"[$€£¥]?{_DIGITS}%?(?:\s*(?:[-+*/×÷·]|\\times|\\cdot|\\div)\s*[$€£¥]?{_DIGITS}%?)+\s*=")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
 _BRACE = re.compile(r"\\boxed\s*\{|\\?[{}]")
 _HASHES = re.compile(r"####([^\n]*)")
@@ -46,14 +49,15 @@ def stated_number(text: str) -> Number | None:
     r"""The number that a text settles on; None = none.
 
     The first of these that the text has, each the last of its kind: \boxed{x}, <answer>x</answer>, a line
-    "#### x", "answer is x" (also "answer: x"), any number. A box or tag without exactly one number has none.
+    "#### x", "answer is x" (also "answer: x", "answer is 2 + 3 = x"), any number. A box or tag without
+    exactly one number has none, and one with a root or \pi neither.
     """
     text = _plain(text)
     marked, content = _marked(text)
     if marked:
         return _only(content)
     for content in reversed(_STATEMENT.findall(text)):
-        if numbers := _numbers(content):
+        if numbers := _numbers(_SUM.sub("", content)):
             return numbers[0]
     numbers = _numbers(text)
     return numbers[-1] if numbers else None
@@ -100,8 +104,14 @@ def _plain(text: str) -> str:
     """One way of writing minus signs, separators of thousands and fractions; without LaTeX's units."""
     text = _THOUSANDS.sub(",", text.replace("\u2212", "-").replace("\\!", ""))
     text = text.replace("\\,", "").replace("\\$", "$")
-    text = _UNIT.sub(" ", text)
+    text = _WORDS.sub(_without_unit, text)
     return _FRACTION.sub(_slash, text)
+
+
+def _without_unit(match: re.Match[str]) -> str:
+    """A number in \\text stays, words go."""
+    number = _NUMBER.fullmatch(match[1].strip(" *_.$")) is not None
+    return f" {match[1]} " if number and not match[2] else " "
 
 
 def _slash(match: re.Match[str]) -> str:
@@ -110,8 +120,9 @@ def _slash(match: re.Match[str]) -> str:
 
 
 def _only(text: str) -> Number | None:
-    numbers = _numbers(text.rpartition("=")[2])
-    return numbers[0] if len(numbers) == 1 else None
+    content = text.rpartition("=")[2]
+    numbers = _numbers(content)
+    return numbers[0] if len(numbers) == 1 and not _SYMBOL.search(content) else None
 
 
 def _numbers(text: str) -> list[Number]:

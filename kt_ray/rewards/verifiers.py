@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import regex
 
 from kt_ray.errors import UserError
-from kt_ray.evaluate.choice import exact_match
+from kt_ray.evaluate.choice import exact_match, without_thinking
 from kt_ray.parse import finds
-from kt_ray.rewards.answer_text import after_thinking
-from kt_ray.rewards.completion import Completion
+from kt_ray.rewards.completion import Completion, go_on
 from kt_ray.rewards.number_text import Number, only_number, same_number, stated_number
 
 NO_REWARD = float("nan")
@@ -25,10 +24,12 @@ class Verifier(ABC):
     Attributes:
         name: the value of the option `reward`.
         required: what the column must hold.
+        reads_reasoning: whether reasoning counts, which is else left out.
     """
 
     name: ClassVar[str]
     required: ClassVar[str]
+    reads_reasoning: ClassVar[bool] = False
 
     @abstractmethod
     def check_answer(self, answer: Any) -> None:
@@ -57,8 +58,10 @@ class Verifier(ABC):
                 remedy="correct the row or leave it out, or set another reward=",
             ) from error
 
-    def __call__(self, completions: Sequence[Completion]) -> np.ndarray:
-        return np.array([self.score(c.text, c.row["answer"]) for c in completions], dtype=np.float64)
+    def __call__(self, completions: Sequence[Completion], waiting: Callable[[], None] = go_on) -> np.ndarray:
+        texts = [c.text if self.reads_reasoning else c.judged for c in completions]
+        scores = [self.score(text, c.row["answer"]) for text, c in zip(texts, completions, strict=True)]
+        return np.array(scores, dtype=np.float64)
 
     def close(self) -> None:  # noqa: B027  most verifiers keep nothing running
         pass
@@ -76,7 +79,7 @@ class ExactMatch(Verifier):
                 raise ValueError(shown(one))
 
     def score(self, text: str, answer: Any) -> float:
-        text = after_thinking(text)
+        text = without_thinking(text)
         return float(any(exact_match(text, str(one)) for one in _several(answer)))
 
 
@@ -85,6 +88,7 @@ class Regex(Verifier):
 
     name = "regex"
     required = "a regular expression, or a list of which one has to be found"
+    reads_reasoning = True
 
     def check_answer(self, answer: Any) -> None:
         for one in _several(answer):
@@ -114,7 +118,7 @@ class Numeric(Verifier):
                 raise ValueError(shown(one))
 
     def score(self, text: str, answer: Any) -> float:
-        stated = stated_number(after_thinking(text))
+        stated = stated_number(without_thinking(text))
         accepted = (_number(one) for one in _several(answer))
         return float(
             stated is not None and any(same_number(stated, one) for one in accepted if one is not None)

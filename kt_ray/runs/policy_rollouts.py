@@ -101,7 +101,7 @@ class PolicyRollouts:
         with generator_on(self._generation, self._cluster) as generator:
             answers = [self._wait(answer) for answer in handed_in(generator, requests)]
         completions = [self._completion(row, answer) for row, answer in zip(rows, answers, strict=True)]
-        rewards = self._reward(completions)
+        rewards = self._reward(completions, self._go_on)
         rollouts = [
             Rollout(
                 np.array(answer.tokens, dtype=np.int64),
@@ -118,8 +118,11 @@ class PolicyRollouts:
             try:
                 return answer.result(_POLL)
             except TimeoutError:
-                if reason := self._cluster.give_up():
-                    raise GivenUp(reason) from None
+                self._go_on()
+
+    def _go_on(self) -> None:
+        if reason := self._cluster.give_up():
+            raise GivenUp(reason)
 
     def _completion(self, row: Row, answer: Answer) -> Completion:
         prompt = self._prompts[row.sample_id]
@@ -130,7 +133,8 @@ class PolicyRollouts:
                 observed=answer.error or answer.finish,
                 remedy="look at the weights and the adapter (python -m kt_ray.tools inspect), lower optim.lr",
             )
-        return Completion(prompt.text, answer.text, answer.tokens, answer.finish == "stop", prompt.columns)
+        finished = answer.finish == "stop"
+        return Completion(prompt.text, answer.text, answer.tokens, finished, prompt.columns, prompt.opened)
 
     def _write(self, step: int, sample: int, group: Sequence[tuple[str, Rollout]]) -> None:
         answers = [

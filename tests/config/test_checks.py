@@ -228,6 +228,12 @@ def test_what_grpo_needs(given: dict[str, Any], message: str) -> None:
     check(_grpo())
 
 
+def test_kto_needs_another_row() -> None:
+    message = "trainer.batch_size=1 has no other row's answer for the reference point"
+    assert message in _line(_config(trainer={"stage": "kto", "batch_size": 1}))
+    check(_config(trainer={"stage": "kto", "batch_size": 2}))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

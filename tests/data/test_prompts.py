@@ -61,7 +61,10 @@ def test_columns_system_and_turns_before_the_question(tokenizer_dir: Path, tmp_p
     bundle = load(tokenizer_dir, rows, tmp_path / "rows.jsonl", *settings)
     assert "Be brief." in texts(bundle)[0] and "3" not in texts(bundle)[0]
     (prompt,) = bundle.prompts.values()
-    assert dict(prompt.columns) == rows[0]
+    assert dict(prompt.columns) == rows[0] and prompt.text == "Who?" and not prompt.opened
+    other = [{"question": "Who?", "prompt": "id-7"}]
+    (prompt,) = load(tokenizer_dir, other, tmp_path / "ids.jsonl", *settings).prompts.values()
+    assert prompt.text == "Who?" and dict(prompt.columns) == other[0]
     turns = [
         {"role": "user", "content": "Hi."},
         {"role": "assistant", "content": "Aye."},
@@ -96,6 +99,11 @@ def test_held_out_prompts_and_copies_by_weight(tokenizer_dir: Path, tmp_path: Pa
     rows = [{"prompt": f"Who is {name}?"} for name in "abcdefgh"]
     bundle = load(tokenizer_dir, rows, tmp_path / "rows.jsonl", "data.eval_fraction=2")
     assert (len(bundle.train), len(bundle.eval), len(bundle.prompts)) == (6, 2, 8)
+    held = [{"prompt": "Who keeps it?", "answer": 1}]
+    (tmp_path / "held.jsonl").write_text(json.dumps(held[0]))
+    bundle = load(tokenizer_dir, rows, tmp_path / "rows.jsonl", f"data.eval_path={tmp_path / 'held.jsonl'}")
+    assert [bundle.prompts[row.sample_id].text for row in bundle.train] == [row["prompt"] for row in rows]
+    assert [bundle.prompts[row.sample_id].columns for row in bundle.eval] == held
     source = f"data.sources=[{{path: {tmp_path / 'rows.jsonl'}, weight: 2}}]"
     bundle = load(tokenizer_dir, rows, tmp_path / "rows.jsonl", source, "data.path=null")
     assert len(bundle.train) == 16 and len(bundle.prompts) == 16

@@ -203,8 +203,8 @@ def test_gradient_is_that_of_the_loss(name: str) -> None:
 
 
 def test_orpo_near_certainty_stays_finite() -> None:
-    chosen = torch.tensor([-1e-7, -1e-3, -30.0], requires_grad=True)
-    pairs = torch.stack([chosen, torch.tensor([-2.0, -1e-6, -0.5])], dim=1).flatten()
+    chosen = torch.tensor([-1e-7, -1e-3, -30.0, 0.0, -3.0], requires_grad=True)
+    pairs = torch.stack([chosen, torch.tensor([-2.0, -1e-6, -0.5, -3.0, 0.0])], dim=1).flatten()
     losses = orpo_losses(pairs, Objective("orpo", 3))
     losses.sum().backward()
     assert torch.isfinite(losses).all() and chosen.grad is not None and torch.isfinite(chosen.grad).all()

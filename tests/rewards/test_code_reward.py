@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,6 +66,25 @@ def test_what_does_not_pass(reward: CodeReward, code: str, monkeypatch: pytest.M
     assert reward.score(f"```python\n{code}\n```\n", "pass") == 0.0
 
 
+def test_code_and_tests_are_compiled_as_python_does_it(reward: CodeReward) -> None:
+    tests = ["assert f.__annotations__ == {'x': int}", "def g(y: Unknown): ..."]
+    assert reward.score("def f(x: int): ...", tests) == 0.5
+    assert reward.score("def f(x: List[int]): ...", "pass") == 0.0
+
+
+def test_what_is_waited_for_can_be_given_up(reward: CodeReward) -> None:
+    def stop() -> None:
+        raise RuntimeError("a signal")
+
+    row = {"answer": "pass"}
+    endless = Completion("p", "import time; time.sleep(60)", [], True, row)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="a signal"):
+        reward([endless] * 40, stop)
+    assert reward([Completion("p", "x = 1", [], True, row)]).tolist() == [1.0]
+    assert time.monotonic() - began < 40 * LIMITS.wall_seconds / 2
+
+
 def test_limits_hold_in_the_process(reward: CodeReward) -> None:
     tests = [
         "import resource as r; assert r.getrlimit(r.RLIMIT_CPU) == (1, 1)",
@@ -81,10 +102,30 @@ def test_code_that_sleeps_is_ended_with_all_that_it_started(
     code = "import os, time\nos.fork()\ntime.sleep(60)"
     launcher = reward._launcher if own_launcher else ()
     assert run_tests(code, ["pass"], Limits(wall_seconds=1), launcher) == set()
-    deadline = time.monotonic() + 10  # the kernel ends them, but not at once
-    while left(tmp_path) and time.monotonic() < deadline:
+    until(lambda: not left(tmp_path))  # the kernel ends them, but not at once
+
+
+def test_code_that_sleeps_ends_with_the_driver(tmp_path: Path) -> None:
+    program = (
+        "from kt_ray.rewards.code_reward import CodeReward, Limits\n"
+        'code = \'import time; open("here", "w").close(); time.sleep(50)\'\n'
+        "CodeReward(Limits(wall_seconds=60)).score(code, ['pass'])"
+    )
+    tmp_path.chmod(0o755)
+    driver = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(tmp_path)})
+    try:
+        until(lambda: any(tmp_path.glob("kt_ray_code_*/here")))
+    finally:
+        driver.kill()
+        driver.wait()
+    until(lambda: not left(tmp_path))
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left(tmp_path) == []
+    assert done()
 
 
 def left(folder: Path) -> list[int]:

@@ -81,6 +81,9 @@ def test_a_file_may_import_what_lies_beside_it(tmp_path: Path, monkeypatch: pyte
         ("return [1.0, [2]]", "found list [2] for sample 1"),
         ("return 1 / 0", "line 2; found ZeroDivisionError: division by zero during 2 samples"),
         ("raise SystemExit(3)", "line 2; found SystemExit: 3 during"),
+        ("import asyncio; raise asyncio.CancelledError", "line 2; found CancelledError"),
+        ("import numpy; return numpy.array(['1', '2'])", "found str_ 1 for sample 0"),
+        ("return [10**400, 1]", "found int"),
     ],
 )
 def test_what_is_no_reward_is_refused(tmp_path: Path, body: str, said: str) -> None:

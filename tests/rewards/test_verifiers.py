@@ -49,6 +49,22 @@ def test_regex(text: str, answer: Any, expected: float) -> None:
     assert reward("regex", text, answer) == expected
 
 
+def test_an_answer_cut_amid_reasoning_that_the_prompt_opened() -> None:
+    for name, text, answer in (
+        ("numeric", "First 6*7 = 42. Hmm", 42),
+        ("exact_match", "Paris", "Paris"),
+        ("json_schema", "{}", {}),
+        ("code", "```python\nx = 1\n```\nBut", "assert x == 1"),
+    ):
+        verifier = load_reward(name)
+        for opened, end, expected in ((True, "", 0), (False, "", 1), (True, f"</think>\n{text}", 1)):
+            completion = Completion("question", text + end, [1], False, {"answer": answer}, opened)
+            assert verifier([completion]).tolist() == [expected], (name, opened)
+        verifier.close()
+    row = {"answer": "^First"}
+    assert load_reward("regex")([Completion("question", "First", [1], False, row, True)]).tolist() == [1]
+
+
 def test_a_pattern_that_never_ends_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kt_ray.parse._PATTERN_SECONDS", 0.05)
     assert math.isnan(reward("regex", "a" * 40 + "!", r"^(a|a)*$"))
@@ -71,6 +87,12 @@ def test_a_pattern_that_never_ends_gives_no_reward(monkeypatch: pytest.MonkeyPat
         (r"\boxed{1 2 3}", 3, 0),
         ("#### Step 3: add\nThis gives 8", 8, 1),
         (r"4, so \boxed{4", 4, 1),
+        ("The answer is 48 + 24 = 72.", 72, 1),
+        ("The answer is 48 + 24 = 72.", 48, 0),
+        ("The answer is x = 2*3 = 6, as 5 = 4 + 1.", 6, 1),
+        (r"\boxed{\text{42}}", 42, 1),
+        (r"\boxed{3\pi}", 3, 0),
+        (r"\boxed{\sqrt{16}}", 16, 0),
         # Ways of writing.
         ("-3", -3, 1),
         ("−3", -3, 1),
@@ -134,6 +156,7 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("numeric", "3 or 4", "'3 or 4'"),
         ("numeric", True, "True"),
         ("numeric", math.inf, "inf"),
+        ("numeric", r"\sqrt{2}", "sqrt"),
         ("json_schema", "{", "Expecting"),
         ("json_schema", [1], "[1]"),
         ("json_schema", {"type": "number?"}, "no schema: 'number?'"),
