@@ -46,21 +46,21 @@ _TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4", "W4A8": "in
 
 
 def new_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 class Scratch:
     """One tensor's memory, used again by the next: fresh pages would be touched in every call."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = new_memory((0,), torch.uint8)
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Any content; what was returned before is overwritten."""
         size = math.prod(shape) * dtype.itemsize
         if self._memory.numel() < size:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # gives the old one back first
-            self._memory = torch.empty(size, dtype=torch.uint8)
+            self._memory = new_memory((0,), torch.uint8)  # gives the old one back first
+            self._memory = new_memory((size,), torch.uint8)
         return self._memory[:size].view(dtype).view(tuple(shape))
 
 

@@ -4,18 +4,21 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="kt_ray")
     model.requires_grad_(False)          # the experts stay frozen; adapters elsewhere train as usual
 
-Differentiable in the hidden states and in the routing weights. Training through stages and actors
-does not come this way: a blocking node would stall autograd's thread, and gradient checkpointing
-would run the experts twice.
+Differentiable once in the hidden states and in the routing weights. What the engine keeps for backward goes
+with autograd's own saved tensors: after backward, and at once where gradient checkpointing runs the experts
+again. Training through stages and actors does not come this way: a blocking node would stall autograd's
+thread.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kt_ray.errors import UserError
 from kt_ray.model.formula import formula_of
@@ -32,6 +35,15 @@ def default_engine() -> Engine:
         if _engine is None:
             _engine = Engine()
         return _engine
+
+
+def _after_fork() -> None:
+    """A child has none of the parent's threads, and whoever held the lock."""
+    global _engine, _lock
+    _engine, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class NativeExperts(torch.autograd.Function):
@@ -53,14 +65,21 @@ class NativeExperts(torch.autograd.Function):
             weights.detach().to("cpu", torch.float32).contiguous(),
             save=needs,
         )
-        ctx.engine, ctx.experts, ctx.saved = engine, experts, saved
+        carrier = torch.empty(0, dtype=torch.uint8, device="cpu")
+        storage: Any = carrier.untyped_storage()
+        storage.saved = saved  # detached tensors share it
+        ctx.save_for_backward(carrier)
+        ctx.engine, ctx.experts = engine, experts
         ctx.x_as, ctx.w_as = (x.device, x.dtype), (weights.device, weights.dtype)
         return y_TH.to(x.device, x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (carrier,) = ctx.saved_tensors
         dy_TH = dy.detach().to("cpu", torch.float32).contiguous()
-        dx, dw = ctx.engine.backward(ctx.experts, ctx.saved, dy_TH)
+        storage: Any = carrier.untyped_storage()
+        dx, dw = ctx.engine.backward(ctx.experts, storage.saved, dy_TH)
         return dx.to(*ctx.x_as), dw.to(*ctx.w_as), None, None, None
 
 
@@ -92,7 +111,8 @@ def expert_weights(module: Any) -> ExpertWeights:
         UserError: a formula the engine does not have, or weights of another type.
     """
     parameters = dict(module.named_parameters(recurse=False))
-    key = tuple((name, p.data_ptr(), p._version) for name, p in parameters.items())
+    # Tensors of inference mode count no versions.
+    key = tuple((n, p.data_ptr(), 0 if p.is_inference() else p._version) for n, p in parameters.items())
     cached = module.__dict__.get("_kt_weights")
     if cached is not None and cached[0] == key:
         return cached[1]

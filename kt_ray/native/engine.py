@@ -57,7 +57,7 @@ def _optional_arg(name: str, tensor: Tensor | None) -> _native.TensorArg | None:
 def _result(name: str, out: Tensor | None, shape: Sequence[int]) -> Tensor:
     """The caller's memory for a result, or new memory."""
     if out is None:
-        return torch.empty(tuple(shape), dtype=torch.float32)
+        return torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
     if out.dtype != torch.float32 or tuple(out.shape) != tuple(shape) or not out.is_contiguous():
         raise ValueError(
             f"{name}: {str(out.dtype).removeprefix('torch.')} {list(out.shape)}, "
@@ -248,7 +248,7 @@ class Engine:
         Raises:
             ValueError: an argument of the wrong type, shape or range, named first in the message; with
                 `check_finite` a value that is not finite, with its layer and expert.
-            MemoryError: no memory for activations or scratch; names layer and expert.
+            MemoryError: no memory for activations or scratch; names the layer, and for scratch the expert.
         """
         if save not in _KEEP:
             raise ValueError(f"save: {save!r}, required True, 'int8', 'recompute' or False")

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from transformers import AutoModelForCausalLM
 
 from kt_ray.errors import UserError
 from kt_ray.model import layer_calls
 from kt_ray.model.autograd import default_engine, expert_weights
+from kt_ray.native import Engine
 
 Checkpoint = Callable[..., Path]
 # Families with other experts than SwiGLU, which expert actors do not train yet: configuration beside _SMALL.
@@ -98,6 +105,85 @@ def test_bf16(checkpoint: Checkpoint, family: str) -> None:
     got = load(path, "kt_ray", torch.bfloat16)(input_ids=IDS).logits
     assert got.dtype == torch.bfloat16
     assert float((got.float() - want).norm() / want.norm()) <= 2e-2
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """What the engine has kept for backward since the test began."""
+    refs: list[weakref.ref[Any]] = []
+    forward = Engine.forward
+
+    def noted(*args: Any, **options: Any) -> Any:
+        y, saved = forward(*args, **options)
+        refs.append(weakref.ref(saved))
+        return y, saved
+
+    monkeypatch.setattr(Engine, "forward", noted)
+    return refs
+
+
+def alive(refs: list[weakref.ref[Any]]) -> int:
+    gc.collect()
+    return sum(ref() is not None for ref in refs)
+
+
+def experts_of(checkpoint: Checkpoint) -> tuple[Any, list[torch.Tensor]]:
+    """An experts module and what it takes, hidden states and routing weights with gradients."""
+    module = load(checkpoint("qwen3_moe"), "kt_ray").model.layers[0].mlp.experts
+    torch.manual_seed(0)
+    hidden = torch.randn(6, module.gate_up_proj.shape[-1], requires_grad=True)
+    weights = torch.rand(6, 2, requires_grad=True)
+    return module, [hidden, torch.arange(12).reshape(6, 2) % 4, weights]
+
+
+def test_what_is_kept_goes_with_backward(checkpoint: Checkpoint, kept: list[weakref.ref[Any]]) -> None:
+    module, inputs = experts_of(checkpoint)
+    y = module(*inputs)
+    assert alive(kept) == 1
+    y.sum().backward(retain_graph=True)
+    assert alive(kept) == 1
+    y.sum().backward()
+    assert alive(kept) == 0
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+    checkpointed = torch.utils.checkpoint.checkpoint(module, *inputs, use_reentrant=False)
+    assert alive(kept) == 0
+    before = inputs[0].grad / 2  # of two passes
+    inputs[0].grad = None
+    checkpointed.sum().backward()
+    assert torch.equal(inputs[0].grad, before) and alive(kept) == 0
+
+
+def test_a_second_derivative_is_refused(checkpoint: Checkpoint) -> None:
+    module, inputs = experts_of(checkpoint)
+    (slope,) = torch.autograd.grad(module(*inputs).square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
+def test_a_forked_child_computes_with_an_engine_of_its_own(checkpoint: Checkpoint) -> None:
+    module, inputs = experts_of(checkpoint)
+    want = module(*inputs).detach()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        same = False
+        with contextlib.suppress(BaseException):
+            same = torch.equal(module(*inputs).detach(), want)
+        os._exit(7 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_another_default_device_and_inference_mode(checkpoint: Checkpoint) -> None:
+    module, inputs = experts_of(checkpoint)
+    want = module(*inputs).detach()
+    with torch.device("meta"):
+        y = module(*inputs)
+        y.sum().backward()
+    assert torch.equal(y.detach(), want) and inputs[0].grad is not None
+    with torch.inference_mode():
+        model = load(checkpoint("qwen3_moe"), "kt_ray")
+        assert torch.equal(model.model.layers[0].mlp.experts(*inputs), want)
 
 
 def test_weights_are_taken_once_and_again_when_they_change(checkpoint: Checkpoint) -> None:

@@ -420,6 +420,26 @@ except MemoryError as error:
     assert "bytes of scratch for a thread" in out
 
 
+def test_no_memory_for_activations_names_the_layer() -> None:
+    out = in_child(
+        """
+import resource, torch
+from kt_ray.native import Engine, ExpertWeights
+weights = ExpertWeights(torch.ones(1, 4096, 16), torch.ones(1, 4096, 16), torch.ones(1, 16, 4096), 12, (34,))
+T = 50_000
+x, ids, w = torch.ones(T, 16), torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1)
+engine = Engine("reference", threads=1)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20,) * 2)
+try:
+    engine.forward(weights, x, ids, w)
+except MemoryError as error:
+    print(error)
+"""
+    )
+    assert out.startswith("layer 12: cannot allocate") and "bytes for activations" in out, out
+
+
 def test_activations_are_reused() -> None:
     case = make_case(Shape(tokens=200, hidden=128, inter=128), torch.float32)
     with Engine("reference", threads=1) as engine:

@@ -251,6 +251,15 @@ Engine::QuantisedRows Engine::quantised_rows(const Kernels& k, int64_t rows, int
     return {take(rows * row_bytes), take(rows * scales * sizeof(RowScale))};
 }
 
+Lease Engine::take(size_t bytes) {
+    try {
+        return Lease(cache_, bytes);
+    } catch (const std::bad_alloc&) {
+        throw TaskOutOfMemory("layer " + std::to_string(layer_) + ": cannot allocate " +
+                              std::to_string(bytes) + " bytes for activations");
+    }
+}
+
 int64_t Engine::row_tokens(const Weights& w, int64_t slots) const {
     std::vector<Matrix> matrices = {w.up.first, w.down.first};
     if (w.activation.gated()) matrices.push_back(w.gate.first);
@@ -393,6 +402,7 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     check_process();
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
+    layer_ = w.layer;
     const Kernels& k = kernels(w);
     const size_t storage = w.in_float32() ? 4 : 2, compute = k.compute_is_bf16 ? 2 : 4;
 
@@ -473,6 +483,7 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     if (saved.released) throw std::invalid_argument("saved: was released");
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
+    layer_ = w.layer;
     const Kernels& k = kernels(w);
     const size_t storage = w.in_float32() ? 4 : 2, compute = k.compute_is_bf16 ? 2 : 4;
     const Routing& routing = saved.routing;

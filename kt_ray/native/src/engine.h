@@ -177,7 +177,7 @@ class Engine {
     const Kernels& kernels(const Weights& weights) const;
     // task(first, last) over 0..count in runs of `step`, on all threads.
     void spread(int64_t count, int64_t step, const std::function<void(int64_t, int64_t)>& task);
-    Lease take(size_t bytes) { return Lease(cache_, bytes); }
+    Lease take(size_t bytes);
     // Left operands of quantised products, empty where there are none.
     struct QuantisedRows {
         Lease packed, scales;
@@ -197,6 +197,7 @@ class Engine {
     const pid_t process_;
     std::array<const Kernels*, 2> kernels_;
     std::mutex call_mutex_;  // one call at a time
+    int64_t layer_ = 0;      // of that call
     ThreadPool::Owner pool_;
     std::shared_ptr<BufferCache> cache_ = std::make_shared<BufferCache>();
     std::vector<Buffer> thread_scratch_;
