@@ -255,11 +255,12 @@ class Policy:
         """Of the prepared step.
 
         reward: mean as given, nan left out. reward_std: mean deviation within groups. equal_groups: share of
-        groups whose answers have one reward. answer_tokens: mean. truncated: share. entropy: minus the mean
-        log-probability of the answers' tokens when drawn, an estimate of the policy's entropy in nats per
-        token. clipped: share of trained tokens whose slope had ended. sampler_gap: mean difference of
-        trainer's and sampler's log-probabilities, of a round's first step. kl: mean per trained token
-        (Schulman's k3). seconds_sampling, sampled_tokens_per_s: of a round's first step.
+        groups whose answers have one reward, lengths punished, so that they teach nothing. answer_tokens:
+        mean. truncated: share. entropy: minus the mean log-probability of the answers' tokens when drawn, an
+        estimate of the policy's entropy in nats per token. clipped: share of trained tokens whose slope had
+        ended. sampler_gap: mean difference of trainer's and sampler's log-probabilities, of a round's first
+        step. kl: mean per trained token (Schulman's k3). seconds_sampling, sampled_tokens_per_s: of a
+        round's first step.
         """
         rollouts = [answer.rollout for answer in self._step]
         rewards = np.array([r.reward for r in rollouts])
@@ -271,11 +272,11 @@ class Policy:
             "entropy": -float(drawn.astype(np.float64).mean()),
         }
         if not np.isnan(rewards).all():
-            known = [group[~np.isnan(group)] for group in groups]
-            known = [group for group in known if len(group)]
+            some = ~np.isnan(groups).all(axis=1)
+            advantages = np.array([answer.advantage for answer in self._step]).reshape(groups.shape)
             figures["reward"] = float(np.nanmean(rewards))
-            figures["reward_std"] = float(np.mean([group.std() for group in known]))
-            figures["equal_groups"] = float(np.mean([np.ptp(group) == 0 for group in known]))
+            figures["reward_std"] = float(np.nanstd(groups[some], axis=1).mean())
+            figures["equal_groups"] = float((~advantages[some].any(axis=1)).mean())
         figures |= self._ratios(waves, reports)
         tokens, seconds = self._sampled
         if tokens:
