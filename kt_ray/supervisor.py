@@ -32,6 +32,7 @@ from kt_ray.config.mapping import dated_name, load, with_keys
 from kt_ray.config.schema import Config
 from kt_ray.errors import BAD_INPUT, BUG, INTERRUPTED, OK, STOPPED, Stopped, UserError
 from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints, is_run, plain
+from kt_ray.train.stop_signals import SAME
 
 LOG = "supervisor.log"
 BEAT = 5.0  # seconds between the driver's signs of life
@@ -111,7 +112,8 @@ class Supervisor(ABC):
         self._silence = silence
         self._first_wait = first_wait
         self._config = config
-        self._asked = 0  # signals that asked to end
+        self._asked = 0  # signals that asked to end, those within SAME seconds as one
+        self._asked_at = -SAME  # time.monotonic() of the last that counted
         self._wake = threading.Event()  # set by the first
         self._child: subprocess.Popen[str] | None = None
         self._reported = False
@@ -256,8 +258,12 @@ class Supervisor(ABC):
         return False
 
     def _pass_on(self, number: int, _frame: Any) -> None:
-        self._asked += 1
         self._wake.set()
+        now = time.monotonic()
+        if now - self._asked_at < SAME:
+            return
+        self._asked_at = now
+        self._asked += 1
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number if self._asked < 3 else signal.SIGKILL)
 

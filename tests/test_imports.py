@@ -66,7 +66,7 @@ doctor: errors native config dims hardware placement timing checkpoint demo acto
     measure runs
 report: errors disk config tracking evaluate runs
 accept: disk config dims hardware placement timing doctor report
-supervisor: errors config runs
+supervisor: errors config train runs
 modes: terminal errors disk native timeline config dims hardware placement timing tracking evaluate generate
     checkpoint data demo rewards train actors serve train_server actors/ray runs supervisor doctor report
     accept

@@ -17,6 +17,7 @@ import pytest
 from kt_ray.config.compose import compose
 from kt_ray.config.mapping import load
 from kt_ray.errors import Stopped
+from kt_ray.runs.rundir import find_checkpoints
 from kt_ray.supervisor import LOG, ServerSupervisor, TrainingSupervisor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DRIVER = """
 import json, os, signal, sys, time
 from pathlib import Path
+from kt_ray.train.stop_signals import stop_signals
 acts, here = json.loads(sys.argv[1]), Path(sys.argv[2])
 job = json.load(sys.stdin)
 with (here / "starts").open("a") as file:
@@ -49,10 +51,12 @@ for word in acts[number].split():
         time.sleep(float(value))
     elif what == "kill":
         os.kill(os.getpid(), int(value))
-    elif what == "wait":  # for a signal
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-        (here / "waiting").touch()
-        time.sleep(60)
+    elif what == "wait":  # for a signal, then some more
+        with stop_signals() as stop:
+            (here / "waiting").touch()
+            while not stop:
+                time.sleep(0.02)
+            time.sleep(float(value))
     elif what == "ready":
         os.write(fd, b"r")
         time.sleep(float(value))
@@ -184,18 +188,24 @@ def test_another_run_of_the_name_is_never_overwritten(place: Place) -> None:
     assert place.starts() == [(None, False)] * 3
 
 
-def test_signals_are_passed_on_and_end_it(place: Place) -> None:
+@pytest.mark.parametrize("signals", [1, 3])
+def test_signals_are_passed_on_and_end_it(place: Place, signals: int) -> None:
+    """Several within a second are one request: a Ctrl-C that is held, a job manager that signals a group."""
+
     def ask() -> None:
         while not (place.path / "waiting").exists():
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
 
     thread = threading.Thread(target=ask)
     thread.start()
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped, match="ended with its driver"):
-        place.go(["begin save=1 wait", "exit=0"])
+        place.go(["begin save=1 wait=0.5 save=2 exit=75", "exit=0"])
     thread.join()
+    assert find_checkpoints(place.run)[-1].name == "step_000002"
     assert len(place.starts()) == 1 and signal.getsignal(signal.SIGTERM) == before
 
 
