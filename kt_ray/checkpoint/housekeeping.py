@@ -2,7 +2,7 @@
 
 The checkpoint is safe before any of this begins, so no fault in here ends a run: it is a warning. What is
 removed is renamed first (".step_000100.old"): half removed it is no checkpoint any more, and the next
-checkpoint's clean-up takes what an interrupted one left.
+checkpoint takes what an interrupted one left (`remove_leftovers`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,12 @@ PARTIAL, OLD = ".partial", ".old"  # endings of what is being written, and of wh
 
 
 def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
-    """Remove all but the `keep` newest checkpoints (0 keeps all), the best one, and what interrupted
-    removals left.
+    """Remove all but the `keep` newest checkpoints (0 keeps all) and the best one.
 
     Returns:
         The checkpoints that were removed.
     """
     root = Path(root)
-    for left in root.glob(f".step_*{OLD}"):
-        remove(left)
     complete, best = list_checkpoints(root), best_checkpoint(root)
     removed = []
     for path in complete[:-keep] if keep > 0 else []:
@@ -42,6 +39,14 @@ def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
                 remove(set_aside(path))
                 removed.append(path)
     return removed
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what processes that died were writing or removing: it only takes room."""
+    for left in root.glob(f".step_*{PARTIAL}"):
+        set_aside(left)
+    for left in root.glob(f".step_*{OLD}"):
+        remove(left)
 
 
 def set_aside(path: Path) -> Path:

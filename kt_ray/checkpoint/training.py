@@ -22,7 +22,15 @@ from pathlib import Path
 
 import torch
 
-from kt_ray.checkpoint.housekeeping import LATEST, PARTIAL, flush_directory, point, remove, set_aside
+from kt_ray.checkpoint.housekeeping import (
+    LATEST,
+    PARTIAL,
+    flush_directory,
+    point,
+    remove,
+    remove_leftovers,
+    set_aside,
+)
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import CHOOSE, MANIFEST, Manifest, ShardInfo, step_name, unusable
 from kt_ray.checkpoint.safetensors_file import (
@@ -45,8 +53,7 @@ def begin_checkpoint(root: str | os.PathLike[str], step: int) -> Path:
     path = Path(root) / f".{step_name(step)}{PARTIAL}"
     with writing("checkpoint", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in Path(root).glob(f".step_*{PARTIAL}"):  # by a process that died: it only takes room
-            remove(set_aside(left))
+        remove_leftovers(Path(root))
         path.mkdir()
     return path
 

@@ -185,7 +185,9 @@ def place_to_write(config: Config) -> tuple[Path, int]:
         path, own = checkpoint.parent.parent, True
     else:
         path, own = named or root, named is not None and config.run.overwrite
-    files = (path / "checkpoints").glob("step_*/*") if own else ()
+    # ".step_*": what a process that died was writing; the next checkpoint removes it
+    patterns = ("step_*/*", ".step_*/*") if own else ()
+    files = (file for pattern in patterns for file in (path / "checkpoints").glob(pattern))
     return path, sum(file.stat().st_size for file in files)
 
 

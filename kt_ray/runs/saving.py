@@ -118,11 +118,10 @@ def save_checkpoint(
         UserError: it cannot be written; the unfinished checkpoint is removed, earlier ones stay.
     """
     batches, plan = prepared.batches, prepared.plan
-    with writing("checkpoint", rundir.checkpoints):
-        check_next(checkpoint_bytes(plan.dims, prepared.config), rundir.path)
     partial = begin_checkpoint(rundir.checkpoints, step)
     with writing("checkpoint", partial):
         try:
+            check_next(checkpoint_bytes(plan.dims, prepared.config), rundir.path)
             shards = cluster.save_shards(str(partial))
             held = owners_of(plan.first_copy, plan.dims), residents_of(plan.first_copy)
             write_atomic(partial / LOAD_FILE, load.to_json(*held))

@@ -73,9 +73,9 @@ def test_mode_plan_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     [
         ([], "", 0),
         (["run.name=a"], "a", 0),
-        (["run.name=a", "run.overwrite=true"], "a", 300),
-        (["run.name=a", "trainer.resume=latest"], "a", 300),
-        (["trainer.resume={root}/a/checkpoints/step_000002"], "a", 300),
+        (["run.name=a", "run.overwrite=true"], "a", 350),
+        (["run.name=a", "trainer.resume=latest"], "a", 350),
+        (["trainer.resume={root}/a/checkpoints/step_000002"], "a", 350),
         (["run.name=b", "trainer.resume={root}/a/checkpoints/step_000002"], "b", 0),
     ],
 )
@@ -86,6 +86,9 @@ def test_the_disk_and_the_room_are_those_of_the_directory_that_is_written(
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_bytes(b" " * 100)
     (checkpoint / "worker-0.safetensors").write_bytes(b" " * 200)
+    left = checkpoint.with_name(".step_000003.partial")  # by a driver that died
+    left.mkdir()
+    (left / "worker-0.safetensors").write_bytes(b" " * 50)
     (tmp_path / "a" / "config.yaml").write_text("seed: 1")
     config = compose([f"run.root={tmp_path}", *(s.format(root=tmp_path) for s in settings)])
     assert place_to_write(config) == (tmp_path / place, reused)

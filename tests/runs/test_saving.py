@@ -142,6 +142,20 @@ def test_too_little_room_is_seen_before_a_byte_is_written(
     assert sorted(os.listdir("runs/a/checkpoints")) == ["latest", "step_000002"]
 
 
+def test_what_a_dead_driver_was_writing_makes_room_for_the_next_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert cli.main([*RUN, "run.name=a", "trainer.max_steps=1"]) == 0
+    checkpoints = Path("runs/a/checkpoints")
+    left = checkpoints / ".step_000002.partial" / "experts-0.safetensors"
+    left.parent.mkdir()
+    left.touch()
+    os.truncate(left, 10**9)
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: 0 if left.exists() else 10**9)
+    assert cli.main([*RUN, "run.name=a", "trainer.resume=latest", "trainer.max_steps=2"]) == 0
+    assert sorted(os.listdir(checkpoints)) == ["latest", "step_000001", "step_000002"]
+
+
 def test_a_full_disk_before_the_first_checkpoint(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
