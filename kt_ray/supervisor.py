@@ -112,6 +112,7 @@ class Supervisor(ABC):
         self._silence = silence
         self._first_wait = first_wait
         self._config = config
+        self._began = time.monotonic()
         self._asked = 0  # signals that asked to end, those within SAME seconds as one
         self._asked_at = -SAME  # time.monotonic() of the last that counted
         self._wake = threading.Event()  # set by the first
@@ -219,6 +220,7 @@ class Supervisor(ABC):
             job = {
                 "config": plain(config),
                 "program": resume_line.program,
+                "began": self._began,
                 "parent": os.getpid(),
             }
             with contextlib.suppress(BrokenPipeError):
@@ -390,6 +392,7 @@ def note_ready() -> None:
 
 
 _pipe: int | None = None  # of a supervised driver
+began: float | None = None  # of a supervised driver: time.monotonic() of the supervisor's start
 
 
 def as_child(run: Callable[[Config], int]) -> int:
@@ -398,7 +401,7 @@ def as_child(run: Callable[[Config], int]) -> int:
     Args:
         run: trains, and turns what is raised into an exit code.
     """
-    global _pipe
+    global _pipe, began
     job = json.load(sys.stdin)
     fd = _pipe = int(os.environ.pop(_FD))
     os.set_inheritable(fd, False)
@@ -414,6 +417,7 @@ def as_child(run: Callable[[Config], int]) -> int:
 
     threading.Thread(target=beat, name="kt-beat", daemon=True).start()
     resume_line.program = job["program"]
+    began = job["began"]
     code = run(load(job["config"]))
     with contextlib.suppress(OSError):
         os.write(fd, _REPORT)

@@ -279,6 +279,28 @@ def test_a_driver_gets_the_very_configuration(place: Place, tmp_path: Path) -> N
     assert (got.lora, got.optim, got.trainer.restarts) == (config.lora, config.optim, 9)
 
 
+def test_every_driver_knows_when_the_command_began(place: Place) -> None:
+    driver = """
+import os, sys
+from kt_ray import supervisor
+def run(config):
+    with open(sys.argv[1], "a") as file:
+        print(supervisor.began, file=file)
+    if os.path.getsize(sys.argv[1]) < 30:
+        os.kill(os.getpid(), 9)
+    return 0
+sys.exit(supervisor.as_child(run))
+"""
+    told = place.path / "began"
+    config = compose([f"run.root={place.path / 'runs'}", "run.name=a", "trainer.restarts=9"])
+    before = time.monotonic()
+    supervisor = TrainingSupervisor(config, [sys.executable, "-c", driver, str(told)], first_wait=0.01)
+    after = time.monotonic()
+    assert supervisor.run() == 0
+    began = [float(line) for line in told.read_text().splitlines()]
+    assert len(began) > 1 and len(set(began)) == 1 and before <= began[0] <= after
+
+
 def test_a_server_that_answered_is_started_again_as_it_was(
     place: Place, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kt_ray import supervisor
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.checkpoint.housekeeping import best_checkpoint, mark_best
@@ -340,7 +341,7 @@ def _train(
             resumed_from=resume.directory if resume else None,
             load=prepared.load,
             profile=rundir.path / "profile",
-            began=began,
+            began=began if supervisor.began is None else supervisor.began,
             kept=best_so_far(rundir) if resume and config.trainer.save_best else None,
             stop=stop,
             owes_evaluation=owes_evaluation,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kt_ray import cli
+from kt_ray import cli, supervisor
 from kt_ray.checkpoint import training
 from kt_ray.checkpoint.training import begin_checkpoint
 from kt_ray.config.compose import compose
@@ -205,6 +206,18 @@ def test_patterns_in_another_order_are_another_adapter() -> None:
 def test_layers_in_another_order_are_the_same_adapter() -> None:
     one, other = (compose([f"lora.layers={layers}"]).lora for layers in ("[0,3]", "[3,0,3]"))
     assert saving.lora_fields(one) == saving.lora_fields(other)
+
+
+def test_the_time_limit_counts_from_the_start_of_the_command_across_restarts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "began", time.monotonic() - 3601)
+    assert cli.main([*RUN, "run.name=a", "trainer.max_hours=1"]) == 0
+    assert len(curve(Path("runs/a"))) == 1
+    # As another command does.
+    monkeypatch.setattr(supervisor, "began", None)
+    assert cli.main([*RUN, "run.name=a", "trainer.max_hours=1", "trainer.resume=latest"]) == 0
+    assert len(curve(Path("runs/a"))) == 3
 
 
 def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
