@@ -179,8 +179,12 @@ def _run(
                 rollouts = PolicyRollouts(
                     answering[0], cluster, prepared.data.prompts, answering[1], rundir.path / LOG
                 )
-            summary = _train(prepared, rundir, cluster, tracker, resume, began, owes_evaluation, rollouts)
-            if final is not None:
+            summary, came = _train(
+                prepared, rundir, cluster, tracker, resume, began, owes_evaluation, rollouts
+            )
+            if final is not None and came:
+                say(f"{came}: the held-out questions are not asked; to ask them: {_eval_line(final, rundir)}")
+            elif final is not None:
                 summary = replace(summary, sample=_answer(*final, rundir, cluster, tracker))
             status = "finished"
             if config.tracking.upload_adapter:
@@ -283,7 +287,8 @@ def _train(
     began: float,
     owes_evaluation: bool,
     rollouts: PolicyRollouts | None,
-) -> Summary:
+) -> tuple[Summary, str]:
+    """Returns the summary, and the signal that came in the last step ("" = none): nobody waits for more."""
     config = prepared.config
     # what evaluations are called, and their sign where more is better
     figure, sign = ("loss", 1) if rollouts is None else ("reward", -1)
@@ -353,7 +358,7 @@ def _train(
     if config.trainer.save_best and trainer.kept is not None and evaluated:
         evaluated.append(trainer.kept)  # what the adapter is
     steps = done.losses if rollouts is None else done.rewards
-    return Summary(
+    summary = Summary(
         run_dir=rundir.path,
         steps=done.steps,
         rows=len(prepared.data.train),
@@ -366,6 +371,12 @@ def _train(
         recoveries=done.recoveries,
         seconds_lost=done.seconds_lost,
     )
+    return summary, trainer.stop.name
+
+
+def _eval_line(final: tuple[PreparedGeneration, list[Question]], rundir: RunDir) -> str:
+    """The command that asks the same questions."""
+    return f"{resume_line(rundir.path)} mode=eval generate.limit={len(final[1])}"
 
 
 def _answer(

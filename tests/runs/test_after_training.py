@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,27 @@ def test_what_cannot_be_answered_is_refused_before_training(
     assert run(model, "x", *TRAIN, "data.eval_fraction=0", "trainer.eval_every=0") != 0
     assert "eval.after_training" in capsys.readouterr().err
     assert not Path("runs/x").exists()
+
+
+def test_a_signal_in_the_last_step_leaves_the_questions_to_another_command(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = train.Trainer.step
+
+    def signalled(self: train.Trainer, number: int) -> None:
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        step(self, number)
+
+    monkeypatch.setattr(train.Trainer, "step", signalled)
+    assert run(model, "t", *TRAIN) == 0
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if line.startswith("SIGTERM: the held-out questions")]
+    assert "run directory" in shown and Path("runs/t/loss.png").is_file()
+    assert not Path("runs/t/predictions.jsonl").exists()
+    command = line.partition("to ask them: ")[2].split()
+    assert command[:2] == ["python", "launch.py"] and cli.main(command[2:]) == 0
+    assert len(rows("t")) == 5
 
 
 @pytest.mark.parametrize(
