@@ -45,7 +45,7 @@ evaluate: errors parse
 generate: errors [numpy torch]
 rewards: errors parse evaluate [numpy]
 checkpoint: terminal errors disk pulse parse native [torch]
-model: errors parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
+model: errors pulse parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
     [numpy torch]
 adapter: disk parse config checkpoint [torch]
 data: errors disk parse batch config [numpy]

@@ -22,6 +22,7 @@ from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.dropout import CounterDropout, DropoutContext
 from kt_ray.model.pissa import take_principal
+from kt_ray.pulse import beat
 
 ADAPTER = "default"  # PEFT's name of the one adapter
 # Linear modules whose weight Mamba layers multiply with by themselves: an adapter would never be called.
@@ -223,6 +224,7 @@ def inject_lora(
         if config.init.startswith("pissa"):
             a, b = (parameters[f"{name}.lora_{side}.weight"] for side in "AB")
             take_principal(module.get_base_layer(), a, b, settings[name], f"{seed}:{name}")
+            beat()  # the decomposition of a wide weight takes a minute
         if config.dropout > 0.0:
             module.lora_dropout[ADAPTER] = CounterDropout(config.dropout, name, context)
     each = 3 if config.dora else 2

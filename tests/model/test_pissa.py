@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.lora import init_lora_a
 from kt_ray.model.pissa import doubled_shape, relative_to_weights, take_principal
+from kt_ray.pulse import beats
 from tests.helpers.hf_reference import Reference, random_rows
 from tests.helpers.stages import make_stages, pass_spec, run
 
@@ -94,6 +96,21 @@ def test_a_stage_computes_the_same_and_exports_for_the_unchanged_weights(checkpo
     torch.testing.assert_close(original + lora.scale * wide_b @ wide_a, trained, atol=1e-5, rtol=0)  # type: ignore[operator]
     stage.load_parameters(stage.initial_parameters())
     assert not stage.adapter()[names[0]][:2].sub(stage.adapter()[names[0]][2:]).any()
+
+
+def test_each_decomposition_is_something_done(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model has hundreds, each of seconds or more: an actor at them is not stuck."""
+    done: list[int] = []
+
+    def noted(*args: Any) -> None:
+        done.append(beats())
+        take_principal(*args)
+
+    monkeypatch.setattr("kt_ray.model.lora.take_principal", noted)
+    make_stages(checkpoint("qwen3_moe"), (0, 3), LoraConfig(rank=2, init="pissa", experts=False))
+    assert len(done) > 2 and len(set(done)) == len(done)
 
 
 @pytest.mark.parametrize(
