@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
+import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kt_ray.actors.build_actor import build_actor
 from kt_ray.actors.cluster import GRACE, ActorCluster, Handle
@@ -49,6 +52,12 @@ class ComputeThread:
         """After the calls so far; waits for that, `timeout` seconds at most."""
         self._calls.put(None)
         self._thread.join(timeout)
+
+    def interrupt(self) -> None:
+        """KeyboardInterrupt in the call under way, as soon as it runs Python again."""
+        if self._thread.is_alive():
+            ident = ctypes.c_ulong(self._thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
 
 
 class LocalHandle(Handle):
@@ -128,8 +137,19 @@ class LocalCluster(ActorCluster):
         return future.result()
 
     def _close(self) -> None:
-        for handle in self.handles:
-            assert isinstance(handle, LocalHandle)
+        handles = cast(list[LocalHandle], self.handles)
+        for handle in handles:
             handle.actor.abort("the cluster was shut down")
+        # An error or a signal does not wait until a large model is loaded.
+        hurried = self._stuck or sys.exc_info()[0] is not None
+        deadline = time.monotonic() + GRACE
+        for handle in handles:
             handle.compute.submit(handle.actor.close)
-            handle.compute.end(GRACE if self._stuck else None)
+            handle.compute.end(max(0.0, deadline - time.monotonic()) if hurried else None)
+        if hurried:
+            # The end of the process would abort a thread amid torch, with another exit code.
+            for handle in handles:
+                handle.compute.interrupt()
+            deadline = time.monotonic() + GRACE
+            for handle in handles:
+                handle.compute.end(max(0.0, deadline - time.monotonic()))

@@ -15,7 +15,7 @@ import torch
 from kt_ray.actors import cluster as actors_cluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
-from kt_ray.errors import BAD_INPUT
+from kt_ray.errors import BAD_INPUT, INTERRUPTED
 from tests.helpers.hf_reference import build_checkpoint
 from tests.helpers.ray_place import REPO
 from tests.helpers.runs import config_for, local_cluster, plan_for
@@ -53,6 +53,34 @@ def test_a_stuck_pass_ends_with_a_report(tiny_run: list[str], seconds: int) -> N
     assert "attention worker 0: pass 1, " in line and "waiting for ('reply', 'forward', " in line
     assert "expert actor 0: pass 1, layer " in line and "trainer.step_timeout" in line
     assert "Traceback" not in done.stderr
+
+
+# Loading takes minutes, amid torch's short calls; SIGTERM comes as it begins.
+SLOW = """
+import os, signal, sys, time
+import torch
+from kt_ray import cli
+from kt_ray.actors import local_cluster
+from kt_ray.experts.local_experts import LocalExperts
+
+def slow(self, *args, **how):
+    os.kill(os.getpid(), signal.SIGTERM)
+    end = time.monotonic() + 600
+    while time.monotonic() < end:
+        torch.ones(100, 100).to(torch.bfloat16)
+
+LocalExperts.load = slow
+local_cluster.GRACE = 1.0
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_does_not_wait_for_loading(tiny_run: list[str]) -> None:
+    arguments = [*tiny_run, "cluster=local", "run.name=slow"]
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW, *arguments], capture_output=True, text=True, timeout=240, cwd=REPO
+    )
+    assert done.returncode == INTERRUPTED and done.stderr.splitlines()[-1] == "interrupted", done.stderr
 
 
 @pytest.mark.parametrize(
