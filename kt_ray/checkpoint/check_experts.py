@@ -6,7 +6,7 @@ Legend: E experts, I intermediate size of one expert, H hidden size.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from kt_ray.checkpoint.index import CheckpointIndex, some
@@ -53,13 +53,19 @@ def part_shapes(
     return {p: shape if count is None else (count, *shape) for p, shape in shapes.items()}
 
 
-def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> str:
-    """One shape, one format and one kind of scales for all experts of a layer. Returns the format, "" of a
-    type that is not read."""
-    kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
+def check_shapes(index: CheckpointIndex, names: Iterable[str], shape: tuple[int, ...]) -> None:
+    """One shape for all of `names`."""
     for name in names:
         if index.shape(name) != shape:
             raise _mixed_shapes(index, name, f"{list(shape)} as in the first expert of {index.path.name}")
+
+
+def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> str:
+    """One shape, one format and one kind of scales for all experts of a layer. Returns the format, "" of a
+    type that is not read."""
+    check_shapes(index, names, shape)
+    kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name in names:
         matrix = index.matrices.get(name)
         kinds[
             (index.tensors[name].dtype,)

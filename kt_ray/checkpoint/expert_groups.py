@@ -1,7 +1,7 @@
 """The routed experts of a checkpoint, layer by layer: which parameters hold them, and one matrix at a time.
 
-Any readable format; values come as [out, in]. Nothing is checked here that reading does not need: see
-expert_layout.py for what training requires.
+Any readable format; values come as [out, in]. Nothing is checked here but what reading needs, and sizes: a
+packing that looks like another shows in them. See expert_layout.py for what training requires.
 
 Legend: E experts, I intermediate size of one expert, H hidden size; gate and up are [I, H], down [H, I].
 """
@@ -15,7 +15,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.check_experts import fused_sizes, no_experts, two_dimensions
+from kt_ray.checkpoint.check_experts import (
+    check_shapes,
+    check_size,
+    fused_sizes,
+    no_experts,
+    part_shapes,
+    two_dimensions,
+)
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.names import (
     LEAVES,
@@ -28,6 +35,9 @@ from kt_ray.checkpoint.names import (
     is_unknown_expert_tensor,
 )
 from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
+
+# What config.json calls the experts' input: a projection of the hidden state in some families, else itself.
+_WIDTHS = ("routed_expert_hidden_size", "moe_latent_size", "moe_hidden_size", "hidden_size")
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,7 @@ def expert_groups(index: CheckpointIndex) -> dict[str, ExpertGroup]:
     """All groups of routed experts by prefix, those of multi-token prediction included.
 
     Raises:
-        UserError: no routed experts, or some that are missing.
+        UserError: no routed experts, some that are missing, or of other sizes than config.json says.
     """
     groups, _ = find_groups(index)
     if not groups:
@@ -180,7 +190,20 @@ def expert_groups(index: CheckpointIndex) -> dict[str, ExpertGroup]:
     if missing:
         required = "gate, up and down of every expert"
         raise damaged("checkpoint lacks experts", index.path, f"missing: {some(missing)}", required)
+    for group in groups.values():
+        if not group.mtp:
+            _check_sizes(group)
     return groups
+
+
+def _check_sizes(group: ExpertGroup) -> None:
+    index, text = group.index, group.index.text_config
+    hidden, intermediate, transposed = group.sizes
+    width = next((size for key in _WIDTHS if (size := text.get(key))), None)
+    check_size("hidden size of the experts", index.path, hidden, width)
+    shapes = part_shapes(hidden, intermediate, transposed, group.count if group.fused else None)
+    for (role, _), name in group.names.items():
+        check_shapes(index, (name,), shapes[role])
 
 
 def _missing(group: ExpertGroup) -> Iterable[str]:

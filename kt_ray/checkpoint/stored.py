@@ -19,7 +19,7 @@ Sources: the released files' headers, `quantization_config` as transformers and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ _REFUSED = {
     ".weight.quant_map": "bitsandbytes",
     ".SCB": "bitsandbytes",
 }
+_IN_WORDS = "pack-quantized"  # compressed-tensors' name of integers packed into I32
 _OTHER = (
     "use the model's bfloat16 release, or one in block FP8, MXFP4 or symmetric INT8/INT4 (compressed-tensors)"
 )
@@ -105,8 +106,8 @@ def find_matrices(
     Raises:
         UserError: a format that is not read; scales that are missing, left over or of the wrong shape.
     """
-    _refuse(path, tensors)
     quantization = _quantization(config)
+    _refuse(path, tensors, quantization)
     matrices: dict[str, StoredMatrix] = {}
     faults: list[str] = []
     for name in sorted(tensors):
@@ -138,9 +139,12 @@ def is_auxiliary(name: str) -> bool:
     return _ACTIVATION.search(name) is not None
 
 
-def _refuse(path: Path, tensors: Iterable[str]) -> None:
+def _refuse(path: Path, tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> None:
     refused: dict[str, list[str]] = {}
-    for name in tensors:
+    other_bits = _other_packed_bits(quantization)
+    for name, info in tensors.items():
+        if other_bits and info.dtype == "I32" and name.endswith(".weight_packed"):
+            refused.setdefault(f"INT{other_bits} packed into words", []).append(name)
         for suffix, what in _REFUSED.items():
             if name.endswith(suffix):
                 refused.setdefault(what, []).append(name)
@@ -241,6 +245,18 @@ def _block(
     for size in _block_sizes(quantization):
         if own == (-(-rows // size[0]), -(-columns // size[1])):
             return size
+    return None
+
+
+def _other_packed_bits(quantization: Mapping[str, Any]) -> int | None:
+    """num_bits of a group that is packed into words, if it is another than 4: the tensors do not tell."""
+    groups = quantization.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        bits = weights.get("num_bits") if isinstance(weights, Mapping) else None
+        packed = isinstance(bits, int) and (group.get("format") or quantization.get("format")) == _IN_WORDS
+        if packed and bits != 4:
+            return bits
     return None
 
 

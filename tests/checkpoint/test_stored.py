@@ -237,6 +237,23 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
 }
 
 
+def test_words_of_other_integers_are_refused() -> None:
+    """The same tensors would be INT4 of twice the columns."""
+    infos = [_info("a.weight_packed", "I32", 8, 16), _info("a.weight_scale", "BF16", 8, 1)]
+    tensors = {info.name: info for info in infos}
+    group = {"weights": {"num_bits": 8, "type": "int"}}
+    packed = {"format": "pack-quantized", "config_groups": {"group_0": group}}
+    with pytest.raises(UserError, match="INT8 packed into words"):
+        find_matrices(Path("model"), tensors, {"quantization_config": packed})
+    # INT8 one per byte beside INT4 in words: each group names its own format
+    four = {"format": "pack-quantized", "weights": {"num_bits": 4, "type": "int"}}
+    both = {
+        "format": "mixed-precision",
+        "config_groups": {"a": group | {"format": "int-quantized"}, "b": four},
+    }
+    assert find_matrices(Path("model"), tensors, {"quantization_config": both})["a.weight"].format == "int4"
+
+
 @pytest.mark.parametrize("case", FAULTS)
 def test_refused(case: str) -> None:
     infos, message = FAULTS[case]

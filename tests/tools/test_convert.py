@@ -15,8 +15,20 @@ from kt_ray.errors import UserError
 from kt_ray.native import ExpertFormula, ExpertMatrix
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.convert import Options, convert
+from kt_ray.tools.merge import merge
 from tests.helpers.tiny_families import tiny_family
-from tests.helpers.tiny_moe import E, encoded, fused, granite, per_expert, save
+from tests.helpers.tiny_moe import (
+    E,
+    H,
+    encoded,
+    expert_modules,
+    fused,
+    granite,
+    lora,
+    per_expert,
+    save,
+    save_adapter,
+)
 
 BOUNDS = {"fp8": 0.03, "int8": 0.01, "int4": 0.11, "mxfp4": 0.14}
 MIXTRAL: dict[str, Any] = {"moe": "block_sparse_moe", "leaves": ("w1", "w3", "w2")}
@@ -234,6 +246,44 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         convert(save(tmp_path / "dense", dense), tmp_path / "out", Options("int8"))
     with pytest.raises(UserError, match="the checkpoint itself"):
         convert(source, source, Options("int8"))
+
+
+@pytest.mark.parametrize("packed", ["int8 in words", "int4 in bytes"])
+def test_packings_that_look_like_others(tmp_path: Path, packed: str) -> None:
+    """INT8 four to a word reads as INT4 of twice the columns, INT4 two to a byte as INT8 of half of them."""
+    tensors: dict[str, Any] = {}
+    for key, value in per_expert().items():
+        if ".experts." not in key:
+            tensors[key] = value
+            continue
+        base, (rows, columns) = key.removesuffix(".weight"), value.shape
+        scales = torch.ones(rows, 1, dtype=torch.bfloat16)
+        if packed == "int8 in words":
+            tensors[f"{base}.weight_packed"] = "I32", torch.ones(rows, columns // 4, dtype=torch.int32)
+            tensors[f"{base}.weight_scale"] = scales
+        else:
+            tensors[key] = "I8", torch.ones(rows, columns // 2, dtype=torch.int8)
+            tensors[f"{base}.weight_scale_inv"] = scales
+    source, out = save(tmp_path / "source", tensors), tmp_path / "out"
+    with pytest.raises(UserError, match=f"hidden size of the experts.* required {H}"):
+        convert(source, out, Options("bf16"))
+    with pytest.raises(UserError, match="hidden size of the experts"):
+        merge(source, save_adapter(tmp_path / "adapter", lora(expert_modules())), out, bf16=True)
+    assert not out.exists()
+
+
+def test_experts_of_several_shapes(tmp_path: Path) -> None:
+    tensors = per_expert()
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+    with pytest.raises(UserError, match="mixed shapes"):
+        convert(save(tmp_path / "source", tensors), tmp_path / "out", Options("int8"))
+
+
+def test_experts_on_a_projected_width(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", per_expert(), {"hidden_size": 4 * H, "moe_latent_size": H})
+    convert(source, tmp_path / "out", Options("int8"))
+    check(source, tmp_path / "out", BOUNDS["int8"])
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
