@@ -128,7 +128,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
     if plain:
         notes.append(f"the experts of {len(plain)} of {len(moe)} MoE layers are not quantised")
     tie = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    latent, context = latent_width(keys), text.get("max_position_embeddings")
+    latent, context, longest = latent_width(keys), text.get("max_position_embeddings"), _longest_row(keys)
     return ModelDims(
         model_type=str(text.get("model_type") or config.get("model_type") or "unknown"),
         hidden_size=hidden,
@@ -158,12 +158,22 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         pair_widths=tuple((p.pair, p.window) for p in parts),
         indexes=tuple(p.index for p in parts),
         cache_widths=tuple(p.cache for p in parts),
-        context=context if isinstance(context, int) and context > 0 else 0,
+        context=longest or (context if isinstance(context, int) and context > 0 else 0),
+        longest_row=longest,
         hidden_streams=streams,
         gated=keys.family not in UNGATED,
         plain_expert_layers=plain,
         quantised=quantised if any(q.params for q in quantised) else (),
     )
+
+
+def _longest_row(keys: Keys) -> int:
+    """`ModelDims.longest_row`: transformers takes PhiMoE's short factors (LongRoPE) for every row."""
+    rope = keys.inner("rope_parameters" if keys.config.get("rope_parameters") else "rope_scaling")
+    if keys.family != "phimoe" or "longrope" not in (rope.config.get("rope_type"), rope.config.get("type")):
+        return 0
+    name = "original_max_position_embeddings"
+    return rope.size(name, default=0) or keys.size(name, "max_position_embeddings")
 
 
 def _quantised(weights: Mapping[str, Any], dtype: str, parts: list[LayerParts]) -> tuple[Quantised, ...]:

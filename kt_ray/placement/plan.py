@@ -10,7 +10,7 @@ from functools import cache
 
 from kt_ray.config.fields import show
 from kt_ray.config.mapping import with_keys
-from kt_ray.config.schema import Config, RuleConfig
+from kt_ray.config.schema import Config, DataConfig, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
@@ -202,6 +202,8 @@ def _laid_out(
             observed=dims.refusal,
             remedy="use another checkpoint, or mode=plan to see its placement",
         )
+    if config.mode in ("train", "train_server"):
+        _check_longest_row(dims, config.data)
     local = config.cluster.name == "local"  # then all hosts' actors are in this process
     hardware = with_hosts(hardware, 1 if local else rule.nodes)
     device = resolve_device(rule, hardware)
@@ -317,6 +319,19 @@ def _laid_out(
             notes.append(f"rule.transport={rule.transport} changes nothing with cluster=local")
         return replace(plan, notes=tuple(notes))
     return replace(plan, notes=(*notes, *traffic_notes(plan)))
+
+
+def _check_longest_row(dims: ModelDims, data: DataConfig) -> None:
+    longest = dims.longest_row
+    if longest and data.widest_row > longest:
+        raise UserError(
+            f"transformers computes long rows of {dims.model_type} with the factors of short ones (LongRoPE)",
+            where="data.max_length",
+            observed=data.widest_row,
+            required=f"at most {longest} (original_max_position_embeddings of config.json)",
+            remedy=f"set data.max_length={longest}"
+            + (" and data.pad_to_multiple_of=1" if longest % data.pad_to_multiple_of else ""),
+        )
 
 
 def _room_notes(hardware: Hardware, memory: Sequence[Budget]) -> list[str]:

@@ -218,6 +218,34 @@ def test_ungated_experts_have_two_matrices() -> None:
     assert dims_from_config({**letters, "hybrid_override_pattern": "ME*-E"}).total_params == dims.total_params
 
 
+def test_long_rows_of_phimoe(tmp_path: Path) -> None:
+    """LongRoPE's short factors are taken for every length; rows that need the others are refused."""
+    import torch
+
+    from kt_ray.model.family import build_causal, read_family
+
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "short_mscale": 1.2, "long_mscale": 1.2}
+    rope = {"type": "longrope", **factors, "original_max_position_embeddings": 32}
+    config = {
+        **SMALL["phimoe"],
+        "num_attention_heads": 8,
+        "max_position_embeddings": 128,
+        "rope_scaling": rope,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    causal, base, _ = build_causal(read_family(tmp_path), torch.float32, "eager", "cpu")
+    assert causal.config.rope_parameters["original_max_position_embeddings"] == 32
+    short, long = (base.rotary_emb(torch.zeros(1), torch.arange(n)[None])[0][:, :30] for n in (30, 60))
+    assert torch.equal(short, long)  # once transformers tells them apart, longer rows need not be refused
+
+    dims = dims_from_dir(tmp_path)
+    assert dims.longest_row == dims.context == 32
+    assert small_dims("phimoe").longest_row == 0
+    rope["rope_type"] = rope.pop("type")
+    assert small_dims("phimoe", rope_parameters=rope, rope_scaling=None).longest_row == 32
+    assert small_dims("qwen3_moe", rope_parameters=rope).longest_row == 0
+
+
 def test_unknown_family_is_read_by_its_keys_and_says_so() -> None:
     dims = small_dims("qwen3_moe", model_type="newcomer_moe")
     assert dims.num_experts == 8 and any("newcomer_moe" in note for note in dims.notes)

@@ -175,6 +175,18 @@ def test_refused_models_are_planned_but_not_trained() -> None:
     assert "gptq" in caught.value.line()
 
 
+def test_rows_longer_than_transformers_computes_as_trained() -> None:
+    dims = dataclasses.replace(small_dims("phimoe"), longest_row=16)
+    assert make_plan(dims, make_config(mode="train", data={"max_length": 16}), make_hardware()).fits
+    for data, remedy in (
+        ({"max_length": 17}, "set data.max_length=16"),
+        ({"max_length": 15, "pad_to_multiple_of": 12}, "data.max_length=16 and data.pad_to_multiple_of=1"),
+    ):
+        with pytest.raises(UserError, match="LongRoPE") as caught:
+            make_plan(dims, make_config(mode="train", data=data), make_hardware())
+        assert remedy in str(caught.value.remedy)
+
+
 def test_backend_without_amx_says_so() -> None:
     config = make_config(rule={"experts": {"backend": "AMXBF16"}})
     assert any(
