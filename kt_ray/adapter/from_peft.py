@@ -68,7 +68,8 @@ def settings_of(readers: Sequence[AdapterReader]) -> LoraConfig:
             "plain LoRA, or one adapter",
             "merge it into a model of its own (python -m kt_ray.tools merge)",
         )
-    scale = readers[0].lora.pairs()[0].scale
+    scales = (pair.scale for reader in readers for pair in reader.lora.pairs())
+    scale = next((scale for scale in scales if scale), 1.0)  # B is divided by it
     experts = max(reader.expert_rank for reader in readers)
     rank = max((pair.rank for r in readers for pair in r.lora.linear.values()), default=experts)
     differ = experts not in (0, rank)  # routed experts of attention's rank may take many times their memory

@@ -146,8 +146,9 @@ class FusedLayer:
 
     @property
     def scale(self) -> float:
-        """Scale of `factors`; another one of down goes into its B."""
-        return self._pair(self.projections[0]).scale
+        """Scale of `factors`, not 0; another one of down goes into its B."""
+        scales = (self._pair(projection).scale for projection in self.projections)
+        return next((scale for scale in scales if scale), 1.0)
 
     def shape(self, projection: str) -> tuple[int, int]:
         """[out, in]."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory, digest_of
-from kt_ray.adapter.peft_config import EXPERT_LEAVES
+from kt_ray.adapter.peft_config import CONFIG, EXPERT_LEAVES
 from kt_ray.checkpoint import ExpertLayout
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import Manifest
@@ -105,6 +105,14 @@ def _as_before(given: LoraConfig, manifest: Manifest) -> LoraConfig:
 
 
 def _of_adapter(given: LoraConfig, reader: AdapterReader, moe_layers: Sequence[int] | None) -> LoraConfig:
+    if still := [pair.module for pair in reader.lora.pairs() if not pair.scale]:
+        raise UserError(
+            "the adapter holds modules of scale 0 (alpha / rank), which cannot be trained further",
+            where=str(reader.lora.path / CONFIG),
+            observed=some(still, 4),
+            required="lora_alpha and alpha_pattern other than 0",
+            remedy="set them to what the adapter was trained with, or leave out lora.adapter for a new one",
+        )
     kinds = reader.expert_kinds
     scales = sorted({scale for _, scale in kinds})
     if scales and not math.isclose(scales[0], scales[-1], rel_tol=1e-6):

@@ -109,6 +109,19 @@ def test_smaller_ranks_and_other_scales_compute_the_same(adapter: tuple[Path, Pa
     torch.testing.assert_close(2.0 * b @ a, expected)
 
 
+def test_modules_of_scale_0_change_nothing(adapter: tuple[Path, Path]) -> None:
+    path, directory = adapter
+    file = directory / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"alpha_pattern": {}}
+    for change, scale in (({"alpha_pattern": {"q_a_proj": 0}}, 2.0), ({"lora_alpha": 0}, 1.0)):
+        file.write_text(json.dumps(config | change))
+        reader = AdapterReader(str(directory), str(path))
+        pair = next(p for p in reader.lora.pairs() if p.module.endswith("q_a_proj"))
+        b = torch.ones(*pair.b.shape)
+        assert reader.config.scale == scale
+        assert reader.read_into([(f"{pair.module}.lora_B.weight", b)], reader.config) == 1 and not b.any()
+
+
 def test_adapters_that_do_not_fit_are_refused(adapter: tuple[Path, Path], tmp_path: Path) -> None:
     path, directory = adapter
     small = local_cluster(path, config_for(path, "lora.rank=2"))

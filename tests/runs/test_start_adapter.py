@@ -234,11 +234,15 @@ def test_adapters_that_do_not_fit(model: Path, first: Path, tmp_path: Path, prep
     def scaled(tensors: dict[str, Any], config: dict[str, Any]) -> None:
         config["alpha_pattern"] = {r"experts\.3\.down_proj": 99}
 
+    def still(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+        config["alpha_pattern"] = {"q_a_proj": 0}
+
     for name, change, match in (
         ("narrower", narrower, r"does not fit this model.*q_a_proj \d+→\d+"),
         ("fewer", fewer, r"does not fit this model.*nothing for .*experts\.7\..*every routed expert"),
         ("broken", broken, r"not finite"),
         ("scaled", scaled, r"routed experts have several scales.*experts\.3\.down_proj.*one scale"),
+        ("still", still, r"scale 0.*adapter_config\.json; found .*q_a_proj.*lora_alpha"),
     ):
         with pytest.raises(UserError, match=match):
             prepared(changed(name, change))

@@ -77,6 +77,14 @@ def test_an_adapter_that_peft_trained_apart(tmp_path: Path, layout: str) -> None
     check_same(base, tmp_path, path, tmp_path / "out")
 
 
+def test_an_adapter_of_scale_0(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert(torch.float32))
+    settings = {"base_model_name_or_path": str(base), "lora_alpha": 0}
+    path = save_adapter(tmp_path / "adapter", fused_adapter(False)[0], **settings)
+    export(path, tmp_path / "out", "peft-per-expert")
+    check_same(base, tmp_path, path, tmp_path / "out")
+
+
 def test_released_names_under_the_adapters_root(tmp_path: Path) -> None:
     """DeepSeek-V4's keys begin with "layers."; those of multi-token prediction name no trained layer."""
     tensors = {k.removeprefix("model."): v for k, v in per_expert(torch.float32, moe="ffn").items()}
