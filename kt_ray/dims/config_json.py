@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.dims.attention_params import kv_heads
-from kt_ray.dims.config_keys import Keys, LayerParts
+from kt_ray.dims.config_keys import TIED, Keys, LayerParts
 from kt_ray.dims.layer_params import (
     ACTIVATIONS,
     EXPERT_COUNT,
@@ -127,7 +127,8 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         notes.append(f"family {keys.family!r} is read by its keys: sizes outside the experts are estimates")
     if plain:
         notes.append(f"the experts of {len(plain)} of {len(moe)} MoE layers are not quantised")
-    tie = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    named = [*(["tie_embedding"] if keys.family == "lfm2_moe" else []), "tie_word_embeddings"]
+    ties = (source[key] for source in (text, config) for key in named if key in source)
     latent, context, longest = latent_width(keys), text.get("max_position_embeddings"), _longest_row(keys)
     return ModelDims(
         model_type=str(text.get("model_type") or config.get("model_type") or "unknown"),
@@ -142,7 +143,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         dense_params=tuple(p.dense for p in parts),
         # not of indexers: model/lora.py says why
         lora_in_out=tuple(tuple(m for m in p.modules if ".indexer." not in m[0]) for p in parts),
-        tie_embeddings=bool(tie),
+        tie_embeddings=bool(next(ties, keys.family in TIED)),
         dtype=dtype,
         expert_storage=storage,
         refusal=_refusal(keys, missing_for_training(weights, storage), latent),

@@ -32,6 +32,18 @@ EXACT = frozenset(
         *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"),
     )
 )
+# Families whose head is the embedding where config.json does not say.
+TIED = frozenset(
+    (
+        "cohere2_moe",
+        "diffusion_gemma_text",
+        "ernie4_5_moe",
+        "ernie4_5_vl_moe_text",
+        "gemma4_text",
+        "lfm2_moe",
+        "zaya",
+    )
+)
 # Keys of releases that go beyond transformers' class of the family.
 _BEYOND = ("routed_expert_hidden_size", "mla_use_output_gate", "attn_res_block_size")
 

@@ -173,7 +173,7 @@ def released(config: dict[str, Any]) -> tuple[list[tuple[str, tuple[int, ...]]],
         built = AutoConfig.for_model(ALIASES.get(kind, kind), **plain)
         model = AutoModelForCausalLM.from_config(built, trust_remote_code=False)
     state = revert_weight_conversion(model, model.state_dict())
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.get("tie_word_embeddings") else ()
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if built.tie_word_embeddings else ()
     names = sorted((name for name in state if name not in tied), key=_place)
     return [(name, tuple(state[name].shape)) for name in names], type(model).__name__
 

@@ -96,6 +96,30 @@ def test_counts_equal_transformers(family: str) -> None:
         assert set(dims.lora_in_out[i]) == linear
 
 
+def test_heads_are_tied_as_in_transformers(tmp_path: Path) -> None:
+    """Where config.json does not say, the family decides; LFM2's releases say tie_embedding."""
+    pytest.importorskip("transformers")
+    from kt_ray.model.family import read_family
+    from tests.helpers.families import dispatched, tiny_config
+
+    wrong = []
+    for model_type in dispatched():
+        config = tiny_config(model_type)
+        for key in (None, "tie_word_embeddings", "tie_embedding"):
+            for value in (True, False) if key else (None,):
+                # of both levels: which of them counts depends on the class
+                text = (
+                    {"text_config": config["text_config"] | {key: value}} if "text_config" in config else {}
+                )
+                said = config | text | {key: value} if key else config
+                (tmp_path / "config.json").write_text(json.dumps(said))
+                family = read_family(tmp_path)
+                theirs = getattr(family.whole or family.config, "tie_word_embeddings", False)
+                if dims_from_config(said).tie_embeddings != bool(theirs):
+                    wrong.append((model_type, key, value))
+    assert not wrong
+
+
 def test_deepseek_v3() -> None:
     dims = dims_from_config(DEEPSEEK_V3)
     assert dims.total_params == 671_026_404_352
