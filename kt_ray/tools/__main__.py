@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="values of config.json, as JSON"
     )
-    one.add_argument("--shard-gb", type=float, default=4.0, help="largest output file in GiB (default 4)")
+    _shard_size(one)
     one.add_argument("--json", action="store_true", help="print the report as JSON")
     return top
 
@@ -76,8 +77,19 @@ def _positive(text: str) -> int:
     return value
 
 
+def _gib(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return value
+
+
+def _shard_size(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--shard-gb", type=_gib, default=4.0, help="largest output file in GiB (default 4)")
+
+
 def _sizes(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--shard-gb", type=float, default=4.0, help="largest output file in GiB (default 4)")
+    _shard_size(command)
     command.add_argument(
         "--threads", type=_positive, default=4, help="weights computed at the same time (default 4)"
     )

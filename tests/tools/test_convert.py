@@ -292,3 +292,11 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "relative error of int8" in capsys.readouterr().out
     assert main(["convert", str(source), str(tmp_path / "two"), "--to", "int8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["to"] == "int8"
+
+
+@pytest.mark.parametrize("size", ["inf", "nan", "0", "-1", "1e999"])
+def test_shards_have_a_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["convert", "a", "b", "--to", "int8"], ["random", "b", "--model", "deepseek_v3"]):
+        with pytest.raises(SystemExit) as caught:
+            main([*command, f"--shard-gb={size}"])
+        assert caught.value.code == 2 and "--shard-gb: must be a number above 0" in capsys.readouterr().err
