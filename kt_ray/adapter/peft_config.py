@@ -22,7 +22,9 @@ file has the released name, from which it is made (`stored_name`).
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -312,9 +314,10 @@ def adapter_readme(names: Iterable[str], info: AdapterInfo) -> str:
     notes = "".join(f"- {line}\n" for line in info.notes)
     limits = "".join(f"- {line}\n" for line in load_limits(names, info))
     limits = f"\n## Will not load\n{limits}" if limits else ""
+    base = shlex.quote(info.base_model)
     tested = f"tested with tiny models of {info.model_type}" if info.model_type in TESTED else "untested here"
     return f"""---
-base_model: {info.base_model}
+base_model: {json.dumps(info.base_model)}
 library_name: peft
 tags: [lora, mixture-of-experts]
 ---
@@ -332,7 +335,7 @@ tags: [lora, mixture-of-experts]
 from peft import PeftModel
 from transformers import {info.auto}
 
-model = {info.auto}.from_pretrained("{info.base_model}")
+model = {info.auto}.from_pretrained({json.dumps(info.base_model)})
 model = PeftModel.from_pretrained(model, "<this directory>")
 ```
 Needs transformers v5 and PEFT 0.21. Its warning that `rank_pattern` or `alpha_pattern` keys
@@ -340,11 +343,11 @@ Needs transformers v5 and PEFT 0.21. Its warning that `rank_pattern` or `alpha_p
 
 ## vLLM (untested: written after its documented key names)
 ```
-vllm serve {info.base_model} --enable-lora --max-lora-rank {largest} --lora-modules tuned=<this directory>
+vllm serve {base} --enable-lora --max-lora-rank {largest} --lora-modules tuned=<this directory>
 ```
 ## SGLang (untested: written after its documented key names)
 ```
-python -m sglang.launch_server --model-path {info.base_model} --enable-lora --max-lora-rank {largest} \\
+python -m sglang.launch_server --model-path {base} --enable-lora --max-lora-rank {largest} \\
     --lora-target-modules {" ".join(leaves)} --lora-paths tuned=<this directory>
 ```
 Both apply an adapter to the modules they know for this family. Compare a few answers with PEFT's first.

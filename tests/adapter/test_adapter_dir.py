@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -14,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter, write_tensors
 from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.fused import fuse_down, fuse_gate_up
-from kt_ray.adapter.peft_config import PREFIX, AdapterInfo, adapter_config
+from kt_ray.adapter.peft_config import PREFIX, AdapterInfo, adapter_config, adapter_readme
 from kt_ray.errors import UserError
 
 Make = Callable[..., Any]
@@ -247,6 +250,19 @@ def test_round_trip_and_order(tmp_path: Path) -> None:
     write(tmp_path / "a", {n: t + 1 for n, t in lora.items()}, INFO)  # again, over the old one
     name = next(iter(lora))
     assert torch.equal(read(path)[0][name], lora[name] + 1)
+
+
+def test_the_readme_quotes_the_base_model() -> None:
+    base = '/models/my "[x]": #1/a\'b'
+    text = adapter_readme(
+        ["model.layers.0.self_attn.q_proj.lora_A.weight"], AdapterInfo(base, "mixtral", 4, 8)
+    )
+    _, front, page = text.split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"] == base
+    loading = re.search(r"from_pretrained\((.*)\)\nmodel", page)
+    assert loading is not None and ast.literal_eval(loading[1]) == base
+    for command in re.findall(r"^(?:vllm|python -m) .*", page.replace("\\\n", ""), re.M):
+        assert base in shlex.split(command)
 
 
 def test_processes_write_one_file(tmp_path: Path) -> None:
