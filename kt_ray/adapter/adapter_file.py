@@ -50,6 +50,7 @@ _SHAPE = {
     "alpha_pattern?": {str: float},
     "peft_type?": str,
     "base_model_name_or_path?": str,
+    "revision?": str,
     "target_parameters?": [str],
 }
 _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
@@ -176,6 +177,25 @@ class Lora:
     def base(self) -> str:
         """The base model that the configuration names."""
         return str(self.config.get("base_model_name_or_path") or "")
+
+    @property
+    def revision(self) -> str | None:
+        """The base model's commit, where `base` is its name on the hub."""
+        return self.config.get("revision")
+
+    def base_directory(self) -> Path | None:
+        """Where the base model lies: the directory that it names, or the hub's cache; None = not here."""
+        if not self.base:
+            return None
+        if (Path(self.base) / "config.json").is_file():
+            return Path(self.base)
+        try:
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(self.base, revision=self.revision, local_files_only=True))
+        except (OSError, ValueError):  # not in the cache; no name on the hub
+            return None
+        return folder if (folder / "config.json").is_file() else None
 
     def pairs(self) -> list[Pair]:
         """All pairs, linear modules first."""

@@ -180,13 +180,14 @@ class AdapterReader:
         examples = [f"{name} {_sizes(shapes[name])}" for name in own if name in shapes] or [
             f"{name} {_sizes(size)}" for name, size in shapes.items()
         ]
+        base, commit = self.lora.base or "no model", self.lora.revision
         raise damaged(
             "the adapter does not fit this model",
             self.lora.path,
             some(wrong, 4) if wrong else f"nothing for {some(lacking, 4)}",
             f"inputs and outputs as in {some(examples, 2)}" if wrong else "every routed expert, or none",
-            f"it names {self.lora.base or 'no model'} as its base: set model.path to that, or choose an "
-            "adapter of this model",
+            f"it names {f'hf://{base}@{commit}' if commit else base} as its base: set model.path to that, or "
+            "choose an adapter of this model",
         )
 
     def _fused(self, prefix: str) -> FusedLayer:

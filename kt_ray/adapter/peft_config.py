@@ -68,6 +68,7 @@ class AdapterInfo:
     others: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     # modules of the routed experts that are adapted ("...layers.3.mlp.experts"), where others' are not
     expert_modules: tuple[str, ...] = ()
+    revision: str | None = None  # commit of the base model, where base_model is its name on the hub
 
     @property
     def plain_alpha(self) -> float | int:
@@ -158,6 +159,7 @@ def adapter_config(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": info.base_model,
+        **({"revision": info.revision} if info.revision else {}),
         "r": info.rank,
         "lora_alpha": info.plain_alpha,
         "lora_dropout": 0.0,
@@ -314,7 +316,10 @@ def adapter_readme(names: Iterable[str], info: AdapterInfo) -> str:
     notes = "".join(f"- {line}\n" for line in info.notes)
     limits = "".join(f"- {line}\n" for line in load_limits(names, info))
     limits = f"\n## Will not load\n{limits}" if limits else ""
-    base = shlex.quote(info.base_model)
+    base, loaded = shlex.quote(info.base_model), json.dumps(info.base_model)
+    if info.revision:
+        base += f" --revision {info.revision}"
+        loaded += f', revision="{info.revision}"'
     tested = f"tested with tiny models of {info.model_type}" if info.model_type in TESTED else "untested here"
     return f"""---
 base_model: {json.dumps(info.base_model)}
@@ -335,7 +340,7 @@ tags: [lora, mixture-of-experts]
 from peft import PeftModel
 from transformers import {info.auto}
 
-model = {info.auto}.from_pretrained({json.dumps(info.base_model)})
+model = {info.auto}.from_pretrained({loaded})
 model = PeftModel.from_pretrained(model, "<this directory>")
 ```
 Needs transformers v5 and PEFT 0.21. Its warning that `rank_pattern` or `alpha_pattern` keys

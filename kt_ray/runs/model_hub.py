@@ -66,6 +66,12 @@ def located(config: Config) -> Config:
     return with_keys(config, {"model.path": folder})
 
 
+def published(model_dir: str) -> tuple[str, str | None]:
+    """ORG/NAME and commit of a model in the hub's cache; of another directory its path and None."""
+    found = _SNAPSHOT.fullmatch(model_dir)
+    return (model_dir, None) if found is None else (f"{found['org']}/{found['name']}", found["commit"])
+
+
 def complete(model_dir: str, check: Callable[[], None]) -> None:
     """Download the weights that a model in the hub's cache lacks. Another directory is left as it is.
 
@@ -76,14 +82,13 @@ def complete(model_dir: str, check: Callable[[], None]) -> None:
         UserError: no room, no network, no permission. TryAgain: the download broke off.
     """
     folder = Path(model_dir)
-    found = _SNAPSHOT.fullmatch(str(folder))
-    if found is None:
+    repo, commit = published(model_dir)
+    if commit is None:
         return
     shards = _shards(folder)
     if shards and all((folder / shard).is_file() for shard in shards):
         return
     check()
-    repo, commit = f"{found['org']}/{found['name']}", found["commit"]
     wanted = [glob.escape(shard) for shard in shards] or ["*.safetensors"]
 
     def look(download: Callable[..., Any]) -> list[Any]:

@@ -52,7 +52,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
-from kt_ray.runs.model_hub import complete
+from kt_ray.runs.model_hub import complete, published
 from kt_ray.runs.start_adapter import fitted, open_start, start_of
 from kt_ray.timing.choose import choose_plan
 from kt_ray.train import policy_steps
@@ -236,8 +236,10 @@ def adapter_info(
     whole = len(layers) == len(dims.moe_layers)
     if settings and not layers:
         rank, alpha = Counter(settings.values()).most_common(1)[0][0]
+    base_model, revision = published(model_dir)
     return AdapterInfo(
-        base_model=model_dir,
+        base_model=base_model,
+        revision=revision,
         model_type=family.text_type,
         rank=wider * rank,
         # With rsLoRA the scale falls with the root of the rank.

@@ -137,11 +137,11 @@ def _item(pair: Pair, module: str = "", pattern: str = "") -> Item:
 
 def _base(lora: Lora, base: str | Path | None) -> CheckpointIndex | None:
     """The base model, which knows the order of gate and up rows and the released names of modules."""
-    path = Path(base or lora.base)
-    if base is None and not (lora.base and (path / "config.json").is_file()):
+    path = lora.base_directory() if base is None else Path(base)
+    if path is None:
         if not (lora.experts or lora.fused):
             return None
-        observed, required = f"base_model_name_or_path {lora.base!r}", "a directory with config.json"
+        observed, required = f"base_model_name_or_path {lora.base!r}", "a directory, or in the hub's cache"
         what = "the adapter's base model is not here"
         raise damaged(what, lora.path / CONFIG, observed, required, "name it: --base DIR")
     return CheckpointIndex.open(path)
@@ -315,6 +315,7 @@ def _info(
     others = {i.module: (i.rank, i.scale * i.rank) for i in linear if (i.rank, i.scale) != default}
     rank, scale = default
     more: dict[str, Any] = {"others": others, "expert_modules": expert_modules(lora.config)}
+    more |= {"revision": lora.revision}
     return AdapterInfo(lora.base, model_type, rank, rank * scale, whole_type=whole_type, **more)
 
 

@@ -176,10 +176,10 @@ def _adapter(path: Path) -> dict[str, Any]:
 
 
 def _model_type(lora: Lora) -> str | None:
-    config = Path(lora.base) / "config.json"
-    if not lora.base or not config.is_file():
+    base = lora.base_directory()
+    if base is None:
         return None
-    return family(read_json(config, "config.json", "name a base model that is here"))
+    return family(read_json(base / "config.json", "config.json", "name a base model that is here"))
 
 
 def _adapter_takes(lora: Lora, model_type: str | None) -> dict[str, str]:

@@ -25,7 +25,9 @@ from kt_ray.modes import plan
 from kt_ray.runs import disk_room
 from kt_ray.runs.model_hub import complete, located
 from kt_ray.runs.prepare import prepare_model
-from tests.helpers.hf_reference import build_checkpoint
+from kt_ray.tools.export import export
+from kt_ray.tools.inspect import inspect
+from tests.helpers.hf_reference import build_chat_checkpoint, build_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "some-org/Tiny.MoE-v1"
@@ -163,6 +165,31 @@ def test_training_fetches_the_files_it_needs_once(
     before = hub.served.copy()
     prepare_model(located(given), training=True)
     assert hub.served == before  # nothing twice
+
+
+def test_an_adapter_names_its_base_as_the_hub_does(hub: Hub, tmp_path: Path) -> None:
+    hub.files = build_chat_checkpoint(tmp_path / "chat")
+    given = ["data=demo", f"model={REPO}", "cluster=local", f"run.root={tmp_path}", "trainer.max_steps=1"]
+    given += ["eval.after_training=0", "tracking.plot=false", "data.limit=24", "trainer.batch_size=2"]
+    assert cli.main([*given, "run.name=a"]) == 0
+    adapter = tmp_path / "a" / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (REPO, COMMIT)
+    readme = (adapter / "README.md").read_text()
+    assert f'from_pretrained("{REPO}", revision="{COMMIT}")' in readme
+    assert f"vllm serve {REPO} --revision {COMMIT} " in readme and "snapshots" not in readme
+
+    before = hub.served.copy()
+    assert inspect(adapter)["model_type"] == "deepseek_v3"
+    export(adapter, tmp_path / "fused", "peft-fused")
+    exported = json.loads((tmp_path / "fused" / "adapter_config.json").read_text())
+    assert (exported["base_model_name_or_path"], exported["revision"]) == (REPO, COMMIT)
+    assert cli.main([*given, "run.name=b", f"lora.adapter={adapter}"]) == 0
+    assert hub.served == before
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(UserError, match=rf"{REPO}.*name it: --base DIR"):
+        export(adapter, tmp_path / "again", "peft-fused")
+    assert inspect(adapter)["model_type"] is None
 
 
 def test_a_model_that_does_not_fit_is_not_downloaded(hub: Hub) -> None:
