@@ -6,7 +6,7 @@ numpy at import; transformers and pyarrow only where a function needs them; neve
 from kt_ray.batch import Wave
 from kt_ray.data.batches import Batches, eval_waves
 from kt_ray.data.load import DataBundle, load_data
-from kt_ray.data.preview import preview_pairs, preview_rows, print_preview
+from kt_ray.data.preview import preview_rows, print_preview
 from kt_ray.data.row_types import Pair, Row
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Wave",
     "eval_waves",
     "load_data",
-    "preview_pairs",
     "preview_rows",
     "print_preview",
 ]

@@ -45,18 +45,21 @@ class PreviewRow:
         return Text.assemble(*((text, "green" if trained else "dim") for text, trained in self.segments))
 
 
-def preview_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast, n: int = 3) -> list[PreviewRow]:
-    """The first `n` rows, decoded. Of a packed row, each document begins on a line of its own."""
-    return [_preview(row, tokenizer, _what(row)) for row in rows[:n]]
+def preview_rows(
+    rows: Sequence[Row | Pair], tokenizer: PreTrainedTokenizerFast, n: int = 3
+) -> list[PreviewRow]:
+    """The first `n` rows, decoded; of pairs both sides, under the pair's number.
 
-
-def preview_pairs(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerFast, n: int = 3) -> list[PreviewRow]:
-    """Both sides of the first `n` pairs, decoded."""
-    return [
-        replace(_preview(side, tokenizer, what), sample_id=side.sample_id // 2)  # of the pair
-        for pair in pairs[:n]
-        for side, what in ((pair.chosen, "chosen"), (pair.rejected, "rejected"))
-    ]
+    Of a packed row, each document begins on a line of its own.
+    """
+    shown: list[PreviewRow] = []
+    for row in rows[:n]:
+        if isinstance(row, Pair):
+            for side, what in ((row.chosen, "chosen"), (row.rejected, "rejected")):
+                shown.append(replace(_preview(side, tokenizer, what), sample_id=side.sample_id // 2))
+        else:
+            shown.append(_preview(row, tokenizer, _what(row)))
+    return shown
 
 
 def _what(row: Row) -> str:

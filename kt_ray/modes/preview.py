@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from kt_ray.config.schema import Config
-from kt_ray.data import DataBundle, load_data, preview_pairs, preview_rows, print_preview
+from kt_ray.data import DataBundle, load_data, preview_rows, print_preview
 from kt_ray.data.row_types import KINDS
 from kt_ray.demo import resolve_model_dir
 from kt_ray.dims.packable import check_packing_family
@@ -42,10 +42,7 @@ def run(config: Config) -> int:
     bundle = load_data(config, directory, config.seed, KINDS)
     console = screen_console(file=sys.stdout)
     count = config.trainer.preview or 3
-    if bundle.kind == "pairs":
-        print_preview(preview_pairs(bundle.train, bundle.tokenizer, count), console)
-    else:
-        print_preview(preview_rows(bundle.train, bundle.tokenizer, count), console)
+    print_preview(preview_rows(bundle.train, bundle.tokenizer, count), console)
     for line in (*bundle.report.origin(), *bundle.report.lines(), *run_lines(config, bundle)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0

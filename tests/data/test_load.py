@@ -12,7 +12,7 @@ import pytest
 
 from kt_ray.batch import IGNORE
 from kt_ray.config.schema import Config
-from kt_ray.data import load_data
+from kt_ray.data import load_data, preview_rows
 from kt_ray.data.cache import TokenCache
 from kt_ray.errors import UserError
 from tests.data.conftest import PLAIN, trained_texts
@@ -244,6 +244,9 @@ def test_preference_pairs(config: Build, tmp_path: Path) -> None:
         assert texts == [["good<|im_end|>"], ["a worse one<|im_end|>"]]
     ids = [row.sample_id for pair in (*bundle.train, *bundle.eval) for row in (pair.chosen, pair.rejected)]
     assert sorted(ids) == list(range(12))
+    shown = [row.title.partition(":")[0] for row in preview_rows(bundle.train, bundle.tokenizer, 1)]
+    first = bundle.train[0].chosen.sample_id // 2
+    assert shown == [f"row {first} (chosen)", f"row {first} (rejected)"], "as trainer.preview shows them"
     with pytest.raises(UserError, match=r"not what this run trains on.*line 1.*preference pairs"):
         load_data(chosen, "", 0, ("sft", "kto"))
 
