@@ -50,6 +50,7 @@ COLUMNS = (
 _QUESTIONS = ("prompt", "completion", "text", "chosen", "rejected")
 _LIST_OF = {"messages": "messages", "sharegpt": "conversations"}  # format: key of its turns
 _LISTS = (*_LIST_OF.values(), "history")
+_TURNS = {*_LIST_OF.values(), "prompt", "completion", "chosen", "rejected"}  # which may be lists of turns
 
 
 class Parser:
@@ -70,6 +71,7 @@ class Parser:
     ) -> None:
         self.format = format
         self.guessed = format == "auto"
+        self._first = ""  # the row that decided
         self.system = system
         self.hidden = {name for name, column in (columns or {}).items() if column is None}
         self.columns = {name: column for name, column in (columns or {}).items() if column is not None}
@@ -120,7 +122,16 @@ class Parser:
                         remedy="name the columns in data.columns (data.columns={instruction: question, "
                         "output: answer}), rename the keys, or convert the file to one of these formats",
                     )
-                self.format = formats[0]
+                self.format, self._first = formats[0], where
+            elif formats and self.format not in formats:
+                raise UserError(
+                    "the row has another format than the first one",
+                    where=where,
+                    observed=f"{formats[0]} ({keys_of(row)})",
+                    required=f"{self.format}, as {self._first} has it",
+                    remedy=f"set data.format={self.format} or data.format={formats[0]}, whichever all rows "
+                    "are meant to be, or name files of one format each in data.sources",
+                )
         if self.format == "text":
             return Conversation((), sample_id, where, text=_raw(row, where))
         tools = tools_of(row.get("tools"), where)
@@ -157,8 +168,8 @@ class Parser:
                 except ValueError as error:
                     raise wrong(name, value, where, "a list (as JSON)") from error
         if inner:
-            for name in ("messages", "conversations", "chosen", "rejected"):
-                result[name] = _inner_keys(result[name], inner) if name in result else None
+            for name in _TURNS & result.keys():
+                result[name] = _inner_keys(result[name], inner)
         return result
 
 
@@ -257,12 +268,20 @@ def _chat(row: dict[str, Any], where: str, format: str) -> list[list[Turn]]:
 def _turns_with_system(row: dict[str, Any], where: str, name: str) -> list[Turn]:
     given = row[name]
     first = given[0] if isinstance(given, list) and given else None
-    keys = OPENAI if name == "messages" else SHAREGPT
+    keys = SHAREGPT if name == "conversations" else OPENAI
     if isinstance(first, dict) and "from" not in first and "role" in first:
         keys = OPENAI  # "conversations" of role and content are common
+    return _with_system(turns(given, where, name, keys), _own_system(row))
+
+
+def _answered(row: dict[str, Any], prompt: list[Turn], where: str, name: str) -> list[Turn]:
+    """The row's prompt with the answer under `name`, which may hold the prompt itself."""
+    return _with_system(answer_of(row[name], prompt, where, name), _own_system(row))
+
+
+def _own_system(row: dict[str, Any]) -> str | None:
     own = row.get("system")
-    system = own if isinstance(own, str) and own.strip() else None
-    return _with_system(turns(given, where, name, keys), system)
+    return own if isinstance(own, str) and own.strip() else None
 
 
 def _prompt_of(row: dict[str, Any], where: str, format: str) -> list[Turn]:
@@ -271,7 +290,7 @@ def _prompt_of(row: dict[str, Any], where: str, format: str) -> list[Turn]:
         if row.get(name) is not None:
             return _turns_with_system(row, where, name)
     if isinstance(row.get("prompt"), list):
-        return turns(row["prompt"], where, "prompt")
+        return _turns_with_system(row, where, "prompt")
     if row.get("prompt") is None:
         if "instruction" in row or "input" in row:
             return _alpaca_prompt(row, where)
@@ -294,7 +313,7 @@ def _prompt_completion(row: dict[str, Any], where: str) -> list[list[Turn]]:
         if row.get(key) is None:
             raise missing(key, row, where, FORMATS["prompt_completion"])
     prompt = _prompt_of({k: v for k, v in row.items() if k not in _LISTS}, where, "prompt_completion")
-    return [answer_of(row["completion"], prompt, where, "completion")]
+    return [_answered(row, prompt, where, "completion")]
 
 
 def _preference(row: dict[str, Any], where: str) -> list[list[Turn]]:
@@ -304,7 +323,7 @@ def _preference(row: dict[str, Any], where: str) -> list[list[Turn]]:
             raise missing(key, row, where, FORMATS["preference"])
     whole = all(role_of(row[key], 0) in ("system", "user") for key in ("chosen", "rejected"))
     prompt = [] if whole else _prompt_of(row, where, "preference")
-    chosen, rejected = (answer_of(row[key], prompt, where, key) for key in ("chosen", "rejected"))
+    chosen, rejected = (_answered(row, prompt, where, key) for key in ("chosen", "rejected"))
     if chosen == rejected:
         observed = repr(chosen[-1]["content"][:60])
         raise bad_row("chosen and rejected are the same", where, observed, "two different answers")
@@ -321,9 +340,9 @@ def _preference(row: dict[str, Any], where: str) -> list[list[Turn]]:
 
 def _kto(row: dict[str, Any], where: str) -> list[list[Turn]]:
     if row.get("completion") is not None:
-        return [answer_of(row["completion"], _prompt_of(row, where, "kto"), where, "completion")]
+        return [_answered(row, _prompt_of(row, where, "kto"), where, "completion")]
     if row.get("output") is not None:
-        return [answer_of(row["output"], _alpaca_prompt(row, where), where, "output")]
+        return [_answered(row, _alpaca_prompt(row, where), where, "output")]
     messages = _prompt_of(row, where, "kto")
     require_answer(messages, where)
     return [messages]

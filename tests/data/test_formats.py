@@ -110,10 +110,28 @@ def test_bad_rows(case: str) -> None:
 
 
 def test_the_first_row_decides_and_the_rest_must_agree() -> None:
-    with pytest.raises(UserError, match=r"instruction is missing.*line 2"):
+    with pytest.raises(
+        UserError,
+        match=r"another format.*line 2; found messages.*required alpaca, as f\.jsonl, line 1 has it",
+    ):
         turns(GOOD, chat(("user", "q"), ("assistant", "a")))
-    with pytest.raises(UserError, match=r"messages is missing.*line 2"):
+    with pytest.raises(
+        UserError, match=r"line 2; found alpaca \(keys instruction, output\); required messages"
+    ):
         turns(chat(("user", "q"), ("assistant", "a")), GOOD)
+    with pytest.raises(UserError, match=r"output is missing.*line 2"):
+        turns(GOOD, {"input": "fits no format"})
+
+
+def test_unwanted_answers_are_not_taken_for_answers_because_the_first_row_has_no_verdict() -> None:
+    rows = [{**PROMPT, "label": label} for label in (None, False, True)]
+    message = r"line 2; found kto.*required prompt_completion.*set data\.format=prompt_completion or data\."
+    with pytest.raises(UserError, match=message):
+        turns(*rows)
+    assert turns(*rows, format="prompt_completion") == [QA] * 3
+    assert turns(*rows[:1], {**PROMPT, "label": 3}) == [QA] * 2, (
+        "a label that is no verdict is another column"
+    )
 
 
 def test_a_named_format_is_not_guessed() -> None:
@@ -155,6 +173,23 @@ def test_sharegpt_system_prompts() -> None:
     assert found.messages[0] == {"role": "system", "content": "own"}
     found, _ = parse(SHAREGPT, system="default")
     assert found.messages[0] == {"role": "system", "content": "default"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user", "content": "q"}], "completion": "a"},
+        {"prompt": "ignored", "completion": chat(*QA)["messages"]},
+        {"prompt": [{"role": "user", "content": "q"}], "completion": "a", "label": True},
+        {"prompt": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": "b"},
+        {"chosen": chat(*QA)["messages"], "rejected": chat(("user", "q"), ("assistant", "b"))["messages"]},
+        {"prompt": "q", "chosen": chat(*QA)["messages"], "rejected": "b"},
+    ],
+)
+def test_a_rows_system_prompt_goes_before_lists_of_turns(row: Any) -> None:
+    found, _ = parse({**row, "system": "own"}, system="default")
+    assert [(m["role"], m["content"]) for m in found.messages] == [("system", "own"), *QA]
+    assert found.rejected is None or found.rejected[:2] == found.messages[:2]
 
 
 def test_raw_text() -> None:
@@ -250,6 +285,10 @@ def test_columns_of_other_names() -> None:
     row = {"dialog": [{"who": "human", "says": "q"}, {"who": "bot", "says": "a"}]}
     found, name = parse(row, columns={"messages": "dialog", "role": "who", "content": "says"})
     assert name == "messages"
+    assert [(m["role"], m["content"]) for m in found.messages] == QA
+    row = {"prompt": [{"who": "human", "says": "q"}], "completion": [{"who": "bot", "says": "a"}]}
+    found, name = parse(row, columns={"role": "who", "content": "says"})
+    assert name == "prompt_completion"
     assert [(m["role"], m["content"]) for m in found.messages] == QA
     with pytest.raises(UserError, match=r"data\.columns is not in the row.*keys question.*required frage"):
         parse({"question": "q"}, columns={"instruction": "frage"})

@@ -169,7 +169,7 @@ DATA: list[Case] = [
     Case(
         "two formats in one file",
         TINY,
-        ["instruction is missing", "rows.jsonl, line 2", "keys messages", "data.format"],
+        ["another format", "rows.jsonl, line 2", "found messages", "rows.jsonl, line 1", "data.sources"],
         lambda p: p.rows(ROWS[0], {"messages": [{"role": "user", "content": "x"}]}),
     ),
     Case(
