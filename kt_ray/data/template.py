@@ -161,7 +161,7 @@ class ChatEncoder:
         self.source = "the tokenizer's own"
         self.notes: list[str] = []
         added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._special = {*tokenizer.all_special_tokens, *added}
+        self._special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         self.template = named_template(name, tokenizer) if name else self._choose(template)
         if name:
             self.source = f"{name} (data.template)"
@@ -346,10 +346,10 @@ class ChatEncoder:
             raise self._refused(conversation.where, refusal) from refusal
         self._check_rendered(conversation, text)
         spans = self._with_end(text, spans)
-        if not any(stop > start for start, stop in spans):
-            raise self._lost(conversation, "no character of the rendering is marked as an answer")
         trained = answers_wanted(conversation, self.train_on)
-        if not all(trained):
+        if any(trained) and not any(stop > start for start, stop in spans):
+            raise self._lost(conversation, "no character of the rendering is marked as an answer")
+        if self.marked and not all(trained):
             if len(spans) != len(trained):
                 raise self._lost(conversation, f"{len(spans)} marked spans for {len(trained)} answers")
             spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
@@ -392,13 +392,14 @@ class ChatEncoder:
         return texts[0], [(int(start), int(stop)) for start, stop in marks[0]]
 
     def _rendered_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """Spans by rendering up to each answer and through it."""
+        """Spans by rendering up to each answer and through it, of those answers that are trained."""
         messages = conversation.messages
         tools = conversation.tools
         text = self._render(messages, tools=tools)
+        wanted = iter(answers_wanted(conversation, self.train_on))
         spans: list[Span] = []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or not next(wanted):
                 continue
             before = self._render(messages[:i], prompt=True, tools=tools)
             last = i == len(messages) - 1
@@ -411,7 +412,7 @@ class ChatEncoder:
             answer = through[len(before) :]
             stop = len(before) + len(answer)
             if text[len(before) : stop] != answer:
-                stop = self._later(text, len(before), answer, message["content"].strip())
+                stop = self._later(text, len(before), answer, message)
                 if stop < 0:
                     raise self._lost(
                         conversation,
@@ -420,15 +421,28 @@ class ChatEncoder:
             spans.append((len(before), stop))
         return text, spans
 
-    @staticmethod
-    def _later(text: str, start: int, answer: str, content: str) -> int:
-        """Where an answer ends whose scaffold (an empty <think> block) went as turns followed; -1: not so."""
-        at = answer.rfind(content)
-        if at < 0 or not content:
+    def _later(self, text: str, start: int, answer: str, message: Turn) -> int:
+        """Where an answer ends of which something changed as turns followed; -1: that cannot be told.
+
+        What stood before it may go (an empty <think> block, a channel), and another special token may end it,
+        which then is none of the model's.
+        """
+        kept, ending = answer, self._ending(answer)
+        if ending:
+            kept = answer.rstrip().removesuffix(ending)
+        said = [message["content"].strip(), *(c["function"]["name"] for c in message.get("tool_calls", ()))]
+        at = next((i for i in range(len(kept)) if text.startswith(kept[i:], start)), len(kept))
+        if not all(part in kept[at:] for part in said):
             return -1
-        scaffold, rest = answer[:at], answer[at:]
-        begin = text.find(rest, start)
-        return begin + len(rest) if begin >= 0 and scaffold.endswith(text[start:begin]) else -1
+        stop = start + len(kept) - at
+        if text.startswith(ending, stop):
+            return stop + len(ending)
+        return stop if any(text.startswith(token, stop) for token in self._special) else -1
+
+    def _ending(self, answer: str) -> str:
+        """The special token that ends an answer; "" = none."""
+        answer = answer.rstrip()
+        return next((token for token in self._special if answer.endswith(token)), "")
 
     def _with_end(self, text: str, spans: list[Span]) -> list[Span]:
         """Let each span end with the special token that ends the turn: taken in, and nothing after it.
@@ -436,14 +450,13 @@ class ChatEncoder:
         What ends a turn is what stands after the last answer. {% generation %} blocks may leave it out;
         rendered spans hold the line break behind it, which nobody ever generates.
         """
-        ending = ""
-        tokens = sorted(self._special, key=len, reverse=True)
-        if spans:
-            start, stop = spans[-1]
-            answer = text[start:stop].rstrip()
-            ending = next((t for t in tokens if answer.endswith(t)), "")
-            if not ending:
-                ending = next((t for t in tokens if text[stop:].lstrip().startswith(t)), "")
+        if not spans:
+            return spans
+        start, stop = spans[-1]
+        ending = self._ending(text[start:stop])
+        if not ending and self.marked:
+            follows = text[stop:].lstrip()
+            ending = next((token for token in self._special if follows.startswith(token)), "")
         if not ending:
             if not self._warned:
                 self._warned = True
@@ -464,12 +477,16 @@ class ChatEncoder:
         return result
 
     def _lost(self, conversation: Conversation, why: str) -> UserError:
+        remedy = "give model.chat_template a template with {% generation %} blocks around answers"
+        wanted = [answers_wanted(conversation, which) for which in (self.train_on, "last")]
+        if wanted[0] != wanted[1] and not self.marked:
+            remedy += ", or set data.train_on=last: answers before the last question are not looked for then"
         return UserError(
             "the answers cannot be located in the rendered conversation",
             where=conversation.where,
             observed=why,
             required="a template whose rendering grows with the conversation, or {% generation %} blocks",
-            remedy="give model.chat_template a template with {% generation %} blocks around answers",
+            remedy=remedy,
         )
 
 

@@ -40,15 +40,25 @@ MARKED_WITHOUT_END = MARKED.replace(
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}",
     "{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
 )
-# As reasoning models do: an empty thought before the last answer, which goes once a turn follows.
+# As reasoning models do: a thought before the last answer, else an empty one, which go once a turn follows.
 THINKING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
-    "{% if m['role'] == 'assistant' and loop.index0 > ns.last %}"
-    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if m['role'] == 'assistant' and loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
+    "{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}{{ m['content'] }}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# As Harmony: the thought and the token that ends the answer are others once a turn follows.
+CHANNELS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% if m.thinking and loop.last %}"
+    "{{ '<|im_start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+    "{{ '<|im_start|>assistant<|channel|>final<|message|>' + m['content'] }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}"
+    "{% else %}{{ '<|im_start|>' + m['role'] + '<|message|>' + m['content'] + '<|end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
 )
 TEMPLATES = {"plain": PLAIN, "marked": MARKED, "marked without end": MARKED_WITHOUT_END}
 

@@ -15,7 +15,7 @@ from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
 from kt_ray.errors import UserError
 
-from .conftest import PLAIN, TEMPLATES, THINKING, make_tokenizer, trained_texts
+from .conftest import CHANNELS, PLAIN, TEMPLATES, THINKING, make_tokenizer, trained_texts
 
 END = "<|im_end|>"
 
@@ -89,6 +89,56 @@ def test_a_scaffold_that_goes_as_turns_follow_does_not_shift_the_mask() -> None:
     ]
 
 
+def spoken(encoder: ChatEncoder, *messages: Turn) -> list[str]:
+    """What is trained of a conversation."""
+    ids, labels = encoder.encode(Conversation(messages, 5, "f.jsonl, line 6"))
+    return trained_texts(encoder.tokenizer, ids, labels)
+
+
+ASK = Turn(role="user", content="Who?")
+CALL = Turn(
+    role="assistant",
+    content="",
+    tool_calls=[{"type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}],
+)
+RESULT = Turn(role="tool", content="fog")
+SAID = Turn(role="assistant", content="Tilda.")
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+def test_a_call_without_text_is_found_though_its_scaffold_goes() -> None:
+    called = '<call>{"name": "look", "arguments": {"at": "sea"}}</call>' + END
+    encoder = ChatEncoder(make_tokenizer(THINKING))
+    assert spoken(encoder, ASK, CALL, RESULT, SAID) == [called, EMPTY + "Tilda." + END]
+    found = spoken(encoder, ASK, CALL, RESULT, SAID, ASK, SAID)
+    assert found == [called, "Tilda." + END, EMPTY + "Tilda." + END]
+
+
+def test_another_token_that_ends_earlier_answers_is_not_the_models() -> None:
+    tokens = ["<|im_start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer = make_tokenizer(CHANNELS, eos_token="<|return|>", extra_special_tokens=tokens)
+    final = "<|channel|>final<|message|>Tilda."
+    assert spoken(ChatEncoder(tokenizer), ASK, SAID, ASK, SAID) == [final, final + "<|return|>"]
+    last = ChatEncoder(tokenizer, train_on="last")
+    assert spoken(last, ASK, SAID, ASK, SAID) == [final + "<|return|>"]
+
+
+def test_answers_that_are_not_trained_need_not_be_found() -> None:
+    thought = Turn(role="assistant", content="<think>\nWho?\n</think>\n\nTilda.")
+    template = THINKING.replace(
+        "{{ m['content'] }}",
+        "{{ m['content'] if loop.last else m['content'].split('</think>') | last | trim }}",
+    ).replace("and (loop.last or m.reasoning_content)", "and false")
+    with pytest.raises(UserError, match=r"messages\[2\] is rendered differently.*data\.train_on=last"):
+        spoken(ChatEncoder(make_tokenizer(template)), ASK, thought, ASK, thought)
+    last = ChatEncoder(make_tokenizer(template), train_on="last")
+    assert spoken(last, ASK, thought, ASK, thought) == [thought["content"] + END]
+    quiet = Turn(role="assistant", content=thought["content"], weight=0)
+    assert spoken(ChatEncoder(make_tokenizer(template)), ASK, quiet, ASK, thought) == [
+        thought["content"] + END
+    ]
+
+
 def test_tokens_that_reach_over_the_border_belong_to_the_answer() -> None:
     """Words that carry the space before them: 'Answer: ▁yes' must train '▁yes'."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -150,6 +200,12 @@ UNUSABLE = {
     "shortened history": (
         PLAIN.replace("m['content']", "(m['content'] if loop.last or m['role'] == 'user' else '…')"),
         "no prefix|rendered differently",
+    ),
+    "lengthened history": (
+        PLAIN.replace(
+            "m['content']", "m['content'] + ('' if loop.last or m['role'] == 'user' else ' (said)')"
+        ),
+        "rendered differently",
     ),
     "nothing marked": (
         "{% if false %}{% generation %}{% endgeneration %}{% endif %}" + PLAIN,
