@@ -19,7 +19,8 @@ class Turn(TypedDict):
     """One turn.
 
     role is "system", "user", "assistant" or "tool". tool_calls (assistant), name and tool_call_id (tool)
-    are as OpenAI's API has them, arguments decoded. weight 0 = do not train this answer.
+    are as OpenAI's API has them, arguments decoded. reasoning_content (assistant) is what the model thought
+    before it answered. weight 0 = do not train this answer.
     """
 
     role: str
@@ -27,6 +28,7 @@ class Turn(TypedDict):
     tool_calls: NotRequired[list[dict[str, Any]]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
+    reasoning_content: NotRequired[str]
     weight: NotRequired[int]
 
 

@@ -168,7 +168,6 @@ class ChatEncoder:
         tokenizer.chat_template = self.template  # what was trained with is what is saved and served
         self.rendered = self.template if date is None else with_date(self.template, date)
         self.marked = GENERATION.search(self.template) is not None
-        self._warned = False
         self._bounded = bounded(self.rendered, self.source)
         self._usual = self._takes_the_simplest()
 
@@ -353,7 +352,18 @@ class ChatEncoder:
             if len(spans) != len(trained):
                 raise self._lost(conversation, f"{len(spans)} marked spans for {len(trained)} answers")
             spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
+        self._check_thoughts(conversation, trained, "".join(text[start:stop] for start, stop in spans))
         return text, spans
+
+    def _check_thoughts(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
+        """Note a template that leaves out what the model thought before an answer that is trained."""
+        answers = [message for message in conversation.messages if message["role"] == "assistant"]
+        for answer, wanted in zip(answers, trained, strict=True):
+            if wanted and answer.get("reasoning_content", "").strip() not in said:
+                self._note(
+                    "the chat template leaves out thoughts (reasoning_content) of answers, which are trained "
+                    "without them"
+                )
 
     def _check_rendered(self, conversation: Conversation, text: str) -> None:
         """Refuse a template that leaves out, without a word, what the answers depend on."""
@@ -458,11 +468,9 @@ class ChatEncoder:
             follows = text[stop:].lstrip()
             ending = next((token for token in self._special if follows.startswith(token)), "")
         if not ending:
-            if not self._warned:
-                self._warned = True
-                self.notes.append(
-                    "the chat template ends no answer with a special token: the model does not learn to stop"
-                )
+            self._note(
+                "the chat template ends no answer with a special token: the model does not learn to stop"
+            )
             return spans
         result: list[Span] = []
         for start, stop in spans:
@@ -475,6 +483,10 @@ class ChatEncoder:
                     stop += gap + len(ending)
             result.append((start, stop))
         return result
+
+    def _note(self, line: str) -> None:
+        if line not in self.notes:
+            self.notes.append(line)
 
     def _lost(self, conversation: Conversation, why: str) -> UserError:
         remedy = "give model.chat_template a template with {% generation %} blocks around answers"
@@ -506,8 +518,9 @@ def dated(template: str) -> bool:
 
 
 def plain_turns(messages: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Messages as templates take them."""
-    return [{key: value for key, value in m.items() if key != "weight"} for m in messages]
+    """Messages as templates take them: a thought under either name that they read."""
+    plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
+    return [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in plain]
 
 
 def answers_wanted(conversation: Conversation, train_on: str) -> list[bool]:

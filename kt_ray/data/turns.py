@@ -35,6 +35,8 @@ ROLES = {
     "ipython": "tool",
 }
 FILL = "fill or delete that row"
+# names that files use for what the model thought before an answer
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # key of the role, key of the text
 OPENAI = ("role", "content")
 SHAREGPT = ("from", "value")
@@ -130,6 +132,10 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
     for key in ("name", "tool_call_id"):
         if role == "tool" and isinstance(message.get(key), str):
             result[key] = message[key]  # type: ignore[literal-required]
+    thoughts = (message.get(key) for key in _THOUGHTS if role == "assistant")
+    thought = next((text for text in thoughts if isinstance(text, str) and text.strip()), None)
+    if thought is not None:
+        result["reasoning_content"] = thought
     weight = message.get("weight")
     if weight is not None and role == "assistant":
         if weight not in (0, 1):

@@ -65,6 +65,7 @@ def test_the_key_covers_everything_that_tokens_depend_on() -> None:
         key(template=MARKED),
         key(train_on="last"),
         key(replace(TALK, messages=(*TALK.messages[:1], Turn(role="assistant", content="b")))),
+        key(replace(TALK, messages=(TALK.messages[0], {**TALK.messages[1], "reasoning_content": "t"}))),
         key(replace(TALK, tools=({"type": "function", "function": {"name": "f"}},))),
         key(replace(TALK, messages=(), text="q")),
         key(replace(TALK, label=True)),

@@ -13,6 +13,7 @@ from kt_ray.batch import IGNORE
 from kt_ray.data.cache import encoder_key
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
+from kt_ray.data.turns import turns
 from kt_ray.errors import UserError
 
 from .conftest import CHANNELS, PLAIN, TEMPLATES, THINKING, make_tokenizer, trained_texts
@@ -137,6 +138,26 @@ def test_answers_that_are_not_trained_need_not_be_found() -> None:
     assert spoken(ChatEncoder(make_tokenizer(template)), ASK, quiet, ASK, thought) == [
         thought["content"] + END
     ]
+
+
+@pytest.mark.parametrize("template", [THINKING, CHANNELS], ids=["reasoning_content", "thinking"])
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_are_trained_where_the_template_writes_them(key: str, template: str) -> None:
+    tokenizer = make_tokenizer(template, extra_special_tokens=["<|im_start|>", "<|return|>", "<|end|>"])
+    question, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Tilda."}
+    row = [question, {**answer, key: "Who\nkeeps it? "}]
+
+    def said(given: list[dict[str, str]]) -> tuple[list[str], list[str]]:
+        encoder = ChatEncoder(tokenizer)
+        return spoken(encoder, *turns(given, "here", "messages")), encoder.notes
+
+    (first,), notes = said(row)
+    assert "Who\nkeeps it? " in first and not notes
+    (first, second), (note,) = said([question, {**answer, key: "Earlier."}, *row])
+    assert "Earlier." not in first and "Who\nkeeps it? " in second
+    assert "leaves out thoughts" in note
+    blank = [{**question, key: "no thought of the model"}, {**answer, key: " "}]
+    assert said(blank) == said([question, answer]) and not said(blank)[1]
 
 
 def test_tokens_that_reach_over_the_border_belong_to_the_answer() -> None:
