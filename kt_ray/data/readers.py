@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -414,7 +414,7 @@ def _read_hub(name: str, key: str, split: str, subset: str | None) -> Iterator[t
     there; hf://datasets/owner/name is the same, and `datasets` also reads a local directory after hf://.
     """
     for number, row in enumerate(_from_hub(name, key, subset, split), start=1):
-        yield f"{name} [{split}], row {number}", dict(row)
+        yield f"{name} [{split}], row {number}", _own_keys(row)
 
 
 def _from_hub(name: str, key: str, subset: str | None, split: str | None) -> Any:
@@ -471,9 +471,20 @@ def _read_table(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
                 for start in range(0, batch.num_rows, 1024):
                     for row in batch.slice(start, 1024).to_pylist():
                         number += 1
-                        yield f"{path}, row {number}", row
+                        yield f"{path}, row {number}", _own_keys(row)
     except (pa.ArrowException, OSError, ValueError, OverflowError, TypeError, RecursionError) as error:
         raise _damaged_table(path, kind, f", after row {number}", error) from error
+
+
+def _own_keys(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A table's row without the nulls of objects inside it: keys that only other rows' objects have."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: own(part) for key, part in value.items() if part is not None}
+        return [own(part) for part in value] if isinstance(value, list) else value
+
+    return {name: own(value) for name, value in row.items()}
 
 
 def parquet_rows(path: Path) -> int:

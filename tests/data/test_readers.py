@@ -17,7 +17,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def rows_of(*paths: Path) -> list[Any]:
+def rows_of(*paths: str | Path) -> list[Any]:
     return [row for _, row in read_rows(list(paths))]
 
 
@@ -49,6 +49,20 @@ def test_parquet_keeps_nested_messages(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "m.parquet")
     assert list(read_rows(tmp_path / "m.parquet")) == [(f"{tmp_path / 'm.parquet'}, row 1", row)]
+
+
+def test_keys_that_only_other_rows_of_a_table_have_are_none_of_a_rows(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = [
+        {"calls": [{"name": "look", "arguments": {"at": "sea"}}], "tool": {"look": {"type": "string"}}},
+        {"calls": [{"name": "add", "arguments": {"x": 1, "y": [1, None]}}, {"name": "add"}], "tool": None},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pa.ipc.new_stream(tmp_path / "a.arrow", pa.Table.from_pylist(rows).schema) as stream:
+        stream.write_table(pa.Table.from_pylist(rows))
+    assert rows_of(tmp_path / "a.parquet") == rows_of(tmp_path / "a.arrow") == rows
 
 
 def test_blank_lines_and_a_byte_order_mark_are_skipped_but_lines_keep_their_numbers(tmp_path: Path) -> None:
@@ -227,5 +241,9 @@ def test_hub_names_go_through_datasets(tmp_path: Path, monkeypatch: pytest.Monke
     found = list(read_rows(f"hf://{tmp_path / 'set'}"))
     assert [row for _, row in found] == ROWS
     assert found[1][0] == f"hf://{tmp_path / 'set'} [train], row 2"
+    nested = [{"a": {"x": 1}}, {"a": {"y": 2}}]
+    (tmp_path / "nested").mkdir()
+    jsonl(tmp_path / "nested" / "train.jsonl", nested)
+    assert rows_of(f"hf://{tmp_path / 'nested'}") == nested
     with pytest.raises(UserError, match=r"cannot be loaded from the hub.*hf://.*data\.split"):
         list(read_rows(f"hf://{tmp_path / 'set'}", split="nights"))
