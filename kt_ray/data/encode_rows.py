@@ -75,7 +75,12 @@ def _sides(row: Conversation) -> list[Conversation]:
 
 
 def encode_rows(
-    samples: Samples, encoded: Encoded, data: DataConfig, report: SplitReport, spare: Iterator[int]
+    samples: Samples,
+    encoded: Encoded,
+    data: DataConfig,
+    report: SplitReport,
+    spare: Iterator[int],
+    every_token: bool = False,
 ) -> list[Any]:
     """Rows of at most data.max_length tokens, or pairs of such rows, counted into `report`.
 
@@ -84,6 +89,7 @@ def encode_rows(
 
     Args:
         spare: sample ids that no row has, for the second row on that a text is cut into.
+        every_token: train all of a row, not its answers only.
 
     Raises:
         UserError: rows that the encoder refused or without a trained token before cutting, unless
@@ -98,6 +104,8 @@ def encode_rows(
         except UserError as fault:
             faults.setdefault(conversation.where, fault)
             continue
+        if every_token:
+            tokens = [(ids, ids.copy()) for ids, _ in tokens]
         sides = [Row(*side, sample, sign=_SIGNS[conversation.label]) for side in tokens]
         if conversation.rejected is not None:
             # Sample ids of their own, so that the sides' dropout differs.

@@ -105,7 +105,7 @@ def load_data(
         spare = count(1 + max(sample for _, sample in (*samples, *eval_samples)))
 
         def encode(samples: Samples, report: SplitReport) -> list[Any]:
-            return encode_rows(samples, encoded, data, report, spare)
+            return encode_rows(samples, encoded, data, report, spare, config.trainer.stage == "pt")
 
     train_rows = encode(samples, report.train)
     eval_rows = []

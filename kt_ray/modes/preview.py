@@ -50,7 +50,7 @@ def run(config: Config) -> int:
 
 def run_lines(config: Config, bundle: DataBundle) -> list[str]:
     """Where these rows would be trained, and how long that takes; mode=plan says more."""
-    from kt_ray.runs.prepare import for_stage, step_batches  # loads torch
+    from kt_ray.runs.prepare import check_stage, step_batches  # loads torch
 
     lines: list[str] = []
     try:
@@ -64,7 +64,8 @@ def run_lines(config: Config, bundle: DataBundle) -> list[str]:
         if not plan.fits:
             return [*lines, "this plan does not fit: mode=plan says by how much, and what would"]
         rates = rates_for(config, hardware)
-        batches = step_batches(config, plan, for_stage(config.trainer.stage, bundle))
+        check_stage(config.trainer.stage, bundle)
+        batches = step_batches(config, plan, bundle)
         prediction = predicted_run(config, plan, rates, batches.train(0))
         steps, sampled = batches.total_steps, None
         lines.append(run_line(prediction, rates))

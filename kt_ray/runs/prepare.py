@@ -116,7 +116,8 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     model = prepare_model(config, training=True, manifest=manifest)
     config = model.config
     resolve_targets(config.lora.target_modules, model.module_names, config.lora.layers)
-    data = for_stage(config.trainer.stage, load_data(config, model.model_dir, config.seed))
+    data = load_data(config, model.model_dir, config.seed)
+    check_stage(config.trainer.stage, data)
     _check_held_out(config, data)
     batches = step_batches(config, model.plan, data)
     load = resumed_load(config, model.plan.dims) or ExpertLoad()
@@ -369,14 +370,14 @@ def _check_fits(plan: Plan, config: Config, training: bool) -> None:
     )
 
 
-def for_stage(stage: str, data: DataBundle) -> DataBundle:
-    """The rows as the stage uses them: pre-training trains every token.
+def check_stage(stage: str, data: DataBundle) -> None:
+    """Check that the rows are what the stage learns from.
 
     Raises:
-        UserError: the rows are of another kind.
+        UserError: they are of another kind.
     """
     if stage == policy_steps.STAGE:  # whose rows were read as prompts
-        return data
+        return
     fault = check_units(stage, [*data.train, *data.eval])
     if fault is not None:
         raise UserError(
@@ -390,12 +391,6 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
             }.get(stage, "one answer each"),
             remedy="choose the file in data.path for this stage, or set trainer.stage",
         )
-    if stage != "pt":
-        return data
-    train, held_out = (
-        [replace(row, labels=row.input_ids.copy()) for row in rows] for rows in (data.train, data.eval)
-    )
-    return replace(data, train=train, eval=held_out)
 
 
 def _check_held_out(config: Config, data: DataBundle) -> None:
@@ -447,7 +442,7 @@ def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool
     """The rows of every step of a run with this plan.
 
     Args:
-        data: of the stage (`for_stage`).
+        data: of the stage (`check_stage`).
         unpadded: rows of one length only in each micro-batch.
     """
     own = config.trainer.stage == policy_steps.STAGE  # answers, of which data.train has the prompts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,17 @@ def test_long_texts_are_cut_into_rows_and_lose_nothing(config: Build, tmp_path: 
     assert "2 texts cut into rows" in "\n".join(bundle.report.lines())
     dropped = load_data(config(path=path, max_length=32, overflow="drop"), "", 0)
     assert [row.sample_id for row in dropped.train] == [1]
+
+
+def test_pre_training_trains_every_token_of_rows_with_turns(config: Build, tmp_path: Path) -> None:
+    """Counted so, too, and cut rows without an answer stay."""
+    path = alpaca(tmp_path / "a.jsonl", ("q", "an answer"), ("q" * 90, "cut off"))
+    chosen = config(path=path, max_length=60)
+    bundle = load(replace(chosen, trainer=replace(chosen.trainer, stage="pt")))
+    assert [len(row.input_ids) for row in bundle.train] == [HEAD + 1 + 9 + TAIL, 60]
+    assert all((row.labels == row.input_ids).all() for row in bundle.train)
+    assert bundle.report.train.trained == sum(len(row.input_ids) - 1 for row in bundle.train)
+    assert bundle.report.train.dropped_no_answer == 0 and load(chosen).report.train.dropped_no_answer == 1
 
 
 def test_preview_shows_pairs_and_verdicts(

@@ -17,7 +17,7 @@ from kt_ray.data.batches import Batches, mismatched
 from kt_ray.data.row_types import Pair, Row
 from kt_ray.errors import UserError
 from kt_ray.model.preference_losses import dpo_losses, kto_losses, orpo_losses, simpo_losses
-from kt_ray.runs.prepare import for_stage
+from kt_ray.runs.prepare import check_stage
 from kt_ray.train.trainer import StepBatches, Trainer
 from tests.helpers.devices import CARD, by_name
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
@@ -162,4 +162,4 @@ def test_rows_of_another_kind_are_refused(stage: str, rows: list[Row] | list[Pai
 
     data: Any = SimpleNamespace(train=rows, eval=[])
     with pytest.raises(UserError, match=message):
-        for_stage(stage, data)
+        check_stage(stage, data)
