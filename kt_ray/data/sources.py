@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,6 +27,9 @@ from kt_ray.data.readers import (
 )
 from kt_ray.data.row_types import Conversation
 from kt_ray.errors import UserError
+from kt_ray.parse import parse_json
+
+_BYTES_PER_TOKEN = 3  # of raw text, for a count that is rather too large
 
 
 @dataclass(frozen=True)
@@ -210,8 +215,9 @@ def _some(rows: Sequence[Conversation], count: int, seed: int) -> list[Conversat
 def count_rows(data: DataConfig) -> int | None:
     """Training rows of `data` per epoch: what is not held out of its sources' rows, by their weights.
 
-    Rows that later turn out too long (data.overflow=drop) are counted, and packed ones one by one. None
-    when no data are named, or they are on the hub: planning downloads nothing.
+    Rows that later turn out too long (data.overflow=drop) are counted, and packed ones one by one. Raw text
+    counts by its bytes, see `cuts_text`. None when no data are named, or they are on the hub: planning
+    downloads nothing.
 
     Raises:
         UserError: a file is missing or cannot be read, or all rows would be held out.
@@ -223,13 +229,43 @@ def count_rows(data: DataConfig) -> int | None:
         paths = [source.path] if isinstance(source.path, str) else source.path
         if any(is_hub(path) for path in paths):
             return None
-        count = sum(rows_in(path, source.key, source.split) for path in paths)
+        whole = sum(rows_in(path, source.key, source.split) for path in paths)
         limits = [source.limit, None if data.limit is None else data.limit - total]
-        count = min([count, *(limit for limit in limits if limit is not None)])
+        count = min([whole, *(limit for limit in limits if limit is not None)])
         total += count
-        taken += source.weight * count
+        pieces = 0.0
+        if whole and data.overflow == "truncate" and _is_text(source):
+            size = sum(path.stat().st_size for path in _files(source))
+            pieces = math.ceil(size / (_BYTES_PER_TOKEN * data.max_length)) * count / whole
+        taken += source.weight * max(count, pieces)
     held_out = held_out_count(data.eval_fraction, total) if data.eval_path is None else 0
     return round(taken * (total - held_out) / max(1, total))
+
+
+def cuts_text(data: DataConfig) -> bool:
+    """Whether rows are cut out of raw text, so that `count_rows` guesses how many."""
+    return data.overflow == "truncate" and any(map(_is_text, sources_of(data)))
+
+
+def _is_text(source: Source) -> bool:
+    """Whether a source's rows are raw text, as its format or its first row says."""
+    parser = Parser(source.format, source.system, source.columns)
+    # What is wrong with the row is told by who reads it.
+    with contextlib.suppress(UserError, ValueError, OSError, StopIteration):
+        parser(_first_row(_files(source)[0]), source.name, 0)
+    return parser.format == "text"
+
+
+def _files(source: Source) -> list[Path]:
+    paths = [source.path] if isinstance(source.path, str) else source.path
+    return [file for path in paths for file in files_of(Path(path).expanduser(), source.key, source.split)]
+
+
+def _first_row(path: Path) -> Any:
+    if path.suffix.lower() != ".jsonl":
+        return next(read_rows(path))[1]
+    with path.open(encoding="utf-8-sig") as file:  # not the whole of it
+        return parse_json(next(line for line in file if line.strip()))
 
 
 def rows_in(path: str, key: str, split: str | None = None) -> int:

@@ -14,7 +14,7 @@ from kt_ray.batch import MicroBatch
 from kt_ray.config.schema import Config
 from kt_ray.data.held_out_split import as_split
 from kt_ray.data.row_types import Row
-from kt_ray.data.sources import count_rows, require_files
+from kt_ray.data.sources import count_rows, cuts_text, require_files
 from kt_ray.errors import UserError
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
@@ -252,11 +252,12 @@ def _length(config: Config, of_step: float, rows: int | str) -> tuple[int | None
     if trainer.stage == "grpo":
         size, times = size // own.group_size, own.iterations
     steps = max(1, math.ceil(trainer.epochs * math.ceil(rows / size) * times))
-    seconds = steps * of_step
+    how, more = "at most", "shorter rows take less (mode=preview reads yours)"
+    if cuts_text(config.data):
+        how, more = "about", "raw text is cut into rows, which only mode=preview counts"
     return steps, (
-        f"run        at most {duration(seconds)} for {trainer.epochs:g} "
-        f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}; "
-        "shorter rows take less (mode=preview reads yours)"
+        f"run        {how} {duration(steps * of_step)} for {trainer.epochs:g} "
+        f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}; {more}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from kt_ray.config.schema import Config, DataConfig
 from kt_ray.data.row_types import Conversation, Turn
-from kt_ray.data.sources import count_rows, read_sources, sources_of, weighted
+from kt_ray.data.sources import count_rows, cuts_text, read_sources, sources_of, weighted
 from kt_ray.errors import UserError
 
 Build = Callable[..., Config]
@@ -79,6 +80,21 @@ def test_each_source_has_its_own_options(tmp_path: Path) -> None:
     assert [row.messages[0]["content"] for row in rows] == ["shared", "own", "own"]
     assert [len(part.rows) for part in read_sources(sources_of(data), limit=2)] == [1, 1]
     assert count_rows(data) == 5
+
+
+def test_raw_text_counts_by_its_bytes(tmp_path: Path) -> None:
+    """A book is one row of its source, and many of an epoch."""
+    (tmp_path / "book.txt").write_text("x" * 10_000)
+    book = DataConfig(path=str(tmp_path / "book.txt"), eval_fraction=0.0, max_length=100)
+    assert cuts_text(book) and count_rows(book) == 34
+    whole = replace(book, overflow="drop")
+    assert not cuts_text(whole) and count_rows(whole) == 1
+    texts = replace(book, path=file(tmp_path / "a.jsonl", [{"text": "short"}] * 5))
+    assert cuts_text(texts) and count_rows(texts) == 5
+    twice = {"path": file(tmp_path / "b.jsonl", [{"text": "x" * 5980}] * 2), "limit": 1, "weight": 2}
+    answers = {"path": file(tmp_path / "c.jsonl", alpaca("a", 3))}
+    assert count_rows(replace(book, path=None, sources=[twice, answers])) == 2 * 20 + 3
+    assert not cuts_text(replace(book, path=None, sources=[answers]))
 
 
 def test_kinds_are_not_mixed(tmp_path: Path) -> None:

@@ -68,6 +68,13 @@ def test_a_step_of_unnamed_rows_is_a_real_one(capsys: pytest.CaptureFixture[str]
     assert "no rows are named" not in output(capsys, "model=mini")[1]
 
 
+def test_the_time_of_raw_text_is_a_guess(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "book.txt").write_text("word " * 20_000)
+    text = output(capsys, "model=mini", f"data.path={tmp_path / 'book.txt'}", "data.max_length=256")[1]
+    assert "run        about " in text and "of 131 rows: 17 steps; raw text is cut into rows" in text
+    assert "run        at most " in output(capsys, "model=mini")[1]
+
+
 def test_a_train_server(capsys: pytest.CaptureFixture[str]) -> None:
     where = ("model=qwen3_30b_a3b", "plan.hardware=2x3090_1x7763", "plan.mode=train_server")
     how = ("lora.rank=32", "rule.replicas=1", "rule.stages=2", "serve.max_batch=16")
