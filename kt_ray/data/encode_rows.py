@@ -18,6 +18,7 @@ from kt_ray.errors import UserError
 
 Samples = Sequence[tuple[Conversation, int]]  # rows and the sample ids that they are trained under
 Tokens = tuple[np.ndarray, np.ndarray]  # ids and labels, int64 [s] each
+_REFUSED: Tokens = (np.empty(0, np.int64), np.empty(0, np.int64))  # in the cache
 _SIGNS = {None: 0, True: 1, False: -1}  # of Row, by the verdict
 
 
@@ -35,11 +36,15 @@ class Encoded:
         if entry is None:
             before = len(encoder.notes)
             results = [_encoded(encoder, side) for side in sides]
-            good = [result for result in results if not isinstance(result, UserError)]
-            if key and len(good) == len(results):
-                cache.write(key, good, encoder.notes[before:])
+            if key:
+                kept = [_REFUSED if isinstance(result, UserError) else result for result in results]
+                cache.write(key, kept, encoder.notes[before:])
         else:
-            results = list(entry[0])
+            # What was refused is encoded again, for the reason.
+            results = [
+                tokens if len(tokens[0]) else _encoded(encoder, side)
+                for side, tokens in zip(sides, entry[0], strict=True)
+            ]
             encoder.notes += [note for note in entry[1] if note not in encoder.notes]
         each = iter(results)
         # by identity: equal rows of two sources may have other system prompts
