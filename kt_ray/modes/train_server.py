@@ -73,7 +73,7 @@ def run(config: Config) -> int:
         # On another machine only the hub has it.
         near = is_loopback(serve.host) or "/" not in name
         tokenizer = (config.model.tokenizer or model.model_dir) if near else name
-        snapshots = directory / "snapshots"
+        snapshots = directory / ".kt_ray_snapshots"  # the directory may have others' files
         backend = ClusterBackend(generation, cluster, name, tokenizer, snapshots, unpadded=bool(moves))
         stack.callback(backend.close)
         serve_backend(

@@ -4,7 +4,8 @@
     ROOT/RUN/weights/NAME/checkpoint.json    parameters and optimizer state in NAME/data
     ROOT/RUN/sampler_weights/NAME/...        a PEFT adapter in NAME/data
 
-A checkpoint is written under a name that begins with a dot, and then renamed: it is whole or not there.
+A checkpoint is written under a hidden name, and then renamed: it is whole or not there. One that it replaces,
+or that is deleted, is hidden first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kt_ray.serve.api_errors import ApiError
 TRAINING, SAMPLER = "weights", "sampler_weights"
 _TYPES = {TRAINING: "training", SAMPLER: "sampler"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,199}")  # no separator, no leading dot
+_HIDDEN = re.compile(r"\.[0-9a-f]{16}")
 LONGEST_TTL = 10 * 366 * 24 * 3600
 
 
@@ -136,8 +138,9 @@ class SavedModels:
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob("*/*/.*"):  # of a server that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for described in root.glob("*/run.json"):
+            for kind in _TYPES:
+                self._tidy(described.parent / kind)
 
     def find(self, path: str) -> Saved:
         """By tinker:// path.
@@ -174,7 +177,7 @@ class SavedModels:
         described = self.root / run.run / "run.json"
         if not described.exists():
             _write_json(described, asdict(run))
-        made = place.with_name(f".{secrets.token_hex(8)}")
+        made = _hidden(place)
         try:
             made.mkdir()
             write(made / "data")
@@ -183,14 +186,14 @@ class SavedModels:
             _write_json(made / "checkpoint.json", asdict(saved))
             gone = self._hide(place)
             made.rename(place)
-            shutil.rmtree(gone, ignore_errors=True)
+            _remove(gone)
         finally:
             shutil.rmtree(made, ignore_errors=True)
         return saved
 
     def delete(self, saved: Saved) -> None:
         """At once for who looks; then the bytes."""
-        shutil.rmtree(self._hide(self._place(saved)), ignore_errors=True)
+        _remove(self._hide(self._place(saved)))
 
     def set_expiry(self, saved: Saved, expires: str | None) -> None:
         _write_json(self._place(saved) / "checkpoint.json", {**asdict(saved), "expires": expires})
@@ -220,9 +223,21 @@ class SavedModels:
             for file in self._files(saved):
                 tar.add(file, arcname=file.name)
 
+    def _tidy(self, directory: Path) -> None:
+        """What a server that was killed left hidden: a checkpoint is found again where its name is free."""
+        hidden = [left for left in directory.glob(".*") if _HIDDEN.fullmatch(left.name)]
+        found = {left: self._read(*left.parts[-3:]) for left in hidden}
+        for left, saved in sorted(
+            found.items(), key=lambda one: one[1].created if one[1] else "", reverse=True
+        ):
+            if saved and _NAME.fullmatch(saved.name) and not left.with_name(saved.name).exists():
+                left.rename(left.with_name(saved.name))
+            else:
+                _remove(left)
+
     def _hide(self, place: Path) -> Path:
         """Where a checkpoint, if there is one, lies from now on: nobody finds it."""
-        gone = place.with_name(f".{secrets.token_hex(8)}")
+        gone = _hidden(place)
         with contextlib.suppress(FileNotFoundError):
             place.rename(gone)
         return gone
@@ -238,6 +253,18 @@ class SavedModels:
             return Saved(**json.loads((self.root / run / kind / name / "checkpoint.json").read_text()))
         except FileNotFoundError:
             return None
+
+
+def _hidden(place: Path) -> Path:
+    """A new name beside `place`."""
+    return place.with_name(f".{secrets.token_hex(8)}")
+
+
+def _remove(hidden: Path) -> None:
+    """First what makes it a checkpoint: where a kill ends this, it does not come back in part."""
+    with contextlib.suppress(OSError):
+        (hidden / "checkpoint.json").unlink()
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _write_json(file: Path, fields: dict[str, Any]) -> None:

@@ -99,6 +99,7 @@ def test_a_server_from_beginning_to_end(tmp_path: Path, clients_end: None) -> No
             *("rule=cpu_2workers_2sockets", f"train_server.directory={tmp_path / 'saved'}"),
         )
         log = tmp_path / "log.txt"
+        (tmp_path / "saved" / "snapshots").mkdir(parents=True)  # not the server's
         with served(place, log, *arguments) as client:
             named = re.search(r"experts-1 is process (\d+)", (tmp_path / "saved" / "server.log").read_text())
             assert named is not None
@@ -106,4 +107,4 @@ def test_a_server_from_beginning_to_end(tmp_path: Path, clients_end: None) -> No
             assert "starting it again" in log.read_text()
         with served(place, tmp_path / "log2.txt", *arguments) as client:
             assert found_again(client, state, weights) == answers
-        assert place.left() == []
+        assert place.left() == [] and (tmp_path / "saved" / "snapshots").is_dir()

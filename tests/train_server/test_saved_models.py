@@ -1,0 +1,88 @@
+"""Checkpoints on disk: what a kill leaves, and files of others beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kt_ray.train_server.saved_models import TRAINING, Run, Saved, SavedModels, now
+
+RUN = Run("run", "base", 4, now())
+
+
+def kept(models: SavedModels, name: str, text: str = "", *, run: Run = RUN) -> Saved:
+    """A checkpoint, saved."""
+
+    def write(directory: Path) -> None:
+        directory.mkdir()
+        (directory / "state").write_text(text)
+
+    return models.save(run, Saved(run.run, TRAINING, name, run.base_model, run.rank, {}, now()), write)
+
+
+def text_of(models: SavedModels, name: str) -> str:
+    return (models.data(models.find(f"tinker://run/weights/{name}")) / "state").read_text()
+
+
+def test_a_new_server_removes_only_what_a_server_left(tmp_path: Path) -> None:
+    models = SavedModels(tmp_path)
+    kept(models, "a")
+    left = tmp_path / "run" / "weights" / ".0123456789abcdef" / "data"
+    foreign = [
+        *("project/repo/.git/HEAD", "project/repo/.env", "project/weights/.0123456789abcdef/file"),
+        *("run/weights/.git/HEAD", "run/checkpoints/.0123456789abcdef/file", "snapshots/file"),
+    ]
+    for file in (left / "half", *(tmp_path / name for name in foreign)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("precious")
+    SavedModels(tmp_path)
+    assert not left.parent.exists() and all((tmp_path / name).exists() for name in foreign)
+    assert [one.name for one in models.all()] == ["a"]
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_save_that_a_kill_ends_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """Before the old one is hidden, before the new one has its name, before the old one is removed."""
+    models, done = SavedModels(tmp_path), 0
+    kept(models, "a", "old")
+    rename = Path.rename
+
+    def dying(path: Path, target: Path) -> Path:
+        nonlocal done
+        if "a" in (path.name, target.name):
+            done += 1
+            if done > renames:
+                raise KilledError
+        return rename(path, target)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KilledError
+
+    monkeypatch.setattr(Path, "rename", dying)
+    monkeypatch.setattr("kt_ray.train_server.saved_models.shutil.rmtree", lambda *_, **__: None)
+    if renames == 2:
+        monkeypatch.setattr("kt_ray.train_server.saved_models._remove", killed)
+    with pytest.raises(KilledError):
+        kept(models, "a", "new")
+    monkeypatch.undo()
+    models = SavedModels(tmp_path)
+    assert text_of(models, "a") == ("old" if renames == 0 else "new")
+    assert [file.name for file in (tmp_path / "run" / "weights").iterdir()] == ["a"]
+
+
+def test_a_deletion_that_a_kill_ends_brings_back_nothing_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = SavedModels(tmp_path)
+    saved = kept(models, "a")
+    monkeypatch.setattr("kt_ray.train_server.saved_models.shutil.rmtree", lambda *_, **__: None)
+    models.delete(saved)
+    monkeypatch.undo()
+    assert SavedModels(tmp_path).all() == [] and not list((tmp_path / "run" / "weights").iterdir())
