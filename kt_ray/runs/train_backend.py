@@ -174,12 +174,12 @@ class ClusterBackend:
                 self._rebuild()
                 return
             for model in dict.fromkeys((self._present, *models)):
-                if model not in self._trainings:
+                training = self._trainings.get(model)
+                if training is None or training.on_disk:  # which no call adds to
                     continue
                 if model != self._present:
                     self._take_up(model)
                     self._cluster.discard()
-                training = self._trainings[model]
                 for repeat in training.journal[training.waiting :]:
                     repeat()
         except ActorLost as lost:
@@ -339,22 +339,17 @@ class ClusterBackend:
             return self.join([work])[0]
         return self._surely(lambda: self._passed([work], "eval"))[0]
 
+    def held(self, model: str) -> bool:
+        return not self._trainings[model].on_disk
+
     def join(self, passes: Sequence[Pass]) -> list[PassResult]:
-        # One on disk comes into memory in another's place: it does not join.
-        together: list[Pass] = []
-        apart: list[Pass] = []
-        for work in passes:
-            (apart if self._trainings[work.model].on_disk else together).append(work)
-        results: dict[str, PassResult] = {}
-        for works in ([together] if together else []) + [[work] for work in apart]:
-            models = [work.model for work in works]
-            done = self._surely(partial(self._passed, works, "train"), models=models)
-            results.update(zip(models, done, strict=True))
-            for work in works:  # a rebuild repeats each alone: the same bits
-                training = self._trainings[work.model]
-                training.used = next(self._uses)
-                training.journal.append(partial(self._passed, [work], "train"))
-        return [results[work.model] for work in passes]
+        models = [work.model for work in passes]
+        results = self._surely(partial(self._passed, passes, "train"), models=models)
+        for work in passes:  # a rebuild repeats each alone: the same bits
+            training = self._trainings[work.model]
+            training.used = next(self._uses)
+            training.journal.append(partial(self._passed, [work], "train"))
+        return results
 
     def _passed(self, passes: Sequence[Pass], kind: str) -> list[PassResult]:
         totals = [0.0] * len(passes)

@@ -127,8 +127,11 @@ class Backend(Protocol):
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
         """One pass over all rows; `backward` adds to the model's gradients."""
 
+    def held(self, model: str) -> bool:
+        """Whether it is in memory, so that its passes can be joined."""
+
     def join(self, passes: Sequence[Pass]) -> list[PassResult]:
-        """Several models' passes with backward at once: each as `run` makes it. An error changes nothing."""
+        """Backward passes of models that are held, each as `run` makes it. An error changes nothing."""
 
     def discard(self, model: str) -> None:
         """Throw away the gradients that wait for a step."""

@@ -383,7 +383,9 @@ class TrainService:
             work = None if self._closing else self._queue.take(party)
             if work is None:
                 return
-            if work.part is not None and (others := self._queue.take_parts(party)):
+            held = self.backend.held
+            joins = work.part is not None and held(party)  # one on disk would take another's place meanwhile
+            if joins and (others := self._queue.take_parts(party, held)):
                 self._run_joined([work, *others])
             else:
                 self._run(work)

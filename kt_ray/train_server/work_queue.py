@@ -2,7 +2,7 @@
 
 A turn ends with an optimizer step, or when nothing of the model is ready: several trainings advance step by
 step. All samples that wait are one more party. Passes of models that wait when one has its turn are joined to
-its pass: that hastens them, and delays nobody's step by more than their tokens.
+its pass where all are in memory: that hastens them, and delays nobody's step by more than their tokens.
 """
 
 from __future__ import annotations
@@ -142,14 +142,17 @@ class WorkQueue:
             order.moved = time.monotonic()
             return work
 
-    def take_parts(self, model: str) -> list[Work]:
-        """The next work of every other model whose next work may be part of a pass of several."""
+    def take_parts(self, model: str, fits: Callable[[str], bool]) -> list[Work]:
+        """The next work of every other model that fits whose next work may be part of a pass of several."""
         with self.changed:
             orders = {party: self._orders[party] for party in self._parties if party in self._orders}
             others = [
                 other
                 for other, order in orders.items()
-                if other != model and order.ready and order.waiting[order.next].part is not None
+                if other != model
+                and order.ready
+                and order.waiting[order.next].part is not None
+                and fits(other)
             ]
             return [work for other in others if (work := self.take(other)) is not None]
 

@@ -93,7 +93,7 @@ class FakeBackend:
     """
     Attributes:
         calls: in their order. gate: closed, answers and passes wait. faults: call -> error it raises once.
-        deaths: sessions to come in which an actor dies after a sample's first token.
+        deaths: sessions to come in which an actor dies after a sample's first token. on_disk: models there.
     """
 
     base_model = "demo/model"
@@ -110,6 +110,7 @@ class FakeBackend:
         self.requests: list[Request] = []
         self.faults: dict[str, Exception] = {}
         self.deaths = 0
+        self.on_disk: set[str] = set()
         self.gate = threading.Event()
         self.gate.set()
         self.models: dict[str, Weight] = {}
@@ -145,6 +146,9 @@ class FakeBackend:
         if backward:
             weight.gradient += sum(float(slope.sum()) for slope in slopes)
         return PassResult(logprobs, total, {"tokens:sum": float(sum(len(datum.tokens) for datum in data))})
+
+    def held(self, model: str) -> bool:
+        return model not in self.on_disk
 
     def join(self, passes: Sequence[Pass]) -> list[PassResult]:
         self._call("join", *(work.model for work in passes))

@@ -29,6 +29,8 @@ from kt_ray.runs.train_backend import ClusterBackend
 from kt_ray.train.reports import PassReport
 from kt_ray.train.trainer import StepBatches, Trainer
 from kt_ray.train_server.backend import Datum, Pass, PassResult
+from kt_ray.train_server.futures import Promises
+from kt_ray.train_server.work_queue import Work, WorkQueue
 from tests.helpers.devices import CARD, CUDA, by_name
 from tests.helpers.float32_copy import in_float32
 from tests.helpers.generation import one_rounding
@@ -538,19 +540,32 @@ def test_a_joined_pass_that_fails_leaves_all_gradients_that_wait(model: Path, tm
         assert norms[0] == norms[1]
 
 
-def test_trainings_on_disk_take_their_passes_apart(model: Path, tmp_path: Path) -> None:
-    works = several()[:3]
+def test_a_training_on_disk_does_not_join(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So there is no room for it without harm to those that do."""
+    works = several()
     with backend_on(model, tmp_path, *LAYOUTS["two"], "train_server.adapters=2") as backend:
-        spec, norms = passes_of(backend), []
-        for joins in (False, True):
+        norms = []
+        for disturbed in (False, True):
+            queue = WorkQueue(Promises())
             for seed, work in enumerate(works):
                 backend.create(work.model, seed, WHOLE)
-            assert [backend._trainings[work.model].on_disk for work in works] == [True, False, False]
-            del spec[:]
-            for each in [works] if joins else [[work] for work in works]:
-                assert len(backend.join(each)) == len(each)
-            assert sum(bool(one.joined) for one in spec) == joins
-            norms.append([backend.step(work.model, ADAM) for work in works])
+                queue.add_model(work.model)
+                queue.submit(work.model, 0, Work(None, part=work))
+            for work in works[1:]:
+                backend.run(work.model, work.data, work.loss, backward=True)
+                backend.step(work.model, ADAM)
+            taken = [queue.take("b"), *queue.take_parts("b", backend.held)]
+            parts = [work.part for work in taken if work is not None and work.part is not None]
+            assert [part.model for part in parts] == ["b", "c"]
+            assert len(backend.join(parts)) == 2
+            if disturbed:
+                with monkeypatch.context() as patch:
+                    patch.setattr("kt_ray.runs.disk_room.free_bytes", lambda path: 0)
+                    with pytest.raises(UserError, match="no room for an idle training"):
+                        backend.run(works[0].model, works[0].data, works[0].loss, backward=True)
+            norms.append([backend.step(work.model, ADAM) for work in works[1:]])
             for work in works:
                 backend.forget(work.model)
         assert norms[0] == norms[1]

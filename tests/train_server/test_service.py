@@ -94,6 +94,15 @@ def test_passes_that_wait_are_joined_and_each_fails_by_itself(raw: Raw) -> None:
     assert raw.calls("join") == [("join", *models)] * 2
     assert [call[1] for call in raw.calls("step")] == models * 2
 
+    backend.on_disk = {models[1]}  # it joins nobody, and nobody joins it
+    promises = [held()]
+    promises += [raw.passed(model, next_of(model)) for model in models]
+    promises += [raw.step(model, next_of(model)) for model in models]
+    backend.gate.set()
+    assert all(map(raw.result, promises))
+    assert raw.calls("join")[2:] == [("join", models[0], models[2])]
+    backend.on_disk = set()
+
     other = held()
     passes = [raw.passed(model, next_of(model)) for model in models]
     steps = [raw.step(model, next_of(model)) for model in models]
