@@ -60,6 +60,7 @@ class _Training:
         waiting: where in the journal the entries after the last optimizer step begin.
         steps_since: optimizer steps since a snapshot was tried.
         used: grows with every use. on_disk: snapshot and journal are all that there is of it.
+        lost: why it could not be made again from them; "" = it was not tried, or it could.
     """
 
     seed: int
@@ -71,6 +72,7 @@ class _Training:
     steps_since: int = 0
     used: int = 0
     on_disk: bool = False
+    lost: str = ""
 
 
 class ClusterBackend:
@@ -194,11 +196,11 @@ class ClusterBackend:
         for model in self._trainings:
             self._cluster.end_training(model)
         for model in set(self._wanted.values()):
-            if self._trainings[model].on_disk:
+            if self._trainings[model].on_disk and not self._trainings[model].lost:
                 self._keep_again(model)
         for model, training in self._trainings.items():
             if not training.on_disk:
-                self._begin_again(model)
+                self._begin_again_or_lose(model)
         # Those of files follow when they are needed. What was kept before its training's snapshot is gone.
 
     def _begin_again(self, model: str) -> None:
@@ -213,6 +215,19 @@ class ClusterBackend:
         for repeat in training.journal:
             repeat()
 
+    def _begin_again_or_lose(self, model: str) -> None:
+        """An error is this training's alone."""
+        try:
+            self._begin_again(model)
+        except ActorLost:
+            raise
+        except Exception as error:
+            logger.exception("a training is lost: it cannot be made again")
+            training = self._trainings[model]
+            training.lost = error.what if isinstance(error, UserError) else "the server's log says why"
+            self._present, training.on_disk = None, True
+            self._cluster.discard()
+
     def _keep_again(self, model: str) -> None:
         """Samplers of a training on disk, where it stays."""
         try:
@@ -221,6 +236,7 @@ class ClusterBackend:
             raise
         except Exception:
             logger.warning("samplers of a training on disk are lost: it cannot be read", exc_info=True)
+            self._cluster.discard()
         finally:
             self._present, self._trainings[model].on_disk = None, True
 
@@ -315,9 +331,21 @@ class ClusterBackend:
         elif not training.on_disk:
             self._surely(lambda: self._cluster.end_training(model))
 
+    def _known(self, model: str) -> _Training:
+        """Raises UserError: it is lost."""
+        training = self._trainings[model]
+        if training.lost:
+            raise UserError(
+                "this training is lost: it could not be made again after a fault of the server",
+                observed=training.lost,
+                remedy="make another one, of its last saved state if there is one "
+                "(create_training_client_from_state_with_optimizer)",
+            )
+        return training
+
     def _take_up(self, model: str) -> _Training:
         """Make a training the present one."""
-        training = self._trainings[model]
+        training = self._known(model)
         training.used = next(self._uses)
         if training.on_disk:
             self._make_room()
@@ -334,6 +362,7 @@ class ClusterBackend:
         self._present = model
 
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
+        self._known(model)
         work = Pass(model, data, loss)
         if backward:
             return self.join([work])[0]
@@ -375,13 +404,13 @@ class ClusterBackend:
             self._take_up(model)
             self._cluster.discard()
 
-        training = self._trainings[model]
+        training = self._known(model)
         self._surely(work)
         training.journal.append(work)
         training.waiting = len(training.journal)
 
     def step(self, model: str, params: AdamParams) -> dict[str, float]:
-        training = self._trainings[model]
+        training = self._known(model)
         number = training.steps
 
         def work() -> float:
@@ -459,10 +488,12 @@ class ClusterBackend:
             self._cluster.save_shards(str(directory))
             (directory / _STEPS).write_text(json.dumps({"steps": training.steps}))
 
+        self._known(model)
         self._surely(work)
 
     def load_state(self, model: str, directory: Path, *, optimizer: bool) -> None:
-        training = self._trainings[model]
+        training = self._known(model)
+        before = training.steps, training.waiting
         steps = int(json.loads((directory / _STEPS).read_text())["steps"]) if optimizer else 0
 
         def work() -> None:
@@ -472,7 +503,13 @@ class ClusterBackend:
         self._surely(work, changes=True)
         training.journal.append(work)
         training.steps, training.waiting = steps, len(training.journal)  # gradients are gone
-        self._snapshot(model)  # of its own: the directory is the client's, who may delete it
+        try:
+            self._write_snapshot(model)  # of its own: the directory is the client's, who may delete it
+        except Exception:
+            training.journal.pop()
+            training.steps, training.waiting = before
+            self._undo(changes=True)
+            raise
 
     def save_adapter(self, model: str, directory: Path) -> None:
         def work() -> None:
@@ -480,13 +517,14 @@ class ClusterBackend:
             shutil.rmtree(directory, ignore_errors=True)
             write_adapter(self._generation, directory, self._cluster, part=training.part)
 
+        self._known(model)
         self._surely(work)
 
     # -- samplers -----------------------------------------------------------------------------
 
     def keep(self, model: str, sampler: str) -> None:
         # Before the copy, so that the latest one is in the journal.
-        if self._trainings[model].steps_since >= SNAPSHOT_STEPS:
+        if self._known(model).steps_since >= SNAPSHOT_STEPS:
             self._snapshot(model)
 
         def work() -> None:

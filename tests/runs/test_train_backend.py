@@ -415,6 +415,58 @@ def test_a_load_that_fails_halfway_changes_nothing(model: Path, tmp_path: Path) 
         assert backend.run("mine", given, ENTROPY, backward=False).loss == before
 
 
+def test_a_load_without_a_snapshot_is_undone(model: Path, tmp_path: Path) -> None:
+    """Else it would rest on the client's directory, who may delete it."""
+    given = data_of(rows(8))
+    with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
+        for seed, name in enumerate(("mine", "other")):
+            backend.create(name, seed, WHOLE)
+            backend.run(name, given, ENTROPY, backward=True)
+            backend.step(name, ADAM)
+        backend.save_state("other", tmp_path / "state")
+        before = backend.run("mine", given, ENTROPY, backward=False).loss
+        backend.run("mine", given, ENTROPY, backward=True)
+        (tmp_path / "snapshots").write_text("in the way")
+        with pytest.raises(OSError, match="snapshots"):
+            backend.load_state("mine", tmp_path / "state", optimizer=True)
+        (tmp_path / "snapshots").unlink()
+        shutil.rmtree(tmp_path / "state")
+        backend._undo(changes=True)  # what follows a death, too
+        assert backend.run("mine", given, ENTROPY, backward=False).loss == before
+        assert backend.step("mine", ADAM)["grad_norm"] > 0
+
+
+def test_a_training_that_cannot_be_made_again_is_lost_alone(model: Path, tmp_path: Path) -> None:
+    given = data_of(rows(8))
+    with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
+        for seed, name in enumerate("abc"):
+            backend.create(name, seed, WHOLE)
+            backend.run(name, given, ENTROPY, backward=True)
+            backend.step(name, ADAM)
+            backend.run(name, given, ENTROPY, backward=True)
+        backend._snapshot("b")
+        backend.keep("b", "sampler")
+        losses = {name: backend.run(name, given, ENTROPY, backward=False).loss for name in "ac"}
+        next(backend._directory.glob("*/experts-1*")).unlink()
+        for _ in range(2):
+            backend._undo(changes=True)  # what follows a death, too
+            for call in (
+                lambda: backend.run("b", given, ENTROPY, backward=True),
+                lambda: backend.step("b", ADAM),
+                lambda: backend.save_state("b", tmp_path / "state"),
+            ):
+                with pytest.raises(UserError, match=r"this training is lost.*checkpoint lacks"):
+                    call()
+            with pytest.raises(UserError, match="the sampler's weights are gone"):
+                backend.score("sampler", [given[0].tokens], 0)
+            for name, loss in losses.items():
+                assert backend.run(name, given, ENTROPY, backward=False).loss == loss
+        assert not backend.held("b") and backend.step("a", ADAM) and backend.step("c", ADAM)
+        backend.forget("b")
+        backend.create("b", 1, WHOLE)
+        assert backend.run("b", given, ENTROPY, backward=True).loss > 0
+
+
 def test_a_step_counts_although_its_snapshot_cannot_be_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
