@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -107,6 +110,27 @@ async def _body(request: Request, kind: type[KindT]) -> KindT:
     return await asyncio.to_thread(kind.model_validate_json, await request.body())
 
 
+async def _numbered_body(service: TrainService, request: Request, kind: type[KindT]) -> KindT:
+    """The body of one of a model's requests, which are numbered: one that is wrong holds its place, too.
+
+    Raises:
+        ApiError, ValidationError: as `_body`.
+    """
+    try:
+        return await _body(request, kind)
+    except ValidationError as error:
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(await request.body())
+            if isinstance(fields, dict):
+                service.refuse(fields.get("model_id"), fields.get("seq_id"))
+        numbers = (fault for fault in error.errors() if fault["type"] == "float_type")
+        null = next((str(fault["loc"][-1]) for fault in numbers if fault["input"] is None), None)
+        if null is not None:
+            message = f"{null} is null, which the SDK sends for NaN and infinity; required a finite number"
+            raise bad(message, null) from None
+        raise
+
+
 def _promised(promise: Promise, **more: Any) -> Response:
     return JSONResponse({"request_id": promise.name, **more})
 
@@ -177,6 +201,8 @@ def _add_sessions(app: FastAPI, service: TrainService, max_body: int) -> None:
 
 
 def _add_training(app: FastAPI, service: TrainService) -> None:
+    body_of = partial(_numbered_body, service)
+
     @app.post("/api/v1/create_model")
     async def create_model(request: Request) -> Response:
         return _promised(service.create_model(await _body(request, types.CreateModelRequest)))
@@ -211,19 +237,19 @@ def _add_training(app: FastAPI, service: TrainService) -> None:
 
     @app.post("/api/v1/optim_step")
     async def optim_step(request: Request) -> Response:
-        return _promised(service.optim_step(await _body(request, types.OptimStepRequest)))
+        return _promised(service.optim_step(await body_of(request, types.OptimStepRequest)))
 
     @app.post("/api/v1/save_weights")
     async def save_weights(request: Request) -> Response:
-        return _promised(service.save_weights(await _body(request, types.SaveWeightsRequest)))
+        return _promised(service.save_weights(await body_of(request, types.SaveWeightsRequest)))
 
     @app.post("/api/v1/load_weights")
     async def load_weights(request: Request) -> Response:
-        return _promised(service.load_weights(await _body(request, types.LoadWeightsRequest)))
+        return _promised(service.load_weights(await body_of(request, types.LoadWeightsRequest)))
 
     @app.post("/api/v1/save_weights_for_sampler")
     async def save_for_sampler(request: Request) -> Response:
-        body = await _body(request, types.SaveWeightsForSamplerRequest)
+        body = await body_of(request, types.SaveWeightsForSamplerRequest)
         return _promised(service.save_weights_for_sampler(body))
 
     @app.post("/api/v1/retrieve_future")

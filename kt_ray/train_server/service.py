@@ -244,6 +244,13 @@ class TrainService:
         part = Pass(model.name, data, loss) if backward else None
         return self._submit(model, number, run, part=part)
 
+    def refuse(self, name: Any, number: Any) -> None:
+        """A model's request of that number has a body that is wrong; of any other this is nobody's."""
+        with self._lock:
+            model = self._models.get(name) if isinstance(name, str) else None
+            if model is not None and isinstance(number, int) and number >= 1:
+                self._take_number(model, number, None)
+
     def optim_step(self, request: Any) -> Promise:
         model, number = self._ordered(request)
         with self._numbered(model, number):
@@ -553,10 +560,13 @@ class TrainService:
         try:
             yield
         except ApiError:
-            with self._lock:
-                if model.name in self._models and not self._queue.passed(model.name, number):
-                    self._queue.submit(model.name, number, Work(None, refused))
+            self._take_number(model, number, refused)
             raise
+
+    def _take_number(self, model: Model, number: int, refused: Callable[[], Reply] | None) -> None:
+        with self._lock:
+            if model.name in self._models and not self._queue.passed(model.name, number):
+                self._queue.submit(model.name, number, Work(None, refused))
 
     def _submit(
         self,

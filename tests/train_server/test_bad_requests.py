@@ -297,6 +297,33 @@ def test_a_step_that_is_wrong(
     assert answer.status_code == 400 and wanted in answer.json()["error"]["message"], answer.text
 
 
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("optim_step", {"adam_params": {"learning_rate": None}}, "learning_rate is null"),
+    ("optim_step", {"adam_params": {"learning_rate": "much"}}, "learning_rate"),
+    ("optim_step", {}, "optim_params"),
+    ("save_weights", {"path": 5}, "path"),
+    ("save_weights_for_sampler", {"unheard_of": 1}, "unheard_of"),
+    ("load_weights", {"optimizer": True}, "path"),
+]
+
+
+def test_a_request_whose_body_is_wrong_holds_its_place(raw: Raw) -> None:
+    model = raw.model(1)
+    for number, (path, body, wanted) in enumerate(WRONG, 1):
+        answer = raw.http.post(path, json={"model_id": model, "seq_id": number, **body})
+        assert answer.status_code == 400 and wanted in answer.json()["error"]["message"], answer.text
+    for others in (
+        {"model_id": ["x"], "seq_id": 7},
+        {"model_id": model, "seq_id": "x"},
+        {"seq_id": 7},
+        [],
+        7,
+    ):
+        assert raw.http.post("optim_step", json=others).status_code == 400
+    assert isinstance(raw.result(raw.passed(model, len(WRONG) + 1)), bytes)
+    assert raw.result(raw.step(model, len(WRONG) + 2))["metrics"]["grad_norm"] > 0
+
+
 def test_a_training_state_is_not_sampled_from_and_a_sampler_not_trained(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         raw = Raw(server)
