@@ -56,7 +56,7 @@ train: errors disk batch timeline config placement optim tracking model data exp
 actors: errors pulse native batch timeline config placement optim generate checkpoint model adapter
     experts transport train [numpy torch]
 serve: errors config generate data [numpy]
-train_server: errors batch generate serve [numpy torch]
+train_server: errors disk batch generate serve [numpy torch]
 actors/ray: errors gpu torch_environment config hardware placement tracking generate data experts transport
     train actors serve [numpy torch ray]
 measure: gpu cpu_products native batch config hardware placement timing optim model transport [numpy torch]

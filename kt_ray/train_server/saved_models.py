@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import secrets
 import shutil
@@ -20,16 +21,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from kt_ray.batch import LoraPart
+from kt_ray.disk import write_atomic
 from kt_ray.serve.api_errors import ApiError
+
+logger = logging.getLogger(__name__)
 
 TRAINING, SAMPLER = "weights", "sampler_weights"
 _TYPES = {TRAINING: "training", SAMPLER: "sampler"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,199}")  # no separator, no leading dot
 _HIDDEN = re.compile(r"\.[0-9a-f]{16}")
 LONGEST_TTL = 10 * 366 * 24 * 3600
+
+KindT = TypeVar("KindT", "Run", "Saved")
 
 
 class _OfLora:
@@ -137,6 +143,7 @@ class SavedModels:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._unreadable: set[Path] = set()
         root.mkdir(parents=True, exist_ok=True)
         for described in root.glob("*/run.json"):
             for kind in _TYPES:
@@ -206,7 +213,8 @@ class SavedModels:
 
     def runs(self) -> list[Run]:
         """All that have saved, the newest first."""
-        found = [Run(**json.loads(file.read_text())) for file in self.root.glob("*/run.json")]
+        files = self.root.glob("*/run.json")
+        found = [run for file in files if (run := self._described(file, Run)) is not None]
         return sorted(found, key=lambda run: run.created, reverse=True)
 
     def all(self, run: str = "*", *, expired: bool = False) -> list[Saved]:
@@ -249,9 +257,18 @@ class SavedModels:
         return self.root / saved.run / saved.kind / saved.name
 
     def _read(self, run: str, kind: str, name: str) -> Saved | None:
+        return self._described(self.root / run / kind / name / "checkpoint.json", Saved)
+
+    def _described(self, file: Path, kind: type[KindT]) -> KindT | None:
+        """None = the file is not there, or says nothing, of which the log is told once."""
         try:
-            return Saved(**json.loads((self.root / run / kind / name / "checkpoint.json").read_text()))
-        except FileNotFoundError:
+            return kind(**json.loads(file.read_text()))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            if file not in self._unreadable:
+                self._unreadable.add(file)
+                logger.warning("%s is passed over, it cannot be read: %s", file, error)
             return None
 
 
@@ -268,6 +285,4 @@ def _remove(hidden: Path) -> None:
 
 
 def _write_json(file: Path, fields: dict[str, Any]) -> None:
-    made = file.with_name(f".{file.name}")
-    made.write_text(json.dumps(fields, indent=2) + "\n")
-    made.rename(file)
+    write_atomic(file, json.dumps(fields, indent=2) + "\n")

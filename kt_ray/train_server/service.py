@@ -440,7 +440,7 @@ class TrainService:
         if disk:
             try:
                 self.saved.sweep()
-            except OSError:
+            except Exception:  # samples that run do not end for it
                 logger.exception("checkpoints that have expired could not be looked at")
 
     def _spoil(self, name: str, number: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kt_ray.serve.api_errors import ApiError
 from kt_ray.train_server.saved_models import TRAINING, Run, Saved, SavedModels, now
 
 RUN = Run("run", "base", 4, now())
@@ -86,3 +88,30 @@ def test_a_deletion_that_a_kill_ends_brings_back_nothing_in_part(
     models.delete(saved)
     monkeypatch.undo()
     assert SavedModels(tmp_path).all() == [] and not list((tmp_path / "run" / "weights").iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"run": "b"}', '{"unknown": 1}', "\0"])
+def test_files_that_say_nothing_are_passed_over(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = SavedModels(tmp_path)
+    kept(models, "a")
+    kept(models, "b")
+    kept(models, "a", run=replace(RUN, run="other"))
+    files = [tmp_path / "run" / "weights" / "b" / "checkpoint.json", tmp_path / "other" / "run.json"]
+    for file in files:
+        file.write_text(text)
+    for _ in range(2):
+        assert sorted((one.run, one.name) for one in models.all()) == [("other", "a"), ("run", "a")]
+        assert [run.run for run in models.runs()] == ["run"]
+        with pytest.raises(ApiError, match="there is no checkpoint"):
+            models.find("tinker://run/weights/b")
+    models.sweep()
+    assert [sum(str(file) in line.getMessage() for line in caplog.records) for file in files] == [1, 1]
+    assert [one.name for one in SavedModels(tmp_path).all("run")] == ["a"]
+
+
+def test_a_file_in_a_directorys_place_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "server.log").write_text("")
+    with pytest.raises(ApiError, match="there is no checkpoint"):
+        SavedModels(tmp_path).find("tinker://server.log/weights/x")

@@ -354,6 +354,28 @@ def test_sessions_end_while_samples_run_without_a_break(tmp_path: Path) -> None:
             one.http.close()
 
 
+def test_samples_go_on_when_the_disk_cannot_be_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kt_ray.train_server.service._SWEEP", 0.0)
+    monkeypatch.setattr("kt_ray.train_server.service._SWEEP_DISK", 0.1)
+    with running(tmp_path) as server:
+        raw, swept = Raw(server), 0
+
+        def fail() -> None:
+            nonlocal swept
+            swept += 1
+            raise ValueError
+
+        sampler = raw.sampler()
+        server.backend.gate.clear()
+        promised = raw.sample(sampler, 0)
+        until(lambda: server.backend.requests)
+        monkeypatch.setattr(server.service.saved, "sweep", fail)
+        until(lambda: swept)
+        server.backend.gate.set()
+        assert isinstance(raw.result(promised), bytes)
+        raw.http.close()
+
+
 def test_expired_checkpoints_are_gone(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kt_ray.train_server.service._SWEEP_DISK", 1e12)  # not by itself meanwhile
     model = raw.model()
