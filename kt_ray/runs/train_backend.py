@@ -108,7 +108,7 @@ class ClusterBackend:
         self._room = _room_for_several(generation.config, generation.plan)
         self._trainings: dict[str, _Training] = {}
         self._present: str | None = SCRATCH  # None = what the actors hold is nobody's
-        self._files: dict[str, Path] = {}  # samplers from disk
+        self._files: dict[str, Callable[[], Path]] = {}  # samplers from disk
         self._samplers: set[str] = set()  # those that the actors hold
         self._wanted: dict[str, str] = {}  # those of trainings -> the training
         self._uses = itertools.count(1)
@@ -540,9 +540,10 @@ class ClusterBackend:
         self._wanted[sampler] = model
         self._trainings[model].journal.append(again)
 
-    def load_sampler(self, sampler: str, directory: Path) -> None:
+    def load_sampler(self, sampler: str, find: Callable[[], Path]) -> None:
+        directory = find()
         self._surely(lambda: self._load_sampler(sampler, directory))
-        self._files[sampler] = directory
+        self._files[sampler] = find
 
     def _load_sampler(self, sampler: str, directory: Path) -> None:
         self._switch(SCRATCH, _Training(0, WHOLE))
@@ -578,12 +579,12 @@ class ClusterBackend:
 
     def _load_again(self) -> None:
         """Samplers from files that a death took. One whose file is gone stays away, see `check`."""
-        for sampler, directory in self._files.items():
+        for sampler, find in self._files.items():
             if sampler not in self._samplers:
                 try:
-                    self._surely(partial(self._load_sampler, sampler, directory))
+                    self._surely(partial(self._load_sampler, sampler, find()))
                 except Exception:
-                    logger.warning("a sampler cannot be loaded again from %s", directory, exc_info=True)
+                    logger.warning("a sampler's weights cannot be loaded again", exc_info=True)
 
     def check(self, sampler: bool | str) -> None:
         """Raises UserError: the sampler's weights are not there."""

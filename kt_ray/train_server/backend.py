@@ -151,8 +151,12 @@ class Backend(Protocol):
     def keep(self, model: str, sampler: str) -> None:
         """A sampler of the model's weights as they are now."""
 
-    def load_sampler(self, sampler: str, directory: Path) -> None:
-        """A sampler of what `save_adapter` wrote."""
+    def load_sampler(self, sampler: str, find: Callable[[], Path]) -> None:
+        """A sampler of what `save_adapter` wrote.
+
+        Args:
+            find: where; asked before each reading, and raises ApiError where it is gone.
+        """
 
     def drop(self, sampler: str) -> None: ...
 

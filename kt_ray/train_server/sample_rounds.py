@@ -45,7 +45,7 @@ class Sampler:
 
     Attributes:
         key: the backend's name; False = the base model. path: tinker:// path that it comes from, or None.
-        directory: to load it from when it is first used, or again. loaded: whether the backend has it.
+        find: where to load it from when it is first used, or again. loaded: whether the backend has it.
         jobs: that wait or run.
     """
 
@@ -53,7 +53,7 @@ class Sampler:
     session: str
     key: str | bool
     path: str | None = None
-    directory: Path | None = None
+    find: Callable[[], Path] | None = None
     loaded: bool = False
     lost: bool = False
     jobs: int = 0
@@ -141,9 +141,9 @@ class SampleRounds:
             spare = [
                 sampler
                 for sampler in self._loaded.values()
-                if sampler.key not in needed and (sampler.directory is not None or not sampler.jobs)
+                if sampler.key not in needed and (sampler.find is not None or not sampler.jobs)
             ]
-            spare.sort(key=lambda sampler: (sampler.jobs > 0, sampler.directory is None))
+            spare.sort(key=lambda sampler: (sampler.jobs > 0, sampler.find is None))
             spare = spare[: max(0, len(self._loaded) + 1 - self._most)]
         for sampler in spare:
             self.drop(sampler)
@@ -155,7 +155,7 @@ class SampleRounds:
             self._backend.drop(sampler.key)
             del self._loaded[sampler.key]
             sampler.loaded = False
-            sampler.lost = sampler.directory is None
+            sampler.lost = sampler.find is None
 
     def run(self) -> None:
         """Generate what waits; more joins until something else waits for the worker."""
@@ -235,9 +235,9 @@ class SampleRounds:
             )
         elif sampler.key is not False and not sampler.loaded:
             try:
-                assert isinstance(sampler.key, str) and sampler.directory is not None
+                assert isinstance(sampler.key, str) and sampler.find is not None
                 self.make_room()
-                self._backend.load_sampler(sampler.key, sampler.directory)
+                self._backend.load_sampler(sampler.key, sampler.find)
                 self.hold(sampler)
             except Exception as error:
                 failure = failure_of(error)

@@ -164,6 +164,7 @@ class TrainService:
             self._check_optimizer(request.optimizer_config)
 
         def load(model: Model, saved: Saved) -> Reply:
+            self.saved.find(saved.path)  # it may have been deleted while this waited
             self.backend.load_state(model.name, self.saved.data(saved), optimizer=request.optimizer)
             model.failed = None  # no gradient waits any longer
             return plain({"type": "load_weights", "path": saved.path})
@@ -315,10 +316,21 @@ class TrainService:
                     f"{saved.path} is a training's state; sample from what save_weights_for_sampler wrote",
                     "model_path",
                 )
-            sampler = Sampler(name, session.name, name, saved.path, self.saved.data(saved))
+            sampler = Sampler(name, session.name, name, saved.path, partial(self._weights, saved))
         with self._open():
             self._add_sampler(self.hear(session.name), sampler)
         return name
+
+    def _weights(self, saved: Saved) -> Path:
+        """Where they lie.
+
+        Raises:
+            ApiError: no longer there.
+        """
+        with contextlib.suppress(ApiError):
+            if self.saved.find(saved.path).created == saved.created:
+                return self.saved.data(saved)
+        raise bad(f"{saved.path} was deleted or written again; make another sampler", "model_path")
 
     def sampler(self, name: str | None) -> Sampler:
         """Raises ApiError: there is none of this name."""

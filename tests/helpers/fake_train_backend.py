@@ -188,9 +188,9 @@ class FakeBackend:
         self._call("keep", model, sampler)
         self.samplers[sampler] = self.models[model].value
 
-    def load_sampler(self, sampler: str, directory: Path) -> None:
+    def load_sampler(self, sampler: str, find: Callable[[], Path]) -> None:
         self._call("load_sampler", sampler)
-        self.samplers[sampler] = json.loads((directory / "adapter_model.json").read_text())
+        self.samplers[sampler] = json.loads((find() / "adapter_model.json").read_text())
 
     def drop(self, sampler: str) -> None:
         self._call("drop", sampler)

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.runs import train_backend
 from kt_ray.runs.train_backend import ClusterBackend
+from kt_ray.serve.api_errors import ApiError
 from kt_ray.train.reports import PassReport
 from kt_ray.train.trainer import StepBatches, Trainer
 from kt_ray.train_server.backend import Datum, Pass, PassResult
@@ -146,7 +148,7 @@ def test_state_and_adapter_come_back(model: Path, tmp_path: Path) -> None:
         backend.keep("mine", "kept")
         backend.create("other", 2, WHOLE)
         backend.load_state("other", tmp_path / "state", optimizer=True)
-        backend.load_sampler("loaded", tmp_path / "adapter")
+        backend.load_sampler("loaded", lambda: tmp_path / "adapter")
         prompts = [datum.tokens for datum in given]
         kept, loaded = (backend.score(name, prompts, 0) for name in ("kept", "loaded"))
         for one, other in zip(kept, loaded, strict=True):
@@ -206,7 +208,7 @@ def test_a_part_of_the_lora_trains_as_if_there_were_no_more(exact: Path, tmp_pat
 
         backend.keep("mine", "kept")
         backend.save_adapter("mine", tmp_path / "adapter")
-        backend.load_sampler("loaded", tmp_path / "adapter")
+        backend.load_sampler("loaded", lambda: tmp_path / "adapter")
         kept, loaded = (backend.score(name, prompt, 0)[0].logprobs for name in ("kept", "loaded"))
         np.testing.assert_array_equal(kept, loaded)
         backend._undo(changes=True)  # what follows a death, too
@@ -381,16 +383,25 @@ def test_what_a_rebuild_cannot_find_leaves_the_rest_whole(model: Path, tmp_path:
             backend.run(name, given, ENTROPY, backward=True)
             backend.step(name, ADAM)
         backend.keep("one", "kept")
-        for name in ("stays", "goes"):
+        others: set[str] = set()
+
+        def find(name: str) -> Path:
+            if name in others:
+                raise ApiError(400, "written again")
+            return tmp_path / name
+
+        for name in ("stays", "goes", "changes"):
             backend.save_adapter("two", tmp_path / name)
-            backend.load_sampler(name, tmp_path / name)
+            backend.load_sampler(name, partial(find, name))
         prompts = [given[0].tokens]
         seen = {name: backend.score(name, prompts, 0)[0].logprobs for name in ("kept", "stays")}
         losses = {name: backend.run(name, given, ENTROPY, backward=False).loss for name in ("one", "two")}
         shutil.rmtree(tmp_path / "goes")
+        others.add("changes")
         backend._undo(changes=True)  # what follows a death, too
-        with pytest.raises(UserError, match="their file is no longer there"):
-            backend.score("goes", prompts, 0)
+        for name in ("goes", "changes"):
+            with pytest.raises(UserError, match="their file is no longer there"):
+                backend.score(name, prompts, 0)
         for name, logprobs in seen.items():
             np.testing.assert_array_equal(backend.score(name, prompts, 0)[0].logprobs, logprobs)
         for name, loss in losses.items():

@@ -58,7 +58,7 @@ def script(backend: ClusterBackend, disturb: Callable[[str], None]) -> list[Any]
             backend.drop(f"sampler {turn - 1}")
     disturb("adapter")
     backend.save_adapter("b", backend._directory.parent / "adapter")
-    backend.load_sampler("loaded", backend._directory.parent / "adapter")
+    backend.load_sampler("loaded", lambda: backend._directory.parent / "adapter")
     disturb("score")
     for sampler in ("sampler 2", "loaded", False):
         seen += [scores.logprobs.tolist() for scores in backend.score(sampler, [data["a"][0].tokens], 0)]

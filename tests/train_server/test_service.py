@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +221,9 @@ def test_no_more_samplers_at_once_than_there_is_room_for(tmp_path: Path) -> None
 
         load = backend.load_sampler
 
-        def loaded(sampler: str, directory: Path) -> None:
+        def loaded(sampler: str, find: Callable[[], Path]) -> None:
             nonlocal most
-            load(sampler, directory)
+            load(sampler, find)
             most = max(most, len(backend.samplers))
 
         backend.load_sampler = loaded  # type: ignore[method-assign]
@@ -235,6 +235,48 @@ def test_no_more_samplers_at_once_than_there_is_room_for(tmp_path: Path) -> None
         for number, sampler in enumerate((samplers[0], samplers[1], nameless), 1):
             assert isinstance(raw.result(raw.sample(sampler, number)), bytes)
         raw.http.close()
+
+
+def test_a_sampler_never_changes_its_weights(tmp_path: Path) -> None:
+    """Its path may be deleted and written again: then it fails when it would be read again."""
+    with running(tmp_path, most_samplers=1) as server:
+        raw = Raw(server)
+        model, paths = raw.model(), []
+
+        def made(number: int, name: str) -> str:
+            asked = {"model_id": model, "seq_id": number, "path": name}
+            paths.append(raw.result(raw.post("save_weights_for_sampler", **asked))["path"])
+            body = {"session_id": raw.session, "sampling_session_seq_id": number, "model_path": paths[-1]}
+            return raw.post("create_sampling_session", **body)["sampling_session_id"]
+
+        first = made(1, "latest")
+        assert isinstance(raw.result(raw.sample(first, 0)), bytes)
+        run, kind, name = paths[0].removeprefix("tinker://").split("/")
+        deleted = raw.http.delete(f"training_runs/{run}/checkpoints/{kind}/{name}")
+        assert deleted.status_code == 204
+        assert isinstance(raw.result(raw.sample(first, 1)), bytes)  # it is still loaded
+        raw.result(raw.passed(model, 2))
+        raw.result(raw.post("optim_step", model_id=model, seq_id=3, adam_params={"learning_rate": 3.0}))
+        second = made(4, "latest")
+        assert paths[0] == paths[1] and isinstance(raw.result(raw.sample(second, 0)), bytes)
+        assert "was deleted or written again" in raw.result(raw.sample(first, 2))["error"]
+        raw.http.close()
+
+
+def test_a_state_that_is_deleted_while_its_load_waits(raw: Raw) -> None:
+    model, backend = raw.model(), raw.server.backend
+    path = raw.result(raw.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
+    backend.gate.clear()
+    raw.passed(model, 2)
+    until(lambda: raw.calls("backward"))
+    loads = [raw.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True)]
+    loads.append(raw.post("load_weights", session_id=raw.session, model_seq_id=1, path=path, optimizer=True))
+    assert raw.http.delete(f"training_runs/{model}/checkpoints/weights/a").status_code == 204
+    backend.gate.set()
+    for load in loads:
+        failed = raw.result(load)
+        assert failed["category"] == "user" and f"there is no checkpoint {path}" in failed["error"]
+    assert not raw.calls("load_state") and list(backend.models) == [model]
 
 
 def test_a_gap_in_a_models_numbers_spoils_its_step(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
