@@ -443,6 +443,16 @@ class Config:
         return self.lora.adapter is not None and self.has_reference
 
     @property
+    def rows_per_unit(self) -> int:
+        """Rows of what trainer.batch_size counts: two of a preference pair, else one."""
+        return 2 if self.trainer.stage in ("dpo", "orpo") else 1
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of a step whose rows are all as long as data.max_length."""
+        return self.trainer.batch_size * self.rows_per_unit * self.data.max_length
+
+    @property
     def packs_micro_batches(self) -> bool:
         """Whether rows share micro-batches by their lengths (auto, and every row counts by itself)."""
         return self.trainer.micro_batch_size == "auto" and self.trainer.stage in ("sft", "pt", "grpo")
@@ -460,7 +470,7 @@ class Config:
 
     def pads(self, replicas: int) -> bool:
         """Whether micro-batches may hold padding after their rows."""
-        several = self.packs_micro_batches or self.micro_batch_rows(replicas) > 1
+        several = self.packs_micro_batches or self.micro_batch_rows(replicas) * self.rows_per_unit > 1
         return several or self.data.pad_to_multiple_of > 1
 
     def micro_batch_tokens(self, replicas: int) -> int | None:

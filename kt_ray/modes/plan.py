@@ -158,6 +158,7 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
     if plan.backward.lowest or config.lora.layers is not None:
         chosen = "" if config.lora.layers is None else f" in layers {show(config.lora.layers)}"
         lora += f"{chosen}; backward ends at layer {plan.backward.lowest}"
+    units = "pairs x 2" if config.rows_per_unit == 2 else "rows"
     lines = [
         f"model     {config.model.name} ({dims.model_type}): {billions(dims.total_params)} parameters, "
         f"{billions(dims.routed_params)} in routed experts",
@@ -165,7 +166,7 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
         f"{dims.experts_per_token} per token; experts {dims.expert_format}, the rest {plan.dtype}",
         f"rule      {layout_line(plan)}",
         f"hardware  {plan.hardware.source}: {describe(plan.hardware)}",
-        f"step      {config.trainer.batch_size} rows x {config.data.max_length} tokens = "
+        f"step      {config.trainer.batch_size} {units} x {config.data.max_length} tokens = "
         f"{plan.tokens_per_step:,} tokens at most{_unnamed(config)}; {lora}",
     ]
     if config.trainings:

@@ -184,7 +184,7 @@ def plan_lanes(
             resident = resident_by_layer(held, stay, load.slots)
             chosen_by = f"the most used ones of {load.source}"
         notes.append(f"{stay} experts of each MoE layer stay on {there}: {chosen_by}")
-    tokens = config.trainer.batch_size * config.data.max_length // config.rule.experts.copy_count
+    tokens = config.tokens_per_step // config.rule.experts.copy_count
     shares, said = lane_shares(expert_sizes(own, dims, config), tokens, config, rates, f"to {there}")
     lanes = {}
     for actor, stays in zip(own, resident, strict=True):

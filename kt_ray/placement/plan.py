@@ -308,9 +308,7 @@ def _laid_out(
         budgets=chosen.memory,
         rule=rule.name,
         dtype=dtype,
-        tokens_per_step=rule.replica_count * step_tokens(config)
-        if generating
-        else config.trainer.batch_size * config.data.max_length,
+        tokens_per_step=rule.replica_count * step_tokens(config) if generating else config.tokens_per_step,
         transport=choose_transport(rule),
         expected_load=expected,
     )

@@ -51,6 +51,7 @@ def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
         call = max(tokens, replicas * config.generate.batch_size)
         return Load(replicas * tokens, tokens, call, tokens, tokens, tokens, own_group=tokens)
     trainer, row = config.trainer, config.data.widest_row
+    unit = config.rows_per_unit * row  # of a pair both rows
     replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)
     micro = min(config.micro_batch_rows(replicas), step_rows)
@@ -60,13 +61,13 @@ def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
     first = math.ceil(number / replicas) * micro - (missing if (number - 1) % replicas == 0 else 0)
     rows = min(first, wave * micro)
     group_rows = min(rows, math.ceil(math.ceil(rows / micro) / groups) * micro)
-    total = min(trainer.batch_size, rows * replicas) * row
+    total = min(trainer.batch_size, rows * replicas) * unit
     # One micro-batch of each group, and the gradients while one is differentiated.
     at_once = rows if held.attention == "group" else min(rows, (groups + 1) * micro)
-    group = min(total, group_rows * row * replicas)
+    group = min(total, group_rows * unit * replicas)
     waiting = (held.attention in ("host", "ranges"), held.output == "retain")
-    own = (group_rows * row, held.ranges)
-    return Load(total, rows * row, group, micro * row, row, at_once * row, *waiting, *own)
+    own = (group_rows * unit, held.ranges)
+    return Load(total, rows * unit, group, micro * unit, row, at_once * unit, *waiting, *own)
 
 
 def part_of(tokens: int, part: float) -> int:

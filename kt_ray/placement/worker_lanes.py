@@ -88,7 +88,8 @@ def plan_worker_lanes(
     _check(workers, config, hardware)
     check_products(config, dims, hardware, {worker.device for worker in workers})
     own = experts_near(workers[0], actors)
-    tokens = -(-config.trainer.batch_size // config.rule.replica_count) * config.data.max_length
+    units = -(-config.trainer.batch_size // config.rule.replica_count)
+    tokens = units * config.rows_per_unit * config.data.max_length
     of_worker = None if rates is None else rates.of_worker(replicas)
     sizes = replace(expert_sizes(own, dims, config, together=True), answers=False)
     shares, said = lane_shares(sizes, tokens, config, of_worker, "to attention workers")

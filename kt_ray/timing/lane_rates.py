@@ -42,7 +42,7 @@ def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims
     actors = rule.sockets if isinstance(rule.sockets, int) else min(len(sockets), dims.num_experts)
     neighbours = max(1, -(-actors // len(sockets)))
     threads = rule.threads if isinstance(rule.threads, int) else max(1, sockets[0].cores // neighbours)
-    tokens = config.trainer.batch_size * config.data.max_length / rule.copy_count
+    tokens = config.tokens_per_step / rule.copy_count
     rows = tokens * dims.experts_per_token / dims.num_experts
     rank = expert_rank(dims, config.lora)
     shape = dims.expert_width, dims.expert_intermediate

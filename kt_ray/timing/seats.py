@@ -75,9 +75,9 @@ def _name(plan: Plan, place: Socket | ExpertActorPlan) -> str:
 
 def even_waves(plan: Plan, config: Config, row: int) -> tuple[WaveShape, ...]:
     """The waves of a step of rows of `row` tokens each, all trained, as kt_ray.data.batches cuts them."""
-    trainer = config.trainer
-    lengths = [(row, row)] * trainer.batch_size
-    return waves_of_rows(lengths, plan.micro_batch_rows, plan.replicas, plan.groups, plan.wave)
+    unit = config.rows_per_unit
+    lengths = [(row, row)] * unit * config.trainer.batch_size
+    return waves_of_rows(lengths, unit * plan.micro_batch_rows, plan.replicas, plan.groups, plan.wave)
 
 
 def waves_of_rows(

@@ -65,6 +65,9 @@ def test_a_step_of_unnamed_rows_is_a_real_one(capsys: pytest.CaptureFixture[str]
     _, text = output(capsys, "model=deepseek_v3", "plan.hardware=4x4090_2xSPR")
     assert "8 rows x 1024 tokens = 8,192 tokens at most (no rows are named: " in text
     assert "run        length unknown" in text
+    _, text = output(capsys, "model=deepseek_v3", "plan.hardware=4x4090_2xSPR", "trainer.stage=dpo")
+    assert "8 pairs x 2 x 1024 tokens = 16,384 tokens at most" in text
+    assert " s per step of 16,384 tokens" in text
     assert "no rows are named" not in output(capsys, "model=mini")[1]
 
 

@@ -16,6 +16,7 @@ from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rates import Figure
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Plan
 from kt_ray.timing.prediction import Prediction, neighbours, predict
 from kt_ray.timing.seats import even_waves
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
@@ -48,6 +49,25 @@ def changes(rule: dict[str, Any], load: ExpertLoad | None = None, hardware: Hard
     rates = nominal_rates(hardware)
     base = predict(plan, config, rates, even_waves(plan, config, 512))
     return [change.overrides for change in neighbours(plan, config, rates, base, 512, load)]
+
+
+def test_a_pair_is_two_rows() -> None:
+    """Of memory and of time; an answer with a verdict is one."""
+    rule = {"groups": 2, "wave": 4, "experts": {"stream": 0.25, "stream_to": "workers"}}
+
+    def planned(stage: str, size: int, micro: int) -> tuple[Plan, Prediction]:
+        trainer = {"stage": stage, "batch_size": size, "micro_batch_size": micro}
+        config = make_config(rule=rule, data={"max_length": 64}, trainer=trainer)
+        plan = make_plan(DIMS, config, make_hardware(gpus=1))
+        return plan, predict(plan, config, nominal_rates(plan.hardware))
+
+    rows, of_rows = planned("sft", 16, 2)
+    for stage in ("dpo", "orpo"):
+        pairs, of_pairs = planned(stage, 8, 1)
+        assert pairs.budgets == rows.budgets and pairs.workers == rows.workers
+        assert pairs.tokens_per_step == of_pairs.tokens == 16 * 64
+        assert of_pairs.simulated.seconds == of_rows.simulated.seconds
+    assert planned("kto", 16, 2)[1].tokens == 16 * 64
 
 
 @pytest.mark.parametrize(
