@@ -13,12 +13,12 @@ are limited by the socket's memory: no pass is faster than the weights' bytes at
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kt_ray.errors import UserError
-from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.machine import Gpu, Hardware
 from kt_ray.hardware.parts import DATA_CENTRE, GpuSheet, gpu_named
 from kt_ray.hardware.rates import (
     CAUSAL,
@@ -127,8 +127,18 @@ def defaults(hardware: Hardware) -> dict[str, Figure]:
         "disk": Figure(2e9, "assumed"),
     }
     if hardware.gpus:
-        figures |= _gpu_defaults(hardware.gpus[0].name)
+        figures |= _gpu_defaults(_slowest(hardware.gpus))
     return figures
+
+
+def _slowest(gpus: Sequence[Gpu]) -> str:
+    """The name of the card that all are taken for: the one of least FLOP/s, then of least PCIe."""
+
+    def speed(name: str) -> tuple[float, float, str]:
+        sheet = gpu_named(name) or _UNKNOWN_GPU
+        return sheet.flops, sheet.pcie, name
+
+    return min((gpu.name for gpu in gpus), key=speed)
 
 
 def _gpu_defaults(name: str) -> dict[str, Figure]:
@@ -195,7 +205,7 @@ def nominal_rates(hardware: Hardware) -> Rates:
         if isa != "reference":
             experts += [_expert(figures, isa, fmt, socket.cores, int8=True) for fmt in ("int8", "int4")]
     given = "described" if hardware.rates else "nominal"
-    gpu = _gpu(figures, hardware.gpus[0].name) if hardware.gpus else None
+    gpu = _gpu(figures, _slowest(hardware.gpus)) if hardware.gpus else None
     pcie, pageable = figures.get("pcie"), figures.get("pcie_pageable")
     return Rates(
         source=f"{given}: {hardware.source}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -82,7 +83,8 @@ def describe(hardware: Hardware) -> str:
         f"{counted(len(sockets), 'socket')} x {sockets[0].cores} cores, {sockets[0].memory_bytes >> 30:,} GiB"
     )
     text = (f"{hosts} hosts of " if hosts > 1 else "") + text + (" each" if len(sockets) > 1 else "")
-    return f"{len(hardware.gpus)} x {hardware.gpus[0].name}, {text}" if hardware.gpus else text
+    cards = Counter(gpu.name for gpu in hardware.gpus)
+    return f"{' + '.join(f'{count} x {name}' for name, count in cards.items())}, {text}" if cards else text
 
 
 def shortage(plan: Plan) -> str:

@@ -143,7 +143,7 @@ def predict(
         measured=rates.source.startswith("measured"),
         rows=rows,
         load_seconds=_load_seconds(plan, rates),
-        notes=_left_out(plan, config),
+        notes=_left_out(plan, config, rates),
         stages=plan.stages,
     )
 
@@ -159,9 +159,12 @@ def _plainly(resource: str) -> str:
     return f"the cores of {resource}" if "socket" in resource else resource
 
 
-def _left_out(plan: Plan, config: Config) -> tuple[str, ...]:
+def _left_out(plan: Plan, config: Config, rates: Rates) -> tuple[str, ...]:
     """What the prediction does not know of this plan."""
     notes = []
+    kinds = {gpu.name for gpu in plan.hardware.gpus}
+    if len(kinds) > 1 and rates.gpu is not None and not all(budget.is_socket for budget in plan.budgets):
+        notes.append(f"GPUs of several kinds: predicted as if all were {rates.gpu.name}")
     if plan.lane is not None and not plan.lane.cuda:
         notes.append("predicted as without the lane: rule.experts.lane_device=cpu is a stand-in for tests")
     if plan.hardware.hosts > 1:

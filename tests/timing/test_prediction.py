@@ -11,12 +11,13 @@ import pytest
 from kt_ray.config.schema import Config
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.hardware.describe import hardware_from_file
-from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.machine import Gpu, Hardware
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rates import Figure
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.remedies import describe
 from kt_ray.timing.prediction import Prediction, neighbours, predict
 from kt_ray.timing.seats import even_waves
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
@@ -49,6 +50,20 @@ def changes(rule: dict[str, Any], load: ExpertLoad | None = None, hardware: Hard
     rates = nominal_rates(hardware)
     base = predict(plan, config, rates, even_waves(plan, config, 512))
     return [change.overrides for change in neighbours(plan, config, rates, base, 512, load)]
+
+
+def test_gpus_of_several_kinds_are_taken_for_the_slowest() -> None:
+    def of(*names: str) -> tuple[str, Prediction]:
+        cards = tuple(Gpu(i, name, 24 << 30) for i, name in enumerate(names))
+        hardware = replace(make_hardware(), gpus=cards)
+        return describe(hardware), predicted(make_config(), hardware)
+
+    (text, mixed), (_, turned) = of("RTX 5090", "RTX 3090"), of("RTX 3090", "RTX 5090")
+    slow = of("RTX 3090", "RTX 3090")[1]
+    assert text.startswith("1 x RTX 5090 + 1 x RTX 3090, ")
+    assert mixed.simulated == turned.simulated == slow.simulated != of("RTX 5090", "RTX 5090")[1].simulated
+    note = "GPUs of several kinds: predicted as if all were RTX 3090"
+    assert note in mixed.notes and note in turned.notes and note not in slow.notes
 
 
 def test_a_pair_is_two_rows() -> None:
