@@ -2,6 +2,7 @@
 
 The stages of a replica take turns (kt_ray.placement.order): more of them give memory, not speed. Replicas
 work side by side. So as many replicas as have something to do and fit, each over an equal part of the GPUs.
+On the CPU a worker computes on one socket: as many replicas as there are sockets, of one stage each.
 Pure functions.
 """
 
@@ -17,6 +18,7 @@ from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.devices import resolve_device
+from kt_ray.placement.generation_memory import generates
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import LAYOUT, counted, gib, layout_text
 
@@ -34,23 +36,27 @@ def layouts(dims: ModelDims, config: Config, hardware: Hardware) -> tuple[Layout
     hardware leaves no choice.
 
     Left out: a replica more than is needed for the fewest micro-batches in a row, which would shorten
-    nothing (its GPUs hold layers instead), and fewer replicas of as many stages, which need no less memory.
+    nothing (its GPUs hold layers instead), and on GPUs fewer replicas of as many stages, which need no less
+    memory. On the CPU only training has a choice, and attention is on the driver's host.
     """
-    rule, gpus = config.rule, len(hardware.gpus)
+    rule, on_cpu = config.rule, resolve_device(config.rule, hardware) == "cpu"
+    places = len(hardware.on(0)) if on_cpu else len(hardware.gpus)  # of a host
     asked = rule.attention_hosts
     asked = "all" if asked == "auto" and rule.experts.copy_count > 1 else asked
-    nodes = 1 if config.cluster.name == "local" else rule.nodes
-    if not layout_is_auto(rule) or gpus * nodes < 2 or resolve_device(rule, hardware) == "cpu":
+    nodes = 1 if config.cluster.name == "local" or on_cpu else rule.nodes
+    if not layout_is_auto(rule) or places * nodes < 2 or (on_cpu and (asked == "all" or generates(config))):
         return ()
     micro = _micro_batches(config)
-    found = []
+    found: list[Layout] = []
     for hosts in sorted({nodes if asked != "driver" else 1, nodes if asked == "all" else 1}, reverse=True):
-        most: dict[int, int] = {}  # stages -> most replicas of a host
-        for own in range(gpus, 0, -1):
+        stages = 0  # of the layout before
+        for own in range(places, 0, -1):  # replicas of a host
             fewer = math.ceil(micro / ((own - 1) * hosts)) if own > 1 else micro + 1
-            if own * hosts <= micro and math.ceil(micro / (own * hosts)) < fewer:
-                most.setdefault(min(gpus // own, dims.num_layers), own)
-        found += [Layout(stages, own * hosts, hosts) for stages, own in most.items()]
+            more = 1 if on_cpu else min(places // own, dims.num_layers)
+            shortens = own * hosts <= micro and math.ceil(micro / (own * hosts)) < fewer
+            if shortens and (on_cpu or more > stages):
+                found.append(Layout(more, own * hosts, hosts))
+                stages = more
     return tuple(found)
 
 
@@ -86,7 +92,8 @@ def choose_layout(config: Config, choices: tuple[Layout, ...], plan_of: Callable
             return _noted(plan, reason or _first_reason(config, plan))
         worst = max(plan.budgets, key=lambda b: b.total - b.capacity if not b.fits else 0)
         reason = f"{layout_text(*layout)} would lack {gib(worst.total - worst.capacity)} on {worst.device}"
-    return _noted(plan, "nothing fits, and this needs the least of each GPU")
+    place = "socket" if _on_cpu(plan) else "GPU"
+    return _noted(plan, f"nothing fits, and this needs the least of each {place}")
 
 
 def _noted(plan: Plan, reason: str) -> Plan:
@@ -101,9 +108,16 @@ def _micro_batches(config: Config) -> int:
 
 
 def _first_reason(config: Config, plan: Plan) -> str:
-    if plan.replicas < len(plan.hardware.gpus) * plan.attention_hosts:
+    places = len(plan.hardware.on(0) if _on_cpu(plan) else plan.hardware.gpus)
+    if plan.replicas < places * plan.attention_hosts:
         batches = counted(_micro_batches(config), "micro-batch")
         return (
             f"more replicas would not shorten a step of {batches} (trainer.batch_size over micro_batch_size)"
         )
+    if _on_cpu(plan):
+        return "a replica for each socket, whose cores alone it uses"
     return "a whole replica fits each GPU; replicas work side by side, stages take turns"
+
+
+def _on_cpu(plan: Plan) -> bool:
+    return plan.workers[0].device == "cpu"

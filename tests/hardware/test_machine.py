@@ -31,7 +31,7 @@ def test_experts_on_every_socket_of_every_host_attention_on_the_first() -> None:
 
 
 def test_budgets_and_tables_per_host() -> None:
-    plan = make_plan(small_dims(), make_config(rule={"nodes": 2}), HOST)
+    plan = make_plan(small_dims(), make_config(rule={"nodes": 2, "replicas": 1}), HOST)
     names = ["host 0 socket 0", "host 0 socket 1", "host 1 socket 0", "host 1 socket 1"]
     assert [b.device for b in plan.budgets] == names
     assert all(b.is_socket and b.capacity == HOST.sockets[0].memory_bytes for b in plan.budgets)

@@ -126,8 +126,25 @@ def test_what_is_set_is_obeyed(rule: dict[str, Any], layout: tuple[int, int]) ->
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_one_worker_has_nothing_to_choose(gpus: int) -> None:
-    plan = make_plan(small_dims(), make_config(), make_hardware(gpus=gpus, sockets=2))
+    plan = make_plan(small_dims(), make_config(), make_hardware(gpus=gpus, sockets=1 + gpus))
     assert len(plan.workers) == 1 and not note(plan)
+
+
+def test_a_replica_on_each_socket_of_a_host_without_gpus() -> None:
+    """A worker on the CPU computes on one socket."""
+    dims, hardware = small_dims(), make_hardware(sockets=2)
+    plan = make_plan(dims, make_config(), hardware)
+    assert (plan.stages, plan.replicas) == (1, 2) and "a replica for each socket" in note(plan)
+    assert [worker.cpus for worker in plan.workers] == [socket.cpus for socket in hardware.sockets]
+    one_row = make_plan(dims, make_config(trainer={"batch_size": 1}), hardware)
+    assert one_row.replicas == 1 and "more replicas would not shorten" in note(one_row)
+    # The weights of a second replica take memory on its socket.
+    need = make_plan(dims, make_config(rule={"replicas": 1, "wave": 1}), hardware)
+    little = make_hardware(sockets=2, memory=max(b.total for b in need.budgets))
+    assert make_plan(dims, make_config(rule={"wave": 1}), little).fits
+    assert make_plan(dims, make_config(mode="predict"), hardware).replicas == 1
+    for rule in ({"stages": 1}, {"replicas": 1}, {"layers": [2, 2]}):
+        assert make_plan(dims, make_config(rule=rule), hardware).replicas == 1
 
 
 def test_auto_counts_as_one_where_no_plan_is_made() -> None:
