@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from kt_ray.config.checks import check
@@ -38,9 +38,12 @@ def remedies(
     """Changes under which the plan fits, the least intrusive first; empty when nothing tried does.
 
     Args:
-        rules: other rules by option name (conf/rule), each tried as it stands: on this hardware and,
-            where none fits there, on the hardware the rule is drawn up for.
+        rules: all rules by option name (conf/rule), each tried with the keys that are set over the present
+            one, as its override would be: on this hardware and, where none fits there, on the hardware the
+            rule is drawn up for.
     """
+    base = rules.get(config.rule.name, RuleConfig())
+    rules = {name: _with_set(other, config.rule, base) for name, other in rules.items()}
     fitting: list[Remedy] = []
     changed_keys: set[str] = set()
     for remedy, changed in _candidates(config, rules):
@@ -57,6 +60,19 @@ def remedies(
     if not any(remedy.overrides.startswith("rule=") for remedy in fitting):
         fitting += _elsewhere(dims, config, rules)[:MOST_ELSEWHERE]
     return tuple(fitting)
+
+
+def _with_set(other: Any, asked: Any, base: Any) -> Any:
+    """The rule (or part of one) with every key that `asked` has otherwise than the option it is made from."""
+    changed = {}
+    for field in fields(asked):
+        name = field.name
+        value, plain = getattr(asked, name), getattr(base, name)
+        if is_dataclass(value):
+            changed[name] = _with_set(getattr(other, name), value, plain)
+        elif value != plain:
+            changed[name] = value
+    return replace(other, **changed)
 
 
 def _elsewhere(dims: ModelDims, config: Config, rules: Mapping[str, RuleConfig]) -> list[Remedy]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kt_ray.config.compose import compose
-from kt_ray.config.schema import LoraConfig, RuleConfig
+from kt_ray.config.schema import Config, LoraConfig, RuleConfig
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.hardware.describe import hardware_for, nominal_hardware
 from kt_ray.modes.plan import model_dims
@@ -384,6 +384,27 @@ def test_remedies_name_rules_that_fit_elsewhere() -> None:
     found = remedies(V3, config, make_hardware(memory=16 * GIB), rules)
     assert [r.overrides for r in found] == ["rule=one", "rule=four"]  # on one card with streamed layers
     assert "1 x 24 GB GPU" in found[0].effect and "4 x 24 GB GPU" in found[1].effect
+
+
+def test_another_rule_is_tried_with_the_keys_that_are_set() -> None:
+    """Its override leaves them in force."""
+    dims, step = small_dims(), {"trainer": {"batch_size": 64, "micro_batch_size": 1}, **CHECKED}
+
+    def config(**rule: Any) -> Config:
+        return make_config(rule=rule, data={"max_length": 512}, **step)
+
+    whole, small = config(wave=64), config(name="small", wave=1)
+    need = make_plan(dims, small, make_hardware()).budgets[0].total
+    room = make_hardware(memory=need + (1 << 20))
+    assert not make_plan(dims, whole, room).fits
+
+    def offered(auto: Config) -> bool:
+        rules = {auto.rule.name: auto.rule, "small": small.rule}
+        found = remedies(dims, whole, room, rules)
+        return any(r.overrides == "rule=small" and "other hardware" not in r.effect for r in found)
+
+    assert offered(auto=whole)  # the option itself has such waves
+    assert not offered(auto=config())  # there rule.wave=64 is set, and stays so
 
 
 def test_remedies_name_the_format_that_fits() -> None:
