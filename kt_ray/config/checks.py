@@ -503,7 +503,8 @@ def _trainer(c: Config) -> Iterator[Fault]:
         )
     own = Path(c.run.root, c.run.name or "").absolute()  # a new run may begin with another run's checkpoint
     if (
-        c.run.overwrite
+        c.mode == "train"  # other modes replace answers alone
+        and c.run.overwrite
         and resume is not None
         and (resume == "latest" or own in Path(resume).absolute().parents)
     ):

@@ -214,8 +214,8 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
     """That all answers made with the settings in a file are among those that are asked for now."""
     what = "the settings of the predictions"
     before = read_json(file, what, _REMEDY)
-    for name in sorted(settings.keys() - {"adapter", "rows", "count"}):
-        if before.get(name) != settings[name]:
+    for name in settings:  # in their order: what others follow from comes first
+        if name not in ("adapter", "rows", "count") and before.get(name) != settings[name]:
             raise UserError(
                 "the predictions in this directory were made with other settings",
                 where=str(file),

@@ -188,8 +188,14 @@ def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.Capture
     assert run(model, "generate.limit=2", "generate.repetition_penalty=1.5") == 2
     error = capsys.readouterr().err
     assert "repetition_penalty" in error and "run.overwrite=true" in error and lines() == before
-    assert run(model, "generate.limit=2", "generate.repetition_penalty=1.5", "run.overwrite=true") == 0
-    assert len(lines()) == 2
+    assert run(model, "generate.limit=2", "generate.temperature=0.5") == 2
+    assert (
+        "found temperature=0.0; required temperature=0.5" in capsys.readouterr().err
+    )  # not seed, which follows
+    # As the configuration of a run that was resumed asks for it: nothing is resumed here.
+    again = ("generate.repetition_penalty=1.5", "run.overwrite=true", "trainer.resume=latest")
+    assert run(model, "generate.limit=2", *again) == 0
+    assert len(lines()) == 2 and lines() != before
 
 
 def test_all_that_lines_depend_on_is_a_setting(model: Path) -> None:

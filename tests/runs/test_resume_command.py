@@ -86,6 +86,21 @@ def test_its_model_and_adapter_answer(runs: Path, given: list[Config], mode: str
     assert "generate.adapter" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("mode", ["predict", "eval"])
+def test_answers_of_a_run_that_was_resumed_may_be_replaced(
+    runs: Path, given: list[Config], mode: str
+) -> None:
+    write_adapter(runs / "a")
+    file = runs / "a" / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    saved["trainer"]["resume"] = "latest"  # what the command that resumed it left there
+    file.write_text(yaml.safe_dump(saved))
+    more = ["generate.max_new_tokens=9", "run.overwrite=true"]
+    assert cli.main(["resume=runs/a", f"mode={mode}", *more]) == 0
+    assert given[0].run.overwrite and given[0].trainer.resume == "latest"
+    assert cli.main(["resume=runs/a", *more]) == BAD_INPUT
+
+
 def write_adapter(run: Path) -> None:
     (run / "adapter").mkdir()
     (run / "adapter" / "adapter_config.json").write_text("{}")
