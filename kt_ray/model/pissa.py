@@ -32,14 +32,28 @@ def take_principal(linear: Any, a: Tensor, b: Tensor, lora: LoraConfig, key: str
     if lora.init == "pissa":
         u, s, vh = torch.linalg.svd(whole, full_matrices=False)
     else:
-        with torch.random.fork_rng(devices=[a.device] if a.is_cuda else []):
-            torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
-            u, s, v = torch.svd_lowrank(whole, rank, niter=int(lora.init.rpartition("_")[2]))
-        vh = v.T
+        u, s, vh = _low_rank(whole, rank, int(lora.init.rpartition("_")[2]), key)
     root = (s[:rank] / lora.scale).sqrt()
     a.zero_()[:rank] = root[:, None] * vh[:rank]  # a rank beyond the weight's adds nothing
     b.zero_()[:, :rank] = u[:, :rank] * root
     weight.copy_(whole - lora.scale * (b @ a))
+
+
+def _low_rank(whole: Tensor, rank: int, rounds: int, key: str) -> tuple[Tensor, Tensor, Tensor]:
+    """torch.svd_lowrank's U, S and Vᵀ, from a start that is drawn on the CPU.
+
+    After few rounds the result depends on the start, and a run may go on on another kind of device.
+    """
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
+    tall = whole if whole.shape[0] >= whole.shape[1] else whole.T
+    start = torch.randn(tall.shape[1], rank, generator=torch.Generator().manual_seed(seed))
+    q = torch.linalg.qr(tall @ start.to(tall)).Q
+    for _ in range(rounds):
+        q = torch.linalg.qr(tall.T @ q).Q
+        q = torch.linalg.qr(tall @ q).Q
+    u, s, vh = torch.linalg.svd(q.T @ tall, full_matrices=False)
+    u = q @ u
+    return (u, s, vh) if tall is whole else (vh.T, s, u.T)
 
 
 def doubled_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -310,7 +310,7 @@ def _train(
 
     def save(step: int) -> Path:
         more = partial(trainer.policy.save, step) if trainer.policy is not None else lambda _: None
-        return save_checkpoint(prepared, rundir, cluster, step, trainer.load, more)
+        return save_checkpoint(prepared, rundir, cluster, step, trainer.load, trainer.recent(step), more)
 
     def timeline(step: int, activities: Sequence[Activity]) -> None:
         write_timeline(rundir.path / "timelines", step, activities, {"run": rundir.path.name, "step": step})
@@ -343,6 +343,7 @@ def _train(
             prepared.batches,
             events,
             first_step=first_step,
+            before=resume.recent if resume else (),
             resumed_from=resume.directory if resume else None,
             load=prepared.load,
             profile=rundir.path / "profile",
@@ -357,7 +358,7 @@ def _train(
     evaluated = sorted(done.eval_losses.items())
     if config.trainer.save_best and trainer.kept is not None and evaluated:
         evaluated.append(trainer.kept)  # what the adapter is
-    steps = done.losses if rollouts is None else done.rewards
+    steps = done.applied_losses if rollouts is None else done.rewards
     summary = Summary(
         run_dir=rundir.path,
         steps=done.steps,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,18 @@ class ResumePoint:
 
     directory: Path
     manifest: Manifest
+
+    @property
+    def recent(self) -> list[tuple[float, float]]:
+        """Losses and gradient norms of the last steps before it; [] = the checkpoint does not say."""
+        with contextlib.suppress(
+            KeyError, TypeError, ValueError
+        ):  # an older checkpoint, or one written by hand
+            known = [
+                [math.nan if x is None else float(x) for x in pair] for pair in self.manifest.state["recent"]
+            ]
+            return [(loss, norm) for loss, norm in known]
+        return []
 
 
 def intact_checkpoint(config: Config) -> tuple[Config, Manifest | None]:
@@ -107,11 +121,13 @@ def save_checkpoint(
     cluster: Cluster,
     step: int,
     load: ExpertLoad,
+    recent: Sequence[tuple[float, float]] = (),
     more: Callable[[Path], Path | None] = lambda _: None,
 ) -> Path:
     """Every actor writes its shard, then the manifest, then old checkpoints go.
 
     Args:
+        recent: losses and gradient norms of the last steps.
         more: writes one more file into the directory, or none.
 
     Raises:
@@ -136,7 +152,13 @@ def save_checkpoint(
                 model=prepared.fingerprint,
                 fields=_fields(prepared),
                 shards=tuple(shards),
-                state={"total_steps": batches.total_steps},
+                state={
+                    "total_steps": batches.total_steps,
+                    "lr": learning_rate(prepared.config.optim, step - 1, batches.total_steps)
+                    if step
+                    else None,
+                    "recent": [[x if math.isfinite(x) else None for x in pair] for pair in recent],
+                },
             )
             checkpoint = commit_checkpoint(partial, rundir.checkpoints / step_name(step), manifest)
             prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
@@ -163,22 +185,26 @@ def best_so_far(rundir: RunDir) -> tuple[int, float] | None:
 
 
 def new_schedule(resume: ResumePoint, prepared: Prepared) -> str:
-    """A line for the user where the learning rate will jump up: a schedule that fell is planned anew.
+    """A line for the user where the learning rate will jump up: a schedule is planned anew, or its options
+    were changed.
 
     Returns:
         "" where it goes on as it was.
     """
     optim, step, total = prepared.config.optim, resume.manifest.step, prepared.batches.total_steps
-    before = resume.manifest.state.get("total_steps")
-    if before is None or before == total or not number_of_steps(optim.warmup, before) < step < total:
+    state = resume.manifest.state
+    before, old = state.get("total_steps"), state.get("lr")
+    if before is None or not number_of_steps(optim.warmup, before) < step < total:
         return ""
-    old, new = learning_rate(optim, step - 1, before), learning_rate(optim, step, total)
+    new = learning_rate(optim, step, total)
+    old = old if isinstance(old, float) else learning_rate(optim, step - 1, before)
     if new <= 1.2 * old:
         return ""
+    planned = f": it was planned over {before} steps, and now over {total}" if before != total else ""
     return (
-        f"the learning rate was to fall over {before} steps and now falls over {total}: it jumps from "
-        f"{old:.2g} at step {step} to {new:.2g} at step {step + 1}. Another choice: a small constant rate, "
-        f"optim.schedule=constant optim.warmup=0 optim.lr={max(old, 0.1 * new):.2g}"
+        f"the learning rate jumps from {old:.2g} at step {step} to {new:.2g} at step {step + 1}{planned}. "
+        "Another choice: a small constant rate, optim.schedule=constant optim.warmup=0 "
+        f"optim.lr={max(old, 0.1 * new):.2g}"
     )
 
 

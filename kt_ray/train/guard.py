@@ -11,7 +11,7 @@ from kt_ray.errors import BadStep
 from kt_ray.train.cluster_protocol import Cluster
 from kt_ray.train.reports import PassReport
 
-WINDOW = 16  # steps whose median is the measure
+WINDOW = 16  # steps whose median is the measure; checkpoints keep their figures
 ENOUGH = 4  # steps that must be known before any is called a spike
 # Stages whose loss holds a negative log-likelihood per token, so that a ratio of two means something.
 # The loss of dpo and kto approaches zero in good training (hinge: is zero; robust: may be negative).

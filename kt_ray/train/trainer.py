@@ -33,7 +33,7 @@ from kt_ray.timeline import Activity, SpanRecorder
 from kt_ray.train import policy_steps
 from kt_ray.train.cluster_protocol import ActorLost, Cluster, GivenUp
 from kt_ray.train.figures import step_metrics, tokens_per_expert
-from kt_ray.train.guard import judge
+from kt_ray.train.guard import WINDOW, judge
 from kt_ray.train.policy_steps import Policy
 from kt_ray.train.preference_steps import STAGES, Preference
 from kt_ray.train.recovery import Point, Recovery
@@ -80,11 +80,21 @@ class Summary:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    skipped: int = 0
+    skipped_steps: set[int] = field(default_factory=set)  # their places in `losses`
     stopped: str = ""
     eval_losses: dict[int, float] = field(default_factory=dict)
     recoveries: int = 0
     seconds_lost: float = 0.0
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were."""
+        return len(self.skipped_steps)
+
+    @property
+    def applied_losses(self) -> list[float]:
+        """Without those of skipped steps."""
+        return [loss for i, loss in enumerate(self.losses) if i not in self.skipped_steps]
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,7 @@ class Trainer:
 
     Args:
         first_step: number of steps already taken (resume).
+        before: losses and gradient norms of the last of them, as `recent` had them: trainer.spike's measure.
         resumed_from: the checkpoint that they come from.
         load: tokens per expert of those steps; `self.load` adds every applied step.
         profile: directory of the traces of trainer.profile_steps.
@@ -131,6 +142,7 @@ class Trainer:
         events: Events | None = None,
         *,
         first_step: int = 0,
+        before: Sequence[tuple[float, float]] = (),
         resumed_from: Path | None = None,
         load: ExpertLoad | None = None,
         profile: Path | None = None,
@@ -145,6 +157,7 @@ class Trainer:
         self.batches = batches
         self.events = events or Events()
         self.first_step = first_step
+        self._before = list(before)
         self.load = load or ExpertLoad()
         self.stop = StopSignals() if stop is None else stop
         cluster.give_up = self.stop.give_up
@@ -399,9 +412,14 @@ class Trainer:
             return
         self._done = step + 1
         self.events.say(f"step {step + 1} skipped: {bad.what}; at {bad.where}")
-        self.summary.skipped += 1
+        self.summary.skipped_steps.add(step - self.first_step)
         self._note(step, math.nan, math.nan)  # of a pass that broke off; else they are known
         self.recovery.progressed()
+
+    def recent(self, step: int) -> list[tuple[float, float]]:
+        """Losses and gradient norms of the steps before this one (0-based), the oldest first."""
+        own = zip(self.summary.losses, self.summary.grad_norms, strict=True)
+        return [*self._before, *list(own)[: step - self.first_step]][-WINDOW:]
 
     def _note(self, step: int, loss: float, norm: float) -> None:
         """Once per step: an actor may be lost between this and the commit, and the step is repeated."""
@@ -444,8 +462,8 @@ class Trainer:
         passed = time.monotonic()
         with recorder.span("prepare", "wait"):
             norm = math.sqrt(self.cluster.prepare(step))
-        count = step - self.first_step
-        losses, norms = self.summary.losses[:count], self.summary.grad_norms[:count]
+        recent = self.recent(step)
+        losses, norms = [loss for loss, _ in recent], [norm for _, norm in recent]
         trainer = self.config.trainer
         bad = judge(self.cluster, step, waves, report, norm, losses, norms, trainer.spike, trainer.stage)
         self._note(step, report.loss, norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from kt_ray.config.compose import compose
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
+from kt_ray.model import pissa
 from kt_ray.model.lora import init_lora_a
 from kt_ray.model.pissa import doubled_shape, relative_to_weights, take_principal
 from kt_ray.pulse import beats
@@ -138,3 +140,13 @@ def test_each_decomposition_is_something_done(
 def test_refused_before_anything_starts(overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         compose(overrides)
+
+
+@pytest.mark.parametrize("shape", [(48, 30), (30, 48)])
+def test_the_iteration_is_torchs_from_a_start_of_the_cpu(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    u, s, vh = pissa._low_rank(weight, 4, 2, "module")
+    with torch.random.fork_rng():
+        torch.manual_seed(int.from_bytes(hashlib.sha256(b"module").digest()[:7], "little"))
+        want = torch.svd_lowrank(weight, 4, niter=2)
+    assert torch.equal(s, want[1]) and torch.equal(u, want[0]) and torch.equal(vh, want[2].T)

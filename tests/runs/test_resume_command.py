@@ -238,6 +238,20 @@ def test_a_schedule_that_begins_to_rise_again_is_said(
         assert "at step 11" in line and "optim.schedule=constant" in line
 
 
+@pytest.mark.parametrize(
+    ("lr", "total", "said"), [(1e-4, 400, ""), (1e-2, 40, "from 0.00058 at step 20 to 0.0054")]
+)
+def test_the_learning_rate_before_is_the_one_that_was_taken(lr: float, total: int, said: str) -> None:
+    """Whatever optim.* is now."""
+    prepared = types.SimpleNamespace(
+        config=Config(optim=OptimConfig(lr=lr)), batches=types.SimpleNamespace(total_steps=total)
+    )
+    state = {"total_steps": 40, "lr": 5.8e-4}
+    manifest = Manifest(step=20, seed=0, data={}, model="m", fields={}, shards=(), state=state)
+    line = new_schedule(ResumePoint(Path("x"), manifest), prepared)  # type: ignore[arg-type]
+    assert said in line and bool(line) is bool(said)
+
+
 def test_config_yaml_holds_all_that_a_run_is_made_of(runs: Path) -> None:
     saved = yaml.safe_load((runs / "a/config.yaml").read_text())
     assert set(saved) == {field.name for field in dataclasses.fields(Config)}

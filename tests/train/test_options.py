@@ -236,6 +236,18 @@ def test_spikes_are_named(go: Go) -> None:
     assert trainer.summary.steps == 8
 
 
+def test_a_continued_run_knows_what_was_usual(go: Go) -> None:
+    stopped, _, _ = go("trainer.spike=3", losses={5: 3.5, 7: 3.5})
+    before = stopped.recent(5)
+    assert before == [(1.0, 1.0)] * 5
+    skip = ("trainer.spike=3", "trainer.bad_steps=skip")
+    whole, _, _ = go(*skip, losses={5: 3.5, 7: 3.5})
+    again, cluster, _ = go(*skip, losses={5: 3.5, 7: 3.5}, first_step=5, before=before)
+    assert cluster.calls == ["discard", "skip 5", "commit 6", "discard", "skip 7"]
+    assert again.summary.losses == whole.summary.losses[5:] and again.recent(8) == whole.recent(8)
+    assert again.summary.applied_losses == [1.0]
+
+
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
 @pytest.mark.parametrize("usual", [1.0, 0.0, -0.5])
 def test_a_loss_spikes_only_where_it_is_positive_by_nature(stage: str, usual: float) -> None:
