@@ -34,10 +34,12 @@ from kt_ray.actors.ray.ray_address import (
 from kt_ray.actors.ray.ray_guard import RayGuard
 from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus, worker_cpus
 from kt_ray.actors.ray.ray_placement import (
+    PACKED,
     Seats,
     await_group,
     by_gpu,
     cards_of,
+    cpus_for_one_host,
     differ,
     gpu_share,
     gpus_behind,
@@ -132,6 +134,7 @@ class RayCluster(ActorCluster):
         self._group: Any = None
         self._actor_specs: dict[Address, RayActorSpec] = {}
         self._keepers: list[Any] = []  # see share_on_hosts
+        self._torn = False  # it was said that a plan for one host is on several nodes
         self._epoch = 0  # how often the actors were introduced to each other
 
     # -- start --------------------------------------------------------------------------------
@@ -264,11 +267,7 @@ class RayCluster(ActorCluster):
     def _spawn(self) -> None:
         if not ray.is_initialized() or (self.plan.hardware.hosts > 1 and self.hosts is None):
             self.connect()
-        have = (
-            [node.cpus for node in self.hosts.nodes]
-            if self.hosts
-            else [ray.cluster_resources().get("CPU", 1.0)]
-        )
+        have = [node.cpus for node in self.hosts.nodes] if self.hosts else [cpus_for_one_host(self.rule)]
         reserved = reservations(self.plan, self.rule, have)
         share = gpu_share(self.plan)
         chosen, cards = self._reserve(reserved)
@@ -382,6 +381,7 @@ class RayCluster(ActorCluster):
             except RayActorError as error:
                 raise self._death(handle, _died(error)) from error
         meeting = self._meeting(peers, timeout)
+        self._note_nodes(len({peer.node for peer in peers.values()}))
         self._await_introduced(
             {
                 handle.actor.connect.remote(peers, self._epoch, meeting): handle
@@ -389,6 +389,18 @@ class RayCluster(ActorCluster):
             },
             timeout,
         )
+
+    def _note_nodes(self, nodes: int) -> None:
+        """Once: Ray found no node with room for all actors of a plan for one host."""
+        if nodes > 1 and self.hosts is None and self.rule.strategy in PACKED and not self._torn:
+            self._torn = True
+            logger.warning(
+                "the plan is for one host, but Ray put its actors on %d nodes: the others were not compared "
+                "with it, and tensors travel between them. To plan for them: rule.nodes=%d. To wait for room "
+                "on one: rule.ray.strategy=STRICT_PACK",
+                nodes,
+                nodes,
+            )
 
     def _placed(self, future: Any, timeout: float) -> Any:
         """Where an actor is, once it has a place.

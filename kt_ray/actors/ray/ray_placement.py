@@ -26,6 +26,8 @@ from kt_ray.hardware.machine import Gpu, gpu_name
 from kt_ray.placement.plan_types import Plan
 from kt_ray.transport.messages import Address
 
+PACKED = ("PACK", "STRICT_PACK")  # of rule.ray.strategy: all actors on one node
+
 
 @dataclass(frozen=True)
 class Seats:
@@ -70,6 +72,19 @@ def reservations(plan: Plan, rule: RayRule, have: Sequence[float]) -> dict[Addre
         scale = min(1.0, have[host] / peers)
         reserved[address] = float(cpus) if cpus != "auto" else max(0.01, int(count * scale * 100) / 100)
     return reserved
+
+
+def cpus_for_one_host(rule: RayRule) -> float:
+    """CPUs for the actors of a plan for one host, as Ray counts them.
+
+    Those of one node, so that PACK can keep the actors there: the driver's, or the largest where that one
+    offers none. SPREAD asks for all nodes.
+    """
+    of_node = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]}
+    if rule.strategy not in PACKED:
+        return float(sum(of_node.values())) or 1.0
+    own = of_node.get(ray.get_runtime_context().get_node_id())
+    return float(own or max(of_node.values(), default=0.0)) or 1.0
 
 
 def reserved_by_host(plan: Plan, rule: RayRule) -> list[float]:

@@ -155,6 +155,27 @@ def test_bit_identical_over_two_nodes(tmp_path: Path, address: str) -> None:
     assert not ray.is_initialized()  # joined, then left
 
 
+@pytest.mark.parametrize(
+    ("asked", "found"), [((), 1), (("rule.ray.worker_cpus=2", "rule.ray.expert_cpus=2"), 2)]
+)
+def test_a_plan_for_one_host_is_on_one_node_where_it_fits(
+    tmp_path: Path, address: str, asked: tuple[str, ...], found: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its threads add up to the CPUs of both nodes: reserved as such, they would never be on one."""
+    checkpoint = build_checkpoint(tmp_path, "deepseek_v3")
+    threads = ("rule=cpu_1worker_1socket", "rule.worker_threads=2", "rule.experts.threads=2")
+    config = config_for(checkpoint, *threads, *asked, "cluster=ray", f"cluster.address={address}")
+    cluster = started(checkpoint, config, tmp_path)
+    try:
+        cluster.start()
+        handles = [handle for handle in cluster.handles if isinstance(handle, RayHandle)]
+        nodes = {ray.get(handle.actor.place.remote())[0] for handle in handles}
+    finally:
+        cluster.shutdown()
+    assert len(nodes) == found
+    assert caplog.text.count("Ray put its actors on 2 nodes") == found - 1
+
+
 def _ran(checkpoint: Path, config: Config) -> tuple[list[float], dict[str, str], dict[str, set[str]]]:
     """Losses of four steps; by actor its node, and the actors whose shared memory it has open."""
     cluster = started(checkpoint, config, checkpoint.parent)
