@@ -26,7 +26,7 @@ from kt_ray.errors import BAD_INPUT, OK, UserError, exit_code, guard
 from kt_ray.runs.model_hub import located
 from kt_ray.runs.resume_command import ResumeCommand
 from kt_ray.supervisor import as_child, supervise
-from kt_ray.terminal import visible
+from kt_ray.terminal import lasting, open_streams, visible
 
 # Hydra's flags (and ours, --version).
 FLAGS = (
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None = those of this process.
     """
+    open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--version" in arguments:
         print(f"kt_ray {version()}")
@@ -72,7 +73,7 @@ def dispatch(config: Config) -> int:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if config.mode == "train":
         # The first word of a run: torch alone takes seconds to load, plan and rows may take a minute.
-        print("reading the model and the rows", flush=True)
+        print("reading the model and the rows", file=lasting(), flush=True)
     if config.mode in ("train", "serve") and config.trainer.restarts:
         return supervise(config)
     return run(config)
@@ -98,6 +99,7 @@ def run(config: Config) -> int:
 
 def supervised() -> int:
     """The driver that a supervisor started (trainer.restarts). Returns its exit code."""
+    open_streams()
     return as_child(lambda config: guard(lambda: run(config)))
 
 
@@ -126,7 +128,7 @@ def _run_hydra(arguments: list[str]) -> int:
     keys = list(keys if resume is None else resume.changes)
     refuse_peer_options(keys)
     # What is asked to be printed as YAML stays alone on standard output.
-    keys = with_recipe(keys, sys.stderr if printed else None)
+    keys = with_recipe(keys, lasting(stderr=bool(printed)))
     # Flags first: argparse takes keys in one place only and would refuse `seed=1 -m lora.rank=4,8`.
     arguments = flags + expand(keys, sweep=sweep, implied=resume is None)
 
@@ -142,6 +144,8 @@ def _run_hydra(arguments: list[str]) -> int:
         with _as_process_arguments(arguments):
             try:
                 hydra.main(str(conf_dir()), "config", HYDRA_VERSION_BASE)(job)()
+                if printed:
+                    sys.stdout.flush()  # a full disk is told
             except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
                 raise translate(error, [a for a in arguments if not a.startswith("-")]) from error
             except SystemExit as stop:  # --help, and argparse about an unknown flag
@@ -219,11 +223,12 @@ def _run_job(composed: Any, resume: ResumeCommand | None) -> int:
 
     number = _job_number()
     if number is not None:
-        print(f"== job {number}: {' '.join(HydraConfig.get().overrides.task)}", flush=True)
+        task = " ".join(HydraConfig.get().overrides.task)
+        print(f"== job {number}: {task}", file=lasting(), flush=True)
     mapping = to_mapping(composed)
     if resume is not None:
         mapping, lines = resume.configuration(mapping)
-        print(visible("\n".join(lines)), flush=True)
+        print(visible("\n".join(lines)), file=lasting(), flush=True)
     return dispatch(load(mapping, job=number))
 
 

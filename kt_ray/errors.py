@@ -7,13 +7,15 @@ between processes by pickling them, so `UserError` rebuilds itself from its fiel
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable
 
-from kt_ray.terminal import visible
+from kt_ray.terminal import close_streams, silence, visible
 
 # Exit codes. STOPPED is EX_TEMPFAIL of sysexits.h: the same command may be run again.
 OK, BUG, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -93,11 +95,13 @@ def guard(action: Callable[[], int]) -> int:
     try:
         return exit_code(action)
     except Stopped as stopped:
-        print(visible(str(stopped)), file=sys.stderr)
+        _tell(str(stopped))
         return STOPPED
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _tell("interrupted")
         return INTERRUPTED
+    finally:
+        close_streams()
 
 
 def exit_code(action: Callable[[], int]) -> int:
@@ -105,18 +109,38 @@ def exit_code(action: Callable[[], int]) -> int:
     try:
         return action()
     except UserError as error:
-        if os.environ.get("KT_RAY_DEBUG") == "1":
-            print(visible(traceback.format_exc()), file=sys.stderr)
-        print(f"error: {visible(error.line())}", file=sys.stderr)
-        return STOPPED if isinstance(error, TryAgain) else BAD_INPUT
+        return _told(error)
     except BrokenPipeError:  # `… | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return BUG
     except Exception as error:
-        print(visible(traceback.format_exc()), file=sys.stderr)
-        print(
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _told(_full_disk(error))
+        _tell(traceback.format_exc())
+        _tell(
             f"error: {type(error).__name__}: this is a bug in kt_ray, not in your input; "
-            "please report it with the traceback above and the output of mode=doctor",
-            file=sys.stderr,
+            "please report it with the traceback above and the output of mode=doctor"
         )
         return BUG
+
+
+def _told(error: UserError) -> int:
+    if os.environ.get("KT_RAY_DEBUG") == "1":
+        _tell(traceback.format_exc())
+    _tell(f"error: {error.line()}")
+    return STOPPED if isinstance(error, TryAgain) else BAD_INPUT
+
+
+def _full_disk(error: OSError) -> UserError:
+    return UserError(
+        "a disk is full",
+        where=error.filename or "standard output, or a file that was being written",
+        observed=error.strerror,
+        remedy="free space there, or write to another disk",
+    )
+
+
+def _tell(text: str) -> None:
+    """On standard error, as far as that can be written."""
+    with contextlib.suppress(OSError):
+        print(visible(text), file=sys.stderr)

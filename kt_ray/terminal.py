@@ -11,7 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,6 +19,35 @@ if TYPE_CHECKING:
 # C0 without newline and tab, DEL, C1; and halves of surrogate pairs, which no terminal's encoding has.
 _SHOWN = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 _SHOWN |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
+
+
+def open_streams() -> None:
+    """Standard streams for any text, at a program's start: a closed one leads nowhere, which is no fault, and
+    what a stream's encoding lacks is spelled out.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_RDWR)  # the lowest number: that of the closed one
+            os.set_inheritable(fd, True)
+            setattr(sys, name, os.fdopen(fd, mode, encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def close_streams() -> None:
+    """At its end: what cannot be written is given up, for which Python would change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            silence(stream)
+
+
+def silence(stream: Any) -> None:
+    """All that is written to a stream from now on, and what it still holds, goes nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def visible(text: str) -> str:
@@ -53,10 +82,15 @@ def screen_console(**options: Any) -> Console:
             return [Shown(renderable) for renderable in renderables]
 
     if "file" not in options:
-        options["file"] = _Lasting(options.pop("stderr", False))
+        options["file"] = lasting(options.pop("stderr", False))
     console = Console(**options)
     console.push_render_hook(Filter())
     return console
+
+
+def lasting(stderr: bool = False) -> TextIO:
+    """Standard output, or standard error, for what a run says on its way: a fault of it ends nothing."""
+    return cast(TextIO, _Lasting(stderr))
 
 
 class _Lasting(io.TextIOBase):
@@ -91,8 +125,6 @@ class _Lasting(io.TextIOBase):
         try:
             call(self._stream)
         except BrokenPipeError:
-            # Else Python complains once more when it ends.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            silence(self)  # else Python complains once more when it ends
         except OSError:
             pass  # a terminal that hung up; a full disk behind `> log`

@@ -20,6 +20,7 @@ from kt_ray.config.schema import Config
 from kt_ray.errors import TryAgain, UserError
 from kt_ray.parse import read_json
 from kt_ray.runs.disk_room import gigabytes, require_room
+from kt_ray.tracking.console import say
 
 T = TypeVar("T")
 _SNAPSHOT = re.compile(
@@ -106,10 +107,9 @@ def complete(model_dir: str, check: Callable[[], None]) -> None:
     require_room(
         "the disk has no room for this model", size, folder, "HF_HOME to a directory on a larger disk"
     )
-    print(
+    say(
         f"downloading {repo}: {len(missing)} files, {gigabytes(size)}, to {folder}; "
-        "if this is interrupted, the same command goes on with the files that are missing",
-        flush=True,
+        "if this is interrupted, the same command goes on with the files that are missing"
     )
     from huggingface_hub import snapshot_download
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kt_ray.errors import guard
-from kt_ray.terminal import screen_console
+from kt_ray.terminal import open_streams, screen_console
 
 _GB = 1 << 30
 RANDOM_FORMATS = ("bf16", "fp8", "int4", "int8", "mxfp4")  # kt_ray.tools.random_formats makes them
@@ -98,8 +98,15 @@ def _sizes(command: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    open_streams()
     arguments = parser().parse_args(argv)
-    return guard(lambda: _run(arguments))
+
+    def run() -> int:
+        code = _run(arguments)
+        sys.stdout.flush()  # a full disk is told
+        return code
+
+    return guard(run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

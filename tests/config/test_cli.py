@@ -464,3 +464,43 @@ def test_configuration_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+RECIPE = REPO / "tests" / "recipe" / "qwen3moe_lora_sft_kt.yaml"  # whose mapping is printed with arrows
+PLAN = f"mode=plan recipe={RECIPE} model=mini data=demo plan.hardware=laptop_16gb"
+
+
+@pytest.mark.parametrize(
+    ("redirections", "code", "told"),
+    [
+        ("", 0, "  \\u2190 model_name_or_path"),
+        (">&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">/dev/full", BAD_INPUT, "error: a disk is full; at standard output, or a file"),
+        (">/dev/full 2>/dev/full", BAD_INPUT, ""),
+    ],
+)
+def test_standard_streams_of_any_kind(redirections: str, code: int, told: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        f"exec {sys.executable} {REPO / 'launch.py'} {PLAN} {redirections}",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="latin-1",
+        timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.returncode == code, done.stderr
+    assert told in done.stdout + done.stderr and "bug" not in done.stderr
+    assert done.stderr.count("\n") <= 1
+
+
+def test_a_full_disk_behind_what_it_says_ends_no_training(
+    modes: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        ours = ["model=demo", "data=demo", "eval.after_training=0", "seed=1,2", "run.name=a"]
+        assert cli.main(["-m", f"recipe={RECIPE}", *ours]) == 0
+        assert full.write("x") and full.flush() is None  # nothing is left that fails when Python ends
+    assert len(modes) == 2 and capfd.readouterr().err == ""

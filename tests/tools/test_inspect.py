@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,16 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     adapter = save_adapter(tmp_path / "a", lora(expert_modules()))
     assert main(["inspect", str(adapter)]) == 0
     assert "LoRA for nowhere (base not here)" in capsys.readouterr().out
+
+
+def test_a_full_disk_behind_its_output_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path / "m", per_expert())
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["inspect", str(path), "--json"]) == 2
+    assert "error: a disk is full; at standard output" in capsys.readouterr().err
 
 
 def test_neither(tmp_path: Path) -> None:
