@@ -245,6 +245,14 @@ class CompletionService:
         requests: list[Request] = []
         for prompt in prompts:
             limit = self._limit(body, len(prompt))
+            if body.min_tokens > limit:
+                raise ApiError(
+                    400,
+                    f"min_tokens={body.min_tokens} is more than the {limit} tokens that the answer can have; "
+                    "lower min_tokens or raise max_tokens",
+                    param="min_tokens",
+                    code="invalid_value",
+                )
             for _ in range(body.n):
                 sampling = Sampling(
                     max_new_tokens=limit,
