@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
@@ -624,10 +625,11 @@ def _answers(c: Config) -> Iterator[Fault]:
 def _serve(c: Config) -> Iterator[Fault]:
     adapter = c.generate.adapter
     if c.mode == "serve" and adapter is not None:
+        path = adapter if re.fullmatch(r"[\w./~-]+", adapter) else f'"{adapter}"'
         yield Fault(
             "generate.adapter",
             "has no meaning with mode=serve, where requests name adapters",
-            remedy=f"set serve.adapters={{NAME: {adapter}}}",
+            remedy="write " + shlex.quote(f"serve.adapters={{NAME: {path}}}"),
         )
     for name, directory in (c.serve.adapters or {}).items():
         empty = not name.strip() or not directory

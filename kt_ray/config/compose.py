@@ -18,8 +18,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from kt_ray.config.fields import closest, fields, groups, is_mapping, joined, show
+from kt_ray.config.fields import closest, fields, groups, is_mapping, joined, show, type_name
 from kt_ray.config.files import HUB_NAME, conf_dir, hardware_file, option_groups, option_names
+from kt_ray.config.limits import WORDS
 from kt_ray.config.mapping import load, unknown_key
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -262,10 +263,16 @@ def _ambiguous(text: str, overrides: Sequence[str]) -> UserError:
     key, _, value = override.partition("=")
     if key not in fields() and key not in option_groups():
         return unknown_key(key, None, value)
+    types = type_name(fields()[key].hint) if key in fields() else ""
+    ways = [f"{key}=[{value}] for a list"] if "list" in types else []
+    if "str" in types and key not in WORDS:
+        ways.append(f"'{key}=\"{value}\"' for a text")
+    one = re.match(r"[^,()\[\]{}]+(?=,)", value)
+    ways = ways or [f"{key}={one[0] if one else '<value>'}"]
     return UserError(
         f"{override} gives several values",
         required="one value without -m",
-        remedy=f"write {key}=[{value}] for a list, '{key}=\"{value}\"' for a text, or add -m to sweep",
+        remedy=f"write {', '.join(ways)}, or add -m to sweep",
     )
 
 

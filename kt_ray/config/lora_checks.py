@@ -112,7 +112,7 @@ def _dora(c: Config) -> Iterator[Fault]:
 def _start(c: Config, adapter: str) -> Iterator[Fault]:
     """The adapter that training starts from."""
     if c.mode in GENERATING and c.generate.adapter is None and c.serve.adapters is None:
-        key = "serve.adapters={NAME: DIRECTORY}" if c.mode == "serve" else "generate.adapter=DIRECTORY"
+        key = "'serve.adapters={NAME: DIRECTORY}'" if c.mode == "serve" else "generate.adapter=DIRECTORY"
         yield Fault(
             "lora.adapter",
             f"is what training starts from; mode={c.mode} takes an adapter otherwise",

@@ -211,7 +211,9 @@ def _wrong_type(key: str, value: Any) -> UserError:
     hint, default = fields()[key]
     example = f"{key}={show(default)}"
     if is_mapping(key):
-        example = f"'{key}={{NAME:VALUE}}', with values of another type"
+        example = f"'{key}={{NAME:VALUE}}'"
+        if isinstance(value, Mapping):
+            example += ", with values of another type"
     if isinstance(value, bool) and "str" in type_name(hint):
         example = f"{key}=\"'{show(value)}'\" if the word itself is meant"
     return UserError(

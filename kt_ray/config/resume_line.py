@@ -6,7 +6,16 @@ import shlex
 import sys
 from pathlib import Path
 
-program = "python launch.py" if Path(sys.argv[0]).name != "kt-ray" else "kt-ray"
+
+def _program(started: str) -> str:
+    """As one types what was started: launch.py by its path, which may be another directory's."""
+    name = Path(started).name
+    if name == "kt-ray":
+        return name
+    return f"python {shlex.quote(started)}" if name == "launch.py" else "python launch.py"
+
+
+program = _program(sys.argv[0])
 
 
 def resume_line(run: Path) -> str:

@@ -92,7 +92,8 @@ def _of_adapter(name: str, meant: str, value: str, mode: str) -> _Answer | None:
     if name != "adapter" and meant != "adapter_name_or_path":
         return None
     if mode == "serve":
-        return _Answer(f"{name} is serve.adapters here", [], f"set serve.adapters={{NAME: {value}}}")
+        asked = _written("serve.adapters", {"NAME": value})
+        return _Answer(f"{name} is serve.adapters here", [], f"write {asked}")
     if mode in GENERATING:
         return _Answer(f"{name} is generate.adapter here", [_written("generate.adapter", value)])
     if name == "adapter" and ("/" in value or Path(value).is_dir()):  # Axolotl's is lora or qlora

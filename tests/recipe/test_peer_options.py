@@ -142,7 +142,7 @@ def test_an_adapter_that_is_asked(mode: str, typed: str, capfd: pytest.CaptureFi
 
 def test_an_adapter_that_is_served_has_a_name(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["mode=serve", "adapter=runs/a"]) == BAD_INPUT
-    assert capfd.readouterr().err.strip().endswith("To fix: set serve.adapters={NAME: runs/a}")
+    assert capfd.readouterr().err.strip().endswith("To fix: write 'serve.adapters={NAME:runs/a}'")
     compose(["mode=serve", "serve.adapters={mine: runs/a}"])
 
 

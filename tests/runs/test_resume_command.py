@@ -13,7 +13,7 @@ import yaml
 from kt_ray import cli
 from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.config.compose import compose
-from kt_ray.config.resume_line import chat_line, resume_line
+from kt_ray.config.resume_line import _program, chat_line, resume_line
 from kt_ray.config.schema import Config, OptimConfig
 from kt_ray.errors import BAD_INPUT
 from kt_ray.runs.rundir import RunDir
@@ -209,6 +209,9 @@ def test_the_line_is_short_and_works_from_where_it_is_printed(runs: Path, tmp_pa
     assert resume_line(runs / "a") == "python launch.py resume=runs/a"
     assert chat_line(runs / "a") == "python launch.py resume=runs/a mode=chat"
     assert resume_line(Path("/else where/a")) == "python launch.py 'resume=/else where/a'"
+    # Started from another directory, as a program that is installed, and by what is neither.
+    assert _program("/my code/launch.py") == "python '/my code/launch.py'"
+    assert _program("/usr/bin/kt-ray") == "kt-ray" and _program("pytest") == "python launch.py"
 
 
 @pytest.mark.parametrize(
