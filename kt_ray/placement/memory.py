@@ -144,6 +144,13 @@ def expert_file_estimate(dims: ModelDims) -> float:
     return dims.routed_params * 34 / 32
 
 
+def read_bytes(dims: ModelDims, backend: str) -> float:
+    """Bytes of all routed experts where they are read, which backends may quantise while they do."""
+    if backend == "llamafile" or dims.experts_file_bytes:
+        return dims.experts_file_bytes or expert_file_estimate(dims)
+    return dims.num_experts * dims.expert_bytes()
+
+
 def held_format(dims: ModelDims, backend: str) -> str:
     """Format of routed experts in memory; of experts in a file of their own the nearest by size."""
     storage = BACKEND_STORAGE.get(backend)
@@ -569,8 +576,7 @@ def _expert_actor(
     per_layer = count / len(dims.moe_layers)
     file = dims.experts_file_bytes and actor.backend not in BACKEND_STORAGE  # those quantise what they read
     if actor.backend == "llamafile" or file:
-        whole = dims.experts_file_bytes or expert_file_estimate(dims)
-        weights = whole * per_layer / dims.num_experts
+        weights = read_bytes(dims, actor.backend) * per_layer / dims.num_experts
     else:
         weights = per_layer * dims.expert_bytes(BACKEND_STORAGE.get(actor.backend))
     slots_per_token = dims.experts_per_token * per_layer / dims.num_experts

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from kt_ray.hardware.machine import socket_name
-from kt_ray.placement.memory import GIB, ITEMS, home_socket
+from kt_ray.placement.memory import GIB, ITEMS, held_format, home_socket
 from kt_ray.placement.plan_types import (
     Budget,
     Choice,
@@ -202,7 +202,7 @@ def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     ]
     rows += [
         [
-            f"experts ({plan.dims.expert_format})" if item == "experts" else item,
+            f"experts ({held_format(plan.dims, plan.experts[0].backend)})" if item == "experts" else item,
             *(gib(s[item]) if item in s else "-" for s in sizes),
         ]
         for item in ITEMS

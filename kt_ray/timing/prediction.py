@@ -20,6 +20,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.layout import layout_is_auto
+from kt_ray.placement.memory import read_bytes
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan, WorkerPlan
@@ -252,10 +253,11 @@ def _source(gemm: Any, dtype: str) -> str:
 
 
 def _load_seconds(plan: Plan, rates: Rates) -> float:
-    """Reading all weights once; hosts read their own experts side by side."""
-    weights = ("experts", "weights", "embedding and head")
-    total = sum(budget.items.get(item, 0) for budget in plan.budgets for item in weights)
-    return total / plan.hardware.hosts / rates.disk.value
+    """Reading all weights once: hosts read their own experts side by side; what several replicas have is read
+    by the first, and then in memory."""
+    experts = read_bytes(plan.dims, plan.experts[0].backend) * plan.copies / plan.hardware.hosts
+    held = sum(b.items.get(item, 0) for b in plan.budgets for item in ("weights", "embedding and head"))
+    return (experts + held / plan.replicas) / rates.disk.value
 
 
 # -- what would help -----------------------------------------------------------------------------

@@ -263,6 +263,7 @@ def test_backends_that_quantise(backend: str, each: int) -> None:
     plan = make_plan(small_dims(), make_config(rule={"experts": {"backend": backend}}), make_hardware())
     assert items(plan, "socket 0")["experts"] == 3 * 8 * each
     assert any(backend in note and "while they stream in" in note for note in plan.notes)
+    assert f"experts ({backend.removeprefix('AMX').lower()})" in {row[0] for row in memory_table(plan)[1]}
     # Also where the files hold another format than config.json says.
     other = dataclasses.replace(small_dims(), experts_file_bytes=1000)
     requantised = make_plan(other, make_config(rule={"experts": {"backend": backend}}), make_hardware())

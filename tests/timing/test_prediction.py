@@ -66,6 +66,16 @@ def test_gpus_of_several_kinds_are_taken_for_the_slowest() -> None:
     assert note in mixed.notes and note in turned.notes and note not in slow.notes
 
 
+def test_loading_reads_what_is_released_and_once() -> None:
+    def seconds(**rule: Any) -> float:
+        return predicted(make_config(rule=rule), make_hardware(sockets=2)).load_seconds
+
+    whole = seconds(replicas=1)
+    assert whole * nominal_rates(make_hardware()).disk.value == pytest.approx(2 * DIMS.total_params, rel=0.05)
+    assert seconds(replicas=1, experts={"backend": "AMXINT4"}) == whole  # quantised while they are read
+    assert seconds(replicas=2) == pytest.approx(whole)
+
+
 def test_a_pair_is_two_rows() -> None:
     """Of memory and of time; an answer with a verdict is one."""
     rule = {"groups": 2, "wave": 4, "experts": {"stream": 0.25, "stream_to": "workers"}}
