@@ -153,15 +153,20 @@ def _streamed(
     choices: Sequence[Layout | None],
     plan_of: Callable[..., Plan],
 ) -> Plan | None:
-    """The plan of the first layout that fits with streamed layers, as many of them resident as cost no wave.
+    """The plan of the first layout that fits with streamed layers, as many of them resident as cost no wave;
+    where host memory has no room for them, the one that does not fit with a note of it; else None.
 
     Args:
         plan: the one that does not fit. full: its GPUs that are too small. plan_of: plans a layout with so
             many resident layers; with the waves of a third argument, which needs no search.
     """
+    short: Budget | None = None
     for layout in choices:
         least = plan_of(layout, 0)
         if not least.fits:
+            lacking = [budget for budget in least.budgets if not budget.fits]
+            if all(budget.is_socket for budget in lacking):
+                short = short or max(lacking, key=lambda budget: budget.total - budget.capacity)
             continue
 
         def too_many(resident: int, layout: Layout | None = layout, least: Plan = least) -> bool:
@@ -177,7 +182,13 @@ def _streamed(
             f"{gib(worst.total - worst.capacity)} on {worst.device}"
         )
         return replace(chosen, notes=(note, *chosen.notes))
-    return None
+    if short is None:
+        return None
+    note = (
+        "rule.resident_layers=auto: all, as weights of layers that pass through a GPU wait in host memory: "
+        f"{short.device} would lack {gib(short.total - short.capacity)}"
+    )
+    return replace(plan, notes=(note, *plan.notes))
 
 
 def _laid_out(

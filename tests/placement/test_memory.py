@@ -387,6 +387,14 @@ def test_remedies_name_rules_that_fit_elsewhere() -> None:
     assert "1 x 24 GB GPU" in found[0].effect and "4 x 24 GB GPU" in found[1].effect
 
 
+def test_a_plan_says_that_host_memory_has_no_room_for_streamed_layers() -> None:
+    keys = ("model=qwen3_30b_a3b", "plan.hardware=1x4090_1x7950x_64gb", "rule.experts.stream=off")
+    config = compose(["mode=plan", *keys, "rule.gpu_memory=3"])
+    plan = make_plan(model_dims(config.model), config, hardware_for(config))
+    assert "cuda:0 lacks" in shortage(plan)
+    assert any("wait in host memory: socket 0 would lack" in note for note in plan.notes)
+
+
 def test_another_rule_is_tried_with_the_keys_that_are_set() -> None:
     """Its override leaves them in force."""
     dims, step = small_dims(), {"trainer": {"batch_size": 64, "micro_batch_size": 1}, **CHECKED}
