@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from kt_ray.config.schema import Config
-from kt_ray.runs.answering import answer, answers_directory, as_answered_before, open_job
+from kt_ray.runs.answering import (
+    answer,
+    answers_directory,
+    as_answered_before,
+    dated_as_answered,
+    open_job,
+)
 from kt_ray.runs.generation import generating, prepare_generation
 from kt_ray.runs.questions import questions_of
 from kt_ray.runs.run_lock import locked
@@ -12,7 +18,8 @@ from kt_ray.runs.run_lock import locked
 def run(config: Config) -> int:
     """Answer what has no answer yet. Returns the exit code."""
     directory = answers_directory(config)
-    generation = prepare_generation(as_answered_before(config, directory))
+    config = dated_as_answered(as_answered_before(config, directory), directory)
+    generation = prepare_generation(config)
     questions = questions_of(generation)
     with locked(directory):
         job = open_job(generation, questions, directory, config.run.overwrite)

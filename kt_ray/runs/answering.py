@@ -12,6 +12,7 @@ log-probabilities as the next token are asked for as well.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from typing import Any, TextIO
 
 from kt_ray.adapter.from_peft import adapter_directory
 from kt_ray.config.schema import Config
+from kt_ray.data.template import dated
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
@@ -32,7 +34,7 @@ from kt_ray.generate.generator import Answer, Generator, Piece
 from kt_ray.parse import check_shape, parse_json, read_json, read_text
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.questions import Question
-from kt_ray.runs.rundir import is_run
+from kt_ray.runs.rundir import is_run, settings_of
 from kt_ray.tracking.console import say
 
 _REMEDY = "set another run.name, or run.overwrite=true to replace these answers (and nothing else)"
@@ -40,6 +42,8 @@ _REMEDY = "set another run.name, or run.overwrite=true to replace these answers 
 _SAMPLING = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
 )
+# Settings that files of earlier versions lack.
+LATER_KEYS = ("date",)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,34 @@ def as_answered_before(config: Config, directory: Path) -> Config:
         return config
     say(f"{directory} has answers of adapter and base: generate.answer=both")
     return replace(config, generate=replace(generate, answer="both"))
+
+
+def dated_as_answered(config: Config, directory: Path) -> Config:
+    """The configuration with data.date set: as given, else as of the answers in the directory, else as of the
+    adapter's run, else today. Questions of a template that writes the date are then those of before.
+
+    Raises:
+        UserError: generate.adapter names no adapter, or predictions.json is damaged.
+    """
+    if config.data.date is not None:
+        return config
+    before, trained = None, None
+    settings = directory / SETTINGS_FILE
+    if settings.is_file() and not config.run.overwrite:
+        before = read_json(settings, "the settings of the predictions", _REMEDY).get("date")
+    if config.generate.adapter is not None:
+        run = Path(adapter_directory(config.generate.adapter)).parent
+        trained = settings_of(run).get("data.date")
+    day = next((str(day) for day in (before, trained) if _is_day(day)), datetime.date.today().isoformat())
+    return replace(config, data=replace(config.data, date=day))
+
+
+def _is_day(value: object) -> bool:
+    try:
+        datetime.date.fromisoformat(str(value))
+    except ValueError:
+        return False
+    return True
 
 
 def open_job(
@@ -154,6 +186,7 @@ def _settings(generation: PreparedGeneration, questions: list[Question]) -> dict
         **model_settings(generation),
         "adapter": generation.adapter and str(Path(generation.adapter).resolve()),
         "answers": list(sides(generation)),
+        "date": generation.config.data.date if dated(generation.encoder.template) else None,
         **{name: getattr(generate, name) for name in _SAMPLING},
         "eos": list(generation.eos),
         "stop": list(generate.stop),
@@ -213,7 +246,7 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
 def _check_settings(file: Path, settings: dict[str, Any]) -> None:
     """That all answers made with the settings in a file are among those that are asked for now."""
     what = "the settings of the predictions"
-    before = read_json(file, what, _REMEDY)
+    before = {name: settings[name] for name in LATER_KEYS} | read_json(file, what, _REMEDY)
     for name in settings:  # in their order: what others follow from comes first
         if name not in ("adapter", "rows", "count") and before.get(name) != settings[name]:
             raise UserError(

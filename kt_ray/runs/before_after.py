@@ -20,7 +20,7 @@ from kt_ray.evaluate.loss_sums import LOSSES_FILE
 from kt_ray.evaluate.table import Comparison
 from kt_ray.placement.generation_memory import within_training
 from kt_ray.runs import evaluation
-from kt_ray.runs.answering import AnswerJob, answer, answers_directory, open_job
+from kt_ray.runs.answering import AnswerJob, answer, answers_directory, dated_as_answered, open_job
 from kt_ray.runs.generation import (
     PreparedGeneration,
     generation_of,
@@ -41,7 +41,7 @@ _SAME_ROWS = frozenset(
     "data." + name
     for name in (
         *("max_length", "overflow", "shuffle", "pad_to_multiple_of", "packing", "group_by_length"),
-        *("cache_gb", "template", "train_on", "system"),
+        *("cache_gb", "template", "date", "train_on", "system"),
     )
 )
 
@@ -56,7 +56,7 @@ def answer_and_measure(config: Config) -> tuple[Path, tuple[str, ...]]:
         UserError: any fault in model, adapter, data or plan, or answers made with other settings.
     """
     directory = answers_directory(config)
-    generation = prepare_generation(config)
+    generation = prepare_generation(dated_as_answered(config, directory))
     questions = questions_of(generation)
     with locked(directory):
         job = open_job(generation, questions, directory, config.run.overwrite)

@@ -231,6 +231,21 @@ def test_other_rows_than_those_of_training_are_told(model: Path, capsys: pytest.
     assert "it may have learnt" in Path("runs/o/eval.md").read_text()
 
 
+def test_the_date_of_a_template_is_that_of_training(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("dated.jinja").write_text(
+        "{{ strftime_now('%Y-%m-%d') }}\n{% for m in messages %}"
+        "{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    file = Path("runs/t/config.yaml")
+    file.write_text(file.read_text().replace("  date: null", "  date: '2024-02-03'"))
+    common = ["generate.adapter=runs/t", "generate.limit=1", "model.chat_template=dated.jinja"]
+    for name, given, date in (("a", "null", "2024-02-03"), ("b", "2024-02-04", "2024-02-04")):
+        assert evaluate(model, *common, f"run.name={name}", f"data.date={given}") == 0
+        assert lines(f"runs/{name}")[0]["prompt"].startswith(date)
+    assert "may have learnt" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -198,6 +198,25 @@ def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.Capture
     assert len(lines()) == 2 and lines() != before
 
 
+def test_the_date_of_a_template_stays_that_of_the_answers(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("dated.jinja").write_text(
+        "{{ strftime_now('%Y-%m-%d') }}\n{% for m in messages %}"
+        "{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    template = "model.chat_template=dated.jinja"
+    assert run(model, template, "generate.limit=1", "data.date=2024-02-03") == 0
+    assert run(model, template, "generate.limit=2") == 0  # on a later day
+    assert "2 rows, 1 of them answered already" in capsys.readouterr().out
+    assert [row["prompt"][:10] for row in lines()] == ["2024-02-03"] * 2
+    assert run(model, template, "generate.limit=2", "data.date=2024-02-04") == 2
+    assert "date=2024-02-03" in capsys.readouterr().err
+    assert run(model, template, "generate.limit=1", "run.overwrite=true") == 0
+    assert lines()[0]["prompt"][:10] != "2024-02-03"
+
+
 def test_all_that_lines_depend_on_is_a_setting(model: Path) -> None:
     generation = prepare_generation(
         compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *SHORT])
