@@ -125,14 +125,17 @@ def _written_out(node: Any, known: dict[int, float]) -> float:
     return known[id(node)]
 
 
-def read_text(path: Path, what: str, remedy: str) -> str:
+def read_text(path: Path, what: str, remedy: str, *, whole_lines: bool = False) -> str:
     """The text of a regular UTF-8 file of at most 256 MiB.
+
+    Args:
+        whole_lines: whether an unfinished last line, which may end amid a character, is left out.
 
     Raises:
         UserError: it is none.
     """
     try:
-        return _text(path, _MOST_JSON)
+        return _text(path, _MOST_JSON, whole_lines)
     except (ValueError, OSError) as error:
         raise _unreadable(path, what, remedy, "UTF-8 text", error) from error
 
@@ -144,7 +147,7 @@ def kind_of_file(path: Path) -> str:
     return "" if stat.S_ISREG(mode) else names.get(stat.S_IFMT(mode), "a device")
 
 
-def _text(path: Path, most: int) -> str:
+def _text(path: Path, most: int, whole_lines: bool = False) -> str:
     if kind := kind_of_file(path):
         raise ValueError(f"{kind}, no file")
     with path.open("rb") as file:
@@ -153,6 +156,8 @@ def _text(path: Path, most: int) -> str:
         raise ValueError(f"more than {most >> 20} MiB")
     if content.startswith(b"\xef\xbb\xbf"):
         raise ValueError("a byte order mark before the text: save it as UTF-8 without one")
+    if whole_lines:
+        content = content[: content.rfind(b"\n") + 1]
     return content.decode("utf-8")
 
 

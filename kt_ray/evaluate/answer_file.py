@@ -121,7 +121,7 @@ def missing_answers(file: Path) -> int:
     count = _settings(file).get("count")
     if not isinstance(count, int):
         return 0
-    # An unfinished last line, of a process that was killed, is no answer.
+    # An unfinished last line is no answer.
     return max(0, count - file.read_bytes().count(b"\n")) if file.is_file() else count
 
 
@@ -174,7 +174,9 @@ def read_answers(file: Path) -> AnswerFile:
 
 def _rows(file: Path) -> list[tuple[dict[str, Any], str]]:
     """JSON objects with file and line."""
-    text = read_text(file, "the predictions file", _REMEDY)
+    # A disk that is full, or a process that is killed, leaves the last line of mode=predict unfinished.
+    ours = isinstance(_settings(file).get("count"), int)
+    text = read_text(file, "the predictions file", _REMEDY, whole_lines=ours)
     rows = [
         (_object(line, f"{file}:{number}"), f"{file}:{number}")
         for number, line in enumerate(text.split("\n"), 1)  # splitlines would cut at U+2028 inside a text
@@ -220,7 +222,6 @@ def _object(line: str, where: str) -> dict[str, Any]:
         value = None
     if isinstance(value, dict):
         return value
-    # mode=predict appends: a process that was killed leaves its last line torn.
     raise UserError(
         "a line of the predictions is no JSON object",
         where=where,

@@ -278,7 +278,7 @@ def _read_rows(file: Path) -> dict[int, dict[str, Any]]:
     if not file.is_file():
         return {}
     rows: dict[int, dict[str, Any]] = {}
-    lines = read_text(file, "the predictions file", _REMEDY).split("\n")[:-1]
+    lines = read_text(file, "the predictions file", _REMEDY, whole_lines=True).split("\n")[:-1]
     for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line)

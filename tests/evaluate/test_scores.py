@@ -133,6 +133,18 @@ def test_a_part_of_the_answers_is_not_the_whole(tmp_path):
         check_complete(tmp_path)
 
 
+def test_an_unfinished_last_line_is_no_answer(tmp_path):
+    row = json.dumps({"prompt": "q", "label": "l", "predict": "猫"}, ensure_ascii=False).encode()
+    file = tmp_path / "predictions.jsonl"
+    file.write_bytes(row + b"\n" + row[:-3])  # a full disk cuts amid a character
+    with pytest.raises(UserError, match="cannot be read"):  # another program's
+        find_answers(tmp_path)
+    (tmp_path / "predictions.json").write_text('{"count": 2}')
+    assert len(find_answers(tmp_path)[1].rows) == 1
+    with pytest.raises(UserError, match="1 of 2 rows"):
+        check_complete(tmp_path)
+
+
 def test_losses_beside_the_answers(tmp_path):
     assert read_losses(tmp_path) == {}
     (tmp_path / "losses.json").write_text('{"settings": {}, "base": {"nats": 6.0, "tokens": 3}}')

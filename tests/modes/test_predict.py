@@ -62,9 +62,9 @@ def test_predictions_go_on_where_they_stopped(
     assert all(row["prompt"] and row["label"] and 1 <= row["tokens"] <= 12 for row in whole)
     assert "tokens/s" in capsys.readouterr().out
 
-    # as if the run had been killed in the middle of a line
-    text = Path("runs/p/predictions.jsonl").read_text().splitlines(keepends=True)
-    Path("runs/p/predictions.jsonl").write_text("".join(text[:3]) + text[3][:20])
+    # as if the run had been killed in the middle of a line, and of a character
+    text = Path("runs/p/predictions.jsonl").read_bytes().splitlines(keepends=True)
+    Path("runs/p/predictions.jsonl").write_bytes(b"".join(text[:3]) + text[3][:20] + "猫".encode()[:2])
     asked: list[Any] = []
     submit = Generator.submit
     monkeypatch.setattr(
