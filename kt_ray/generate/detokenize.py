@@ -6,6 +6,8 @@ from typing import Any
 
 _UNFINISHED = "�"  # what a tokenizer makes of bytes that are no whole character, or none yet
 
+_LONGEST_CONTEXT = 64  # tokens that are decoded again for the next one, if none of them has text
+
 
 class TextStream:
     """The text of one answer, piece by piece, in whole characters: bytes that make none are left out.
@@ -44,7 +46,9 @@ class TextStream:
         piece = self._unsettled()
         if piece.endswith(_UNFINISHED) and len(self._ids) - self._settled < 8:
             return ""
-        self._context, self._settled = self._settled, len(self._ids)
+        if piece or len(self._ids) - self._context > _LONGEST_CONTEXT:
+            self._context = self._settled  # tokens without text, as special ones, are no context
+        self._settled = len(self._ids)
         return self._give(piece)
 
     def end(self) -> str:

@@ -71,6 +71,33 @@ def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
     assert len(prefixes) <= len("a") + len("x") + len("xb")
 
 
+class Words:
+    """A tokenizer that drops the first word's space, as SentencePiece does; 0 is a special token."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(f" {id}" for id in ids if id).removeprefix(" ")
+
+
+@pytest.mark.parametrize("ids", [[1, 0, 2, 3], [1, 0, 0, 0, 2], [0, 1, 0, 2]])
+def test_a_token_without_text_costs_the_next_one_no_space(ids: list[int]) -> None:
+    stream = TextStream(Words())
+    text = "".join([*map(stream.add, ids), stream.end()])
+    assert text == Words().decode(ids)
+
+
+def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
+    longest = 0
+
+    class Counted(Words):
+        def decode(self, ids: list[int], **_: object) -> str:
+            nonlocal longest
+            longest = max(longest, len(ids))
+            return super().decode(ids)
+
+    stream = TextStream(Counted())
+    assert "".join(map(stream.add, [1, *[0] * 1000, 2])).startswith("1") and longest < 100
+
+
 def test_end_tokens_are_no_text() -> None:
     out, _ = pieces("ab$", skip=(ord("$"),))
     assert "".join(out) == "ab"
