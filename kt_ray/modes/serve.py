@@ -79,6 +79,7 @@ def served_of(generation: PreparedGeneration, key: str | None) -> Served:
         tokenizer=config.model.tokenizer or generation.model_dir,
         template=config.model.chat_template,
         template_name=config.data.template,
+        date=config.data.date,
         eos=generation.eos,
         context=min(generation.context or room, room),
         max_tokens=serve.max_tokens,

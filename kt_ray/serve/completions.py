@@ -34,6 +34,7 @@ class Served:
     tokenizer: str  # directory
     template: str | None  # file of a chat template, or None
     template_name: str | None  # see DataConfig
+    date: str | None  # that the template writes, YYYY-MM-DD; None = the day of the request
     eos: tuple[int, ...]  # token ids that end an answer
     context: int  # tokens that prompt and answer may have together
     max_tokens: int | None  # of one answer; None = what the context leaves

@@ -26,9 +26,8 @@ def make_service(served: Served, generator: Generator) -> CompletionService:
     """With a tokenizer of its own: the generator decodes with its own in other threads."""
     tokenizer = load_tokenizer(served.tokenizer)
     tokenizer("a")  # drops what the file says about padding and truncation, once and not beside others
-    return CompletionService(
-        served, ChatEncoder(tokenizer, served.template, name=served.template_name), generator
-    )
+    encoder = ChatEncoder(tokenizer, served.template, name=served.template_name, date=served.date)
+    return CompletionService(served, encoder, generator)
 
 
 def check_port(host: str, port: int) -> None:

@@ -60,6 +60,7 @@ def served(**changes: Any) -> Served:
         "tokenizer": "",
         "template": None,
         "template_name": None,
+        "date": None,
         "eos": (1,),
         "context": CONTEXT,
         "max_tokens": None,

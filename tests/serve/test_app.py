@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -22,7 +23,7 @@ from kt_ray.serve.api_errors import ApiError
 from kt_ray.serve.app import make_app
 from kt_ray.serve.completions import CompletionService, Room
 from kt_ray.serve.replies import spell
-from kt_ray.serve.run import check_port
+from kt_ray.serve.run import check_port, make_service
 from kt_ray.serve.schemas import CompletionRequest
 from tests.helpers.scripted_generator import CONTEXT, KEY, Scripted, served
 
@@ -174,6 +175,16 @@ def test_what_is_wrong_is_said_as_openai_says_it(
         assert not made.generator.asked
 
     run(bench)
+
+
+def test_the_date_of_a_template_is_the_one_that_is_set(encoder: ChatEncoder, tmp_path: Path) -> None:
+    encoder.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "dated.jinja").write_text(
+        "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    what = served(tokenizer=str(tmp_path), template=str(tmp_path / "dated.jinja"), date="2024-02-03")
+    service = make_service(what, Scripted(encoder.tokenizer))  # type: ignore[arg-type]
+    assert service.encoder.render(HELLO, prompt=True).startswith("2024-02-03")
 
 
 def test_parameters_that_ask_for_nothing_are_taken(encoder: ChatEncoder) -> None:
