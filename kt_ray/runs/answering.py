@@ -21,9 +21,10 @@ import time
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from kt_ray.adapter.from_peft import adapter_directory
+from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.config.schema import Config
 from kt_ray.data.template import dated
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
@@ -38,6 +39,7 @@ from kt_ray.runs.rundir import is_run, settings_of
 from kt_ray.tracking.console import say
 
 _REMEDY = "set another run.name, or run.overwrite=true to replace these answers (and nothing else)"
+SPACE = "free space and start the same command again; it continues"
 # What of `generate` changes an answer.
 _SAMPLING = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -149,6 +151,7 @@ def answer(job: AnswerJob, generator: Generator) -> None:
     """Answer the remaining questions, a line each.
 
     Raises:
+        UserError: a line cannot be written.
         BaseException: what ended the session of generation.
     """
     start, count = time.monotonic(), len(job.remaining)
@@ -238,7 +241,7 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
             "the predictions cannot be written",
             where=str(directory),
             observed=error.strerror or str(error),
-            remedy="set run.name, and run.root to a directory that you may write to",
+            remedy="free space, or set run.name, and run.root to a directory that you may write to",
         ) from error
     return set(rows)
 
@@ -307,33 +310,32 @@ def _answer(job: AnswerJob, generator: Generator) -> int:
         if isinstance(piece, BaseException) or piece.token.finish:
             ended.put(piece)
 
-    with job.path.open("a", encoding="utf-8") as file:
-        while True:
-            for question in islice(upcoming, max(0, ahead - len(waiting))):
-                seed = (generation.config.seed + question.id) % 2**63
-                requests = [
-                    generation.request(question.ids, question.where, adapter=adapter, seed=seed)
-                    for adapter in adapters
-                ]
-                if question.options is not None:
-                    requests += [question.options.request(adapter) for adapter in adapters]
-                waiting[question.id] = question, [generator.submit(r, listen) for r in requests]
-            if not waiting:
-                return tokens
-            piece = ended.get()  # of any answer: a long one delays no other row
-            if isinstance(piece, BaseException):
-                raise piece
-            # `finish` is set before an answer's last piece arrives: with the row's last piece all are set.
-            complete = [w for w in waiting.values() if all(answer.finish for answer in w[1])]
-            for question, pending in complete:
-                del waiting[question.id]
-                results = [answer.result() for answer in pending]
-                answers, options = results[: len(adapters)], results[len(adapters) :]
-                tokens += sum(len(answer.tokens) for answer in answers)
-                _write(file, question, answers, options)
+    while True:
+        for question in islice(upcoming, max(0, ahead - len(waiting))):
+            seed = (generation.config.seed + question.id) % 2**63
+            requests = [
+                generation.request(question.ids, question.where, adapter=adapter, seed=seed)
+                for adapter in adapters
+            ]
+            if question.options is not None:
+                requests += [question.options.request(adapter) for adapter in adapters]
+            waiting[question.id] = question, [generator.submit(r, listen) for r in requests]
+        if not waiting:
+            return tokens
+        piece = ended.get()  # of any answer: a long one delays no other row
+        if isinstance(piece, BaseException):
+            raise piece
+        # `finish` is set before an answer's last piece arrives: with the row's last piece all are set.
+        complete = [w for w in waiting.values() if all(answer.finish for answer in w[1])]
+        for question, pending in complete:
+            del waiting[question.id]
+            results = [answer.result() for answer in pending]
+            answers, options = results[: len(adapters)], results[len(adapters) :]
+            tokens += sum(len(answer.tokens) for answer in answers)
+            _write(job.path, question, answers, options)
 
 
-def _write(file: TextIO, question: Question, answers: list[Answer], options: list[Answer]) -> None:
+def _write(path: Path, question: Question, answers: list[Answer], options: list[Answer]) -> None:
     row: dict[str, Any] = {
         "id": question.id,
         "prompt": question.prompt,
@@ -351,6 +353,7 @@ def _write(file: TextIO, question: Question, answers: list[Answer], options: lis
     if error is not None:
         row["error"] = error
         say(f"{question.where}: its answer ended with an error: {error}")
-    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
+    with writing("the predictions", path, remedy=SPACE), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

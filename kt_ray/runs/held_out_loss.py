@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.batch import PassSpec, trained_tokens
+from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.data import Pair, Row, Wave, eval_waves, load_data
 from kt_ray.disk import write_atomic
 from kt_ray.evaluate.loss_sums import LOSSES_FILE, LossSum, losses_file, sums
-from kt_ray.runs.answering import model_settings, sides
+from kt_ray.runs.answering import SPACE, model_settings, sides
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.train.cluster_protocol import Cluster
 
@@ -77,6 +78,9 @@ def measure(held_out: HeldOut, side: str, cluster: Cluster, numbers: count[int])
 
     Args:
         numbers: of passes; a cluster never sees the same twice.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     total = LossSum()
     for waves in held_out.waves:
@@ -92,7 +96,8 @@ def measure(held_out: HeldOut, side: str, cluster: Cluster, numbers: count[int])
         total += LossSum(cluster.run_pass(spec).loss * tokens, tokens)
     held_out.losses[side] = total
     losses = {name: asdict(loss) for name, loss in held_out.losses.items()}
-    write_atomic(held_out.file, json.dumps({"settings": held_out.settings, **losses}, indent=1) + "\n")
+    with writing("the losses", held_out.file, remedy=SPACE):
+        write_atomic(held_out.file, json.dumps({"settings": held_out.settings, **losses}, indent=1) + "\n")
 
 
 def _digest(rows: Sequence[Row]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import queue
 import re
@@ -25,6 +26,7 @@ from kt_ray.hardware.describe import this_host
 from kt_ray.modes.chat import Chat
 from kt_ray.runs import answering
 from kt_ray.runs.generation import generating, prepare_generation
+from kt_ray.runs.held_out_loss import HeldOut, measure
 from kt_ray.runs.questions import Options, held_out_rows, questions_of
 from tests.helpers.hf_reference import build_chat_checkpoint
 
@@ -120,6 +122,7 @@ def test_a_slow_answer_holds_no_other_row_up(model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(answering.queue, "SimpleQueue", Counted)
     job = answering.AnswerJob(generation, questions_of(generation), Path(), frozenset())
     path = job.path
+    path.touch()
     slow = Slow(3, path)
     tokens = answering._answer(job, slow)  # type: ignore[arg-type]
     assert slow.written == [2] and tokens == 6 and len(path.read_text().splitlines()) == 3
@@ -138,6 +141,23 @@ def test_the_end_of_the_session_ends_it(model: Path) -> None:
     job = answering.AnswerJob(generation, questions_of(generation), Path(), frozenset())
     with pytest.raises(UserError, match="an actor died"):
         answering._answer(job, Broken(2, job.path))  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_told_as_one(model: Path) -> None:
+    class Quick(Slow):
+        def _work(self) -> None:
+            for answer in self.asked:
+                answer.take(Token(answer.number, 5, finish="length"))
+
+    config = compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *SHORT, "generate.limit=4"])
+    generation = prepare_generation(config)
+    job = answering.AnswerJob(generation, questions_of(generation), Path(), frozenset())
+    job.path.symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"predictions cannot be written.*No space left.*it continues"):
+        answering._answer(job, Quick(2, job.path))  # type: ignore[arg-type]
+    held_out = HeldOut(generation, Path("nowhere/losses.json"), {}, [], {})
+    with pytest.raises(UserError, match=r"losses cannot be written.*it continues"):
+        measure(held_out, "base", None, itertools.count())  # type: ignore[arg-type]
 
 
 def test_a_row_that_went_wrong_says_why(
