@@ -33,6 +33,7 @@ from kt_ray.errors import UserError
 from kt_ray.evaluate.answer_file import ADAPTER_FILE, SETTINGS_FILE, adapter_mark
 from kt_ray.generate.generator import Answer, Generator, Piece
 from kt_ray.parse import check_shape, parse_json, read_json, read_text
+from kt_ray.placement.generation_memory import attends_as_cached
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.questions import Question
 from kt_ray.runs.rundir import is_run, settings_of
@@ -45,7 +46,7 @@ _SAMPLING = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
 )
 # Settings that files of earlier versions lack.
-LATER_KEYS = ("date",)
+_LATER = ("date", "dtype", "attn_implementation", "latent_keys")
 
 
 @dataclass(frozen=True)
@@ -172,21 +173,32 @@ def sides(generation: PreparedGeneration) -> tuple[str, ...]:
 def model_settings(generation: PreparedGeneration) -> dict[str, Any]:
     """What of the model answers and losses depend on."""
     adapter = generation.adapter if "adapter" in sides(generation) else None
-    backend = generation.config.rule.experts.backend
+    config = generation.config
+    backend = config.rule.experts.backend
     return {
         "model": generation.fingerprint,
         # An adapter written to the same place later is another one; a run may be moved with its adapter.
         "adapter_file": None if adapter is None else adapter_mark(Path(adapter)),
         # Only these backends change the experts' weights; the others compute the checkpoint's own.
         "backend": backend if backend in BACKEND_STORAGE else "auto",
+        "dtype": generation.plan.dtype,
+        "attn_implementation": config.model.attn_implementation,
     }
+
+
+def completed(before: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings read from a file; what an earlier version did not write down counts as equal."""
+    return {name: settings[name] for name in _LATER if name in settings} | before
 
 
 def _settings(generation: PreparedGeneration, questions: list[Question]) -> dict[str, Any]:
     """All that answers depend on; a job continues only under the same settings."""
-    generate = generation.config.generate
+    generate, dims = generation.config.generate, generation.plan.dims
+    layers = range(dims.num_layers)
+    absorbed = any(attends_as_cached(dims, generation.config, layer) for layer in layers)
     return {
         **model_settings(generation),
+        "latent_keys": "absorbed" if absorbed else "expanded",
         "adapter": generation.adapter and str(Path(generation.adapter).resolve()),
         "answers": list(sides(generation)),
         "date": generation.config.data.date if dated(generation.encoder.template) else None,
@@ -249,7 +261,7 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
 def _check_settings(file: Path, settings: dict[str, Any]) -> None:
     """That all answers made with the settings in a file are among those that are asked for now."""
     what = "the settings of the predictions"
-    before = {name: settings[name] for name in LATER_KEYS} | read_json(file, what, _REMEDY)
+    before = completed(read_json(file, what, _REMEDY), settings)
     for name in settings:  # in their order: what others follow from comes first
         if name not in ("adapter", "rows", "count") and before.get(name) != settings[name]:
             raise UserError(

@@ -20,7 +20,7 @@ from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.data import Pair, Row, Wave, eval_waves, load_data
 from kt_ray.disk import write_atomic
 from kt_ray.evaluate.loss_sums import LOSSES_FILE, LossSum, losses_file, sums
-from kt_ray.runs.answering import SPACE, model_settings, sides
+from kt_ray.runs.answering import SPACE, completed, model_settings, sides
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.train.cluster_protocol import Cluster
 
@@ -69,7 +69,9 @@ def open_held_out(generation: PreparedGeneration, ids: Sequence[int], directory:
     waves = eval_waves(rows, *sizes, bundle.pad_id, largest=plan.wave, multiple=multiple)
     file = directory / LOSSES_FILE
     content = losses_file(file)
-    losses = sums(content) if content.get("settings") == settings else {}
+    before = content.get("settings")
+    same = isinstance(before, dict) and completed(before, settings) == settings
+    losses = sums(content) if same else {}
     return HeldOut(generation, file, settings, waves, losses)
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from kt_ray import cli
 from kt_ray.config.compose import compose
+from kt_ray.config.mapping import with_keys
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer, Generator
 from kt_ray.generate.requests import Request, Token
@@ -254,9 +255,29 @@ def test_all_that_lines_depend_on_is_a_setting(model: Path) -> None:
         (generation, dataclasses.replace(row, options=Options(row.ids, {"A": 5, "B": 7}))),
         (dataclasses.replace(generation, eos=(*generation.eos, 7)), row),
         (dataclasses.replace(generation, config=config), row),
+        (dataclasses.replace(generation, plan=dataclasses.replace(generation.plan, dtype="bfloat16")), row),
+        (
+            dataclasses.replace(generation, config=with_keys(config, {"model.attn_implementation": "eager"})),
+            row,
+        ),
     ]
     found = [json.dumps(answering._settings(m, [question])) for m, question in cases]
     assert len(set(found)) == len(cases)
+
+
+def test_answers_of_another_precision_are_not_gone_on_with(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "generate.limit=1") == 0
+    assert run(model, "generate.limit=2", "model.dtype=bfloat16") == 2
+    assert "dtype=float32" in capsys.readouterr().err
+    settings = Path("runs/p/predictions.json")
+    earlier = json.loads(settings.read_text())
+    for name in ("date", "dtype", "attn_implementation", "latent_keys"):  # a version that did not know them
+        del earlier[name]
+    settings.write_text(json.dumps(earlier))
+    assert run(model, "generate.limit=2") == 0
+    assert "2 rows, 1 of them answered already" in capsys.readouterr().out
 
 
 def test_before_and_after_an_adapter(model: Path) -> None:
