@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kt_ray.errors import UserError
+
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
 
 
@@ -133,13 +135,16 @@ def aside(device: torch.device, name: str) -> Iterator[Any]:
         yield stream
 
 
-def choose_attention_kernels() -> None:
-    """Attention of this process by flash, memory-efficient or plain kernels, without cuDNN's.
+def choose_kernels() -> None:
+    """Products of this process in the precision of their types, and attention by flash, memory-efficient or
+    plain kernels, without cuDNN's.
 
-    Where cuDNN's are the first choice (H100 and later), one may compute the forward and another the
-    recomputation under grad; routers then choose other experts, which ends the run. And each length that
-    cuDNN has not seen costs 25 to 35 ms.
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which some containers set, would have float32 products (LoRA of experts
+    on GPUs, float32 models) rounded to TF32. Where cuDNN's are the first choice (H100 and later), one may
+    compute the forward and another the recomputation under grad; routers then choose other experts, which
+    ends the run. And each length that cuDNN has not seen costs 25 to 35 ms.
     """
+    torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -180,17 +185,24 @@ class PageLock:
         """Page-lock a mapping; again for the same one, does nothing.
 
         Raises:
-            RuntimeError: CUDA refuses (a limit of locked memory, say).
+            UserError: CUDA refuses (a limit of locked memory, say).
         """
         if size == 0 or address in self._registered:
             return
-        self._check(self._cuda().cudaHostRegister(address, size, _PORTABLE), f"page-lock {size} bytes")
+        if code := int(self._cuda().cudaHostRegister(address, size, _PORTABLE)):
+            raise UserError(
+                "CUDA cannot page-lock host memory",
+                observed=f"cudaError {code} for {size} bytes, after {self.bytes} bytes",
+                remedy=f"the limit of locked memory (ulimit -l) may be too low: {self._remedy}",
+            )
         self._registered[address] = size
 
     def unregister(self, address: int) -> None:
         """Undo `register`, if it was; before the mapping goes away, and with no copy under way."""
-        if self._registered.pop(address, None) is not None:
-            self._check(self._cuda().cudaHostUnregister(address), "unlock pages")
+        if self._registered.pop(address, None) is None:
+            return
+        if code := int(self._cuda().cudaHostUnregister(address)):
+            raise RuntimeError(f"CUDA cannot unlock pages: cudaError {code}")
 
     def close(self) -> None:
         for address in list(self._registered):
@@ -204,10 +216,3 @@ class PageLock:
         if self._runtime is None:
             self._runtime = torch.cuda.cudart()
         return self._runtime
-
-    def _check(self, code: Any, what: str) -> None:
-        if int(code) != 0:
-            raise RuntimeError(
-                f"CUDA cannot {what}: cudaError {int(code)}; the limit of locked memory (ulimit -l) may be "
-                f"too low: {self._remedy}"
-            )

@@ -30,13 +30,15 @@ def test_nobody_makes_another_event_to_wait_for() -> None:
         assert not found or path.name == "gpu.py", path
 
 
-def test_a_worker_computes_attention_without_cudnn(tmp_path: Path) -> None:
+def test_a_worker_computes_attention_without_cudnn_and_products_in_full(tmp_path: Path) -> None:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     path = build_checkpoint(tmp_path, "deepseek_v3")
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.set_float32_matmul_precision("high")  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 does
         with local_cluster(path, config_for(path, "rule=cpu_1worker_1socket")):
             assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert torch.get_float32_matmul_precision() == "highest"
             assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
             assert torch.backends.cuda.math_sdp_enabled()
     finally:

@@ -31,7 +31,7 @@ batch: [numpy]
 timeline:
 pulse:
 torch_environment:
-gpu: [torch]
+gpu: errors [torch]
 cpu_products: [torch]
 gpu_turns: [torch]
 config: errors parse

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from kt_ray.batch import REFERENCE, WHOLE, LoraPart
 from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
+from kt_ray.errors import UserError
 from kt_ray.experts import LocalExpertsSpec
 from kt_ray.model.lora_part import limit
 from kt_ray.model.stage_spec import StageSpec, StartAdapter
@@ -74,6 +76,33 @@ class PlainActor(ABC):
         self._committed = -1  # the last step whose gradients were applied
         # trainings put aside: their tensors on the host, and the steps that they took
         self._aside: dict[str, tuple[list[Tensor], int]] = {}
+
+    # -- memory of GPUs -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _gpus(self) -> tuple[str, ...]:
+        """Names of the budgets of the GPUs that it computes on."""
+
+    @abstractmethod
+    def _frees_gpu(self) -> str:
+        """Options that take less of their memory, to be set."""
+
+    @contextmanager
+    def gpu_memory(self) -> Iterator[None]:
+        """Inside, memory that runs out on a GPU is reported beside what the plan counted."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            own = self._gpus()
+            planned = [b.total for b in self.plan.budgets if b.device in own]
+            counted = " and ".join(f"{total / 2**30:.2f} GiB" for total in planned)
+            raise UserError(
+                "GPU memory ran out",
+                where=f"{self.title} on {', '.join(own)}: {self.doing}",
+                observed=str(error).partition("If reserved but")[0].strip(),
+                required=f"the plan counts {counted}" if planned else None,
+                remedy=f"end what else uses this GPU (nvidia-smi lists it), or set {self._frees_gpu()}",
+            ) from error
 
     # -- life --------------------------------------------------------------------------------
 

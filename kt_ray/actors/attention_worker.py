@@ -24,7 +24,6 @@ from kt_ray.actors.generation_session import WorkerSession
 from kt_ray.actors.specs import lent_experts
 from kt_ray.batch import Objective, PassSpec, TokenLoss
 from kt_ray.config.schema import OptimConfig
-from kt_ray.errors import UserError
 from kt_ray.experts.process_memory import bound_compiled_products
 from kt_ray.experts.shared_experts import ExportedExperts, OpenExperts
 from kt_ray.experts.worker_lane import LaneTokens, WorkerLane
@@ -117,7 +116,7 @@ class AttentionWorker(PlainActor):
     def _load(self) -> None:
         start = time.monotonic()
         self._keep_to_cap()
-        with self._gpu_memory():
+        with self.gpu_memory():
             self._stage = self._build_stage(self.spec)
         if self.part.lane is not None:
             lane = replace(self.part.lane, devices=(str(self.spec.device),))
@@ -222,7 +221,7 @@ class AttentionWorker(PlainActor):
     def run_pass(self, spec: PassSpec) -> WorkerPassReport:
         """Walk this worker's program of the pass."""
         fixed = self.stage.adapters.fixed()
-        with self._profiled(spec), self._gpu_memory(), self._joined(spec.joined), fixed:
+        with self._profiled(spec), self.gpu_memory(), self._joined(spec.joined), fixed:
             return self._run_pass(spec)
 
     @contextmanager
@@ -360,22 +359,16 @@ class AttentionWorker(PlainActor):
         finally:
             _profiling.release()
 
-    @contextmanager
-    def _gpu_memory(self) -> Iterator[None]:
-        """Inside, memory that runs out on the GPU is reported beside what the plan counted."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            planned = next((b for b in self.plan.budgets if b.device == self.part.place), None)
-            raise UserError(
-                "GPU memory ran out",
-                where=f"{self.title} on {self.part.place}: {self.doing}",
-                observed=str(error).partition("If reserved but")[0].strip(),
-                required=f"the plan counts {planned.total / 2**30:.2f} GiB" if planned else None,
-                remedy="end what else uses this GPU (nvidia-smi lists it), or set trainer.loss_chunk=256, "
-                "rule.activations=host or ranges, a lower data.max_length, trainer.micro_batch_size or "
-                "rule.resident_layers, or more rule.stages",
-            ) from error
+    def _gpus(self) -> tuple[str, ...]:
+        return (self.part.place,)
+
+    def _frees_gpu(self) -> str:
+        """Of the present plan."""
+        lane = "rule.experts.stream=off, " if self.part.lane is not None else ""
+        return (
+            f"{lane}trainer.loss_chunk=256, rule.activations=host or ranges, a lower data.max_length, "
+            "trainer.micro_batch_size or rule.resident_layers, or more rule.stages"
+        )
 
     # -- generation --------------------------------------------------------------------------
 
@@ -384,7 +377,7 @@ class AttentionWorker(PlainActor):
         self.check_restored()
         self.claim_thread()
         experts, stages = self._links(spec.tag(0), SpanRecorder(), later=False)
-        with self._gpu_memory(), self.stage.adapters.fixed():
+        with self.gpu_memory(), self.stage.adapters.fixed():
             report = WorkerSession(self, spec, self.part, self.stage, self.outbox, experts, stages).run()
         self.doing = "idle"
         return report
@@ -401,7 +394,7 @@ class AttentionWorker(PlainActor):
 
     def hold_masters(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
         """Worker 0: make the optimizer for all stages' LoRA (one flat float32 vector per stage)."""
-        with self._gpu_memory():
+        with self.gpu_memory():
             self._masters = Masters(shapes, self.optim, self.spec.device)
 
     def start_masters(self, token: int) -> None:

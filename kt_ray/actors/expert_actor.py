@@ -54,7 +54,15 @@ class ExpertActor(PlainActor):
         def note(layer: int, done: int, total: int) -> None:
             self.load_progress = (layer, done, total)
 
-        self.experts.load(note)
+        with self.gpu_memory():
+            self.experts.load(note)
+
+    def _gpus(self) -> tuple[str, ...]:
+        plan = self.plan.experts[self.rank]
+        return () if plan.lane is None else tuple(map(plan.place, plan.lane.devices))
+
+    def _frees_gpu(self) -> str:
+        return "rule.experts.stream=off, rule.experts.gpu_resident=0 or a lower rule.experts.stream"
 
     def _facts(self) -> dict[str, Any]:
         experts = self.experts
@@ -107,6 +115,10 @@ class ExpertActor(PlainActor):
 
     def run_pass(self, spec: PassSpec) -> ExpertPassReport:
         """Compute every call of the planned order. Shapes and steps come with the messages."""
+        with self.gpu_memory():
+            return self._run_pass(spec)
+
+    def _run_pass(self, spec: PassSpec) -> ExpertPassReport:
         self.check_restored()
         # torch only counts here; waiting OpenMP threads would spin on the engine's cores.
         self.claim_thread(1)
@@ -215,6 +227,10 @@ class ExpertActor(PlainActor):
     def generate(self, spec: SessionSpec) -> GenerationReport:
         """One session of generation: answers messages in the order they come, or joined, until all workers
         have left."""
+        with self.gpu_memory():
+            return self._generate(spec)
+
+    def _generate(self, spec: SessionSpec) -> GenerationReport:
         self.check_restored()
         self.claim_thread(1)  # as in a pass
         self.port.release_all()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.errors import UserError
-from kt_ray.gpu import driver
+from kt_ray.gpu import choose_kernels, driver
 from kt_ray.gpu_turns import paused
 from kt_ray.pulse import beat
 
@@ -39,6 +39,7 @@ class LaneDevice:
         self._computing: Any = None
         self._returning: Any = None
         if self.device.type == "cuda":
+            choose_kernels()
             have = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if (self.device.index or 0) >= have:
                 raise UserError(

@@ -179,13 +179,12 @@ class LocalExperts:
                 if stored[0] is not None:
                     self.weights[layer] = stored[0]
                 self.order[layer] = (*others, *resident)
+                some = next(weights for weights in stored if weights is not None)
                 if self.lane is not None:
+                    for device in () if done else self.lane.plan.devices:
+                        check_lane(device, some, float8=self.lane.plan.float8)
                     in_memory = [] if stored[0] is None else [stored[0]]
                     self.lane.add_layer(layer, self.order[layer], in_memory, stored[1])
-                some = next(weights for weights in stored if weights is not None)
-                if self.lane is not None and not done:
-                    for device in self.lane.plan.devices:
-                        check_lane(device, some, float8=self.lane.plan.float8)
                 matrices = some.projections()
                 shapes[layer] = {name: (int(m.shape[1]), int(m.shape[2])) for name, m in matrices.items()}
                 self.names[layer] = [layout.names(layer, e, spec.root) for e in self.order[layer]]

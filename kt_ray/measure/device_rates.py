@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kt_ray.cpu_products import widen_products
-from kt_ray.gpu import choose_attention_kernels
+from kt_ray.gpu import choose_kernels
 from kt_ray.hardware.rates import Curve, DeviceRate, Figure, LinkRate
 from kt_ray.measure.blocks import Timed, measure_blocks
 from kt_ray.measure.timing import SECONDS, median_seconds, torch_threads
@@ -50,7 +50,7 @@ def measure_gpu(
         size: bytes of the largest tensors.
     """
     on_gpu = device.type == "cuda"
-    choose_attention_kernels()
+    choose_kernels()
 
     def timed(call: Callable[[], object]) -> float:
         def done() -> None:

@@ -61,6 +61,8 @@ class Decoder:
         self.config = stage.model.base.config
         self.joint = caches.can_join(self.config)
         self._stage = stage
+        if stage.streamed is not None:
+            stage.streamed.slots.begin(wraps=True)
         absorbs, layers = stage.spec.absorbs_keys, self.model.layers
         self._latent = {index: latent_attention(layer) if absorbs else [] for index, layer in layers.items()}
         self._cohorts: dict[str, Cohort] = {}

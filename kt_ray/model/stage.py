@@ -17,7 +17,7 @@ from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.names import MAGNITUDE
 from kt_ray.cpu_products import widen_products
 from kt_ray.errors import UserError
-from kt_ray.gpu import choose_attention_kernels
+from kt_ray.gpu import choose_kernels
 from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
@@ -67,7 +67,7 @@ class Stage:
     loop = LayerLoop  # what runs a pass
 
     def __init__(self, spec: StageSpec) -> None:
-        choose_attention_kernels()
+        choose_kernels()
         with _building:
             self._build(spec)
 

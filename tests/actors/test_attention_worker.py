@@ -15,6 +15,7 @@ import torch
 from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.config.schema import OptimConfig
 from kt_ray.errors import UserError
+from kt_ray.experts.device_lane import DeviceLane
 from kt_ray.model.layer_loop import LayerLoop
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.optim.masters import Masters
@@ -47,6 +48,21 @@ def test_memory_that_runs_out_in_a_pass(tmp_path: Path, monkeypatch: pytest.Monk
         and "forward, layer 0" in line
     )
     assert "which 1.10 GiB is free" in line and "If reserved" not in line and "trainer.loss_chunk" in line
+
+
+@pytest.mark.parametrize(("lane_of", "who"), [("actors", "expert actor"), ("workers", "attention worker")])
+def test_memory_that_runs_out_in_a_lane(
+    lane_of: str, who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    stream = ("rule.experts.stream=0.5", "rule.experts.lane_device=cpu", f"rule.experts.stream_to={lane_of}")
+    config = config_for(path, "rule=cpu_2workers_2sockets", *stream)
+    with local_cluster(path, config) as cluster:
+        monkeypatch.setattr(DeviceLane, "_forward", run_out)
+        with pytest.raises(
+            UserError, match=rf"GPU memory ran out; at {who} \d on .*rule\.experts\.stream=off"
+        ):
+            cluster.run_pass(one_pass(cluster, waves_of(random_rows(8, seed=0), config, cluster.plan)))
 
 
 def test_memory_that_runs_out_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

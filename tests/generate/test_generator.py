@@ -371,3 +371,14 @@ def test_a_session_whose_tokens_cannot_be_fetched_is_stopped(monkeypatch: pytest
     closing.join(20)
     assert not closing.is_alive() and ("stop", -1) in cluster.orders
     assert isinstance(generator.error, OSError)
+
+
+def test_streamed_layers_come_ahead_though_a_pass_broke_off(tmp_path: Path) -> None:
+    path = build_checkpoint(tmp_path, "olmoe")
+    with local_cluster(path, config_for(path, "rule.device=cpu", "rule.resident_layers=0")) as cluster:
+        slots = cluster.handles[0].actor.stage.streamed.slots  # type: ignore[attr-defined]
+        slots.begin(wraps=False)
+        slots.bring(1)
+        slots.hold(1)  # as a pass that ends between its recomputation and its backward
+        answers(cluster, random_prompts((5,)), Sampling(max_new_tokens=2))
+        assert not slots._held and slots._wraps

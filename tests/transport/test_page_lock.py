@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kt_ray.actors.ray.ray_actor import Peer, RayPort
+from kt_ray.errors import UserError
 from kt_ray.gpu import PageLock
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.messages import Address
@@ -130,7 +131,7 @@ def test_threads_that_read_at_once_map_a_segment_once() -> None:
 
 
 def test_a_refusal_says_what_to_do() -> None:
-    with pytest.raises(RuntimeError, match=r"cudaError 2.*ulimit -l.*rule.transport=ray"):
+    with pytest.raises(UserError, match=r"cudaError 2.*ulimit -l.*rule.transport=ray"):
         Arena("test", PageLock(FakeCudart(refuse=True))).alloc((10,), torch.float32, pinned=True)
 
 
