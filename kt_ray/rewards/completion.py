@@ -31,12 +31,12 @@ class Completion:
 
     @property
     def judged(self) -> str:
-        """The text, and the `<think>` that its reasoning ends."""
+        """The text, after the `<think>` that the prompt ends with, if it does."""
         return f"<think>{self.text}" if self.opened else self.text
 
 
 def go_on() -> None:
-    """Nothing."""
+    """The default of `waiting`: nothing ends."""
 
 
 class Reward(Protocol):

@@ -6,6 +6,7 @@ Exit codes as of kt-ray: 0 done; 1 a fault in kt_ray; 2 bad input (one line on s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -78,10 +79,10 @@ def _positive(text: str) -> int:
 
 
 def _gib(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError("must be a number above 0")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
 
 def _shard_size(command: argparse.ArgumentParser) -> None:

@@ -398,15 +398,21 @@ print(len(workers), *masks, *digests)
     assert len(said[0]) == 3
 
 
-def test_no_memory_for_scratch_names_layer_and_expert() -> None:
-    """A panel is 16 columns wide and as deep as H: 256 MiB here, beside weights of 48 MiB."""
+@pytest.mark.parametrize(
+    ("T", "I", "H", "said"),
+    [  # a panel is 16 columns wide and as deep as H: 256 MiB, beside weights of 48 MiB
+        (1, 1, 2**22, ("layer 12, expert 34, gate and up: cannot allocate", "bytes of scratch for a thread")),
+        (50_000, 4096, 16, ("layer 12: cannot allocate", "bytes for activations")),
+    ],
+)
+def test_no_memory_for_a_call_names_where(T: int, I: int, H: int, said: tuple[str, str]) -> None:
     out = in_child(
-        """
+        f"""
 import resource, torch
 from kt_ray.native import Engine, ExpertWeights
-H = 2**22
-weights = ExpertWeights(torch.ones(1, 1, H), torch.ones(1, 1, H), torch.ones(1, H, 1), 12, (34,))
-x, ids, w = torch.ones(1, H), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+T, I, H = {T}, {I}, {H}
+weights = ExpertWeights(torch.ones(1, I, H), torch.ones(1, I, H), torch.ones(1, H, I), 12, (34,))
+x, ids, w = torch.ones(T, H), torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1)
 engine = Engine("reference", threads=1)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20,) * 2)
@@ -416,28 +422,7 @@ except MemoryError as error:
     print(error)
 """
     )
-    assert out.startswith("layer 12, expert 34, gate and up: cannot allocate"), out
-    assert "bytes of scratch for a thread" in out
-
-
-def test_no_memory_for_activations_names_the_layer() -> None:
-    out = in_child(
-        """
-import resource, torch
-from kt_ray.native import Engine, ExpertWeights
-weights = ExpertWeights(torch.ones(1, 4096, 16), torch.ones(1, 4096, 16), torch.ones(1, 16, 4096), 12, (34,))
-T = 50_000
-x, ids, w = torch.ones(T, 16), torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1)
-engine = Engine("reference", threads=1)
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20,) * 2)
-try:
-    engine.forward(weights, x, ids, w)
-except MemoryError as error:
-    print(error)
-"""
-    )
-    assert out.startswith("layer 12: cannot allocate") and "bytes for activations" in out, out
+    assert out.startswith(said[0]) and said[1] in out, out
 
 
 def test_activations_are_reused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -410,14 +410,19 @@ def test_what_a_rebuild_cannot_find_leaves_the_rest_whole(model: Path, tmp_path:
             backend._cluster.switch_training("nobody", None)
 
 
+def save_another(backend: ClusterBackend, given: Sequence[Datum], directory: Path) -> None:
+    """The state of the training "other", beside "mine", a step each."""
+    for seed, name in enumerate(("mine", "other")):
+        backend.create(name, seed, WHOLE)
+        backend.run(name, given, ENTROPY, backward=True)
+        backend.step(name, ADAM)
+    backend.save_state("other", directory)
+
+
 def test_a_load_that_fails_halfway_changes_nothing(model: Path, tmp_path: Path) -> None:
     given = data_of(rows(8))
     with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
-        for seed, name in enumerate(("mine", "other")):
-            backend.create(name, seed, WHOLE)
-            backend.run(name, given, ENTROPY, backward=True)
-            backend.step(name, ADAM)
-        backend.save_state("other", tmp_path / "state")
+        save_another(backend, given, tmp_path / "state")
         for shard in (tmp_path / "state").glob("experts-1*"):
             shard.unlink()
         before = backend.run("mine", given, ENTROPY, backward=False).loss
@@ -430,11 +435,7 @@ def test_a_load_without_a_snapshot_is_undone(model: Path, tmp_path: Path) -> Non
     """Else it would rest on the client's directory, who may delete it."""
     given = data_of(rows(8))
     with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
-        for seed, name in enumerate(("mine", "other")):
-            backend.create(name, seed, WHOLE)
-            backend.run(name, given, ENTROPY, backward=True)
-            backend.step(name, ADAM)
-        backend.save_state("other", tmp_path / "state")
+        save_another(backend, given, tmp_path / "state")
         before = backend.run("mine", given, ENTROPY, backward=False).loss
         backend.run("mine", given, ENTROPY, backward=True)
         (tmp_path / "snapshots").write_text("in the way")
