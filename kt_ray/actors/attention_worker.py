@@ -190,14 +190,17 @@ class AttentionWorker(PlainActor):
             RuntimeError: as `OpenExperts`.
         """
         self.claim_thread()
-        lent, before = lent_experts(self.plan, self.rank), self.shared_experts
+        lent = lent_experts(self.plan, self.rank)
         own = {e.rank: e for e in exports if e.rank in lent}
-        before = {r: opened for r, opened in before.items() if r in own and opened.maps(own[r])}
+        files = {file for exported in own.values() for file in exported.files}
+        known = {
+            f: o for before in self.shared_experts.values() for f, o in before.files.items() if f in files
+        }
         self.shared_experts = {}  # what is gone is unmapped before anything is mapped
         if self._lane is not None:
-            self._lane.keep_only(before)
+            self._lane.keep_only(known)
         for rank, exported in own.items():
-            self.shared_experts[rank] = OpenExperts(exported, before.pop(rank, None))
+            self.shared_experts[rank] = OpenExperts(exported, known)
         if self._lane is not None:
             self._lane.take(self.shared_experts, range(*self.part.layers))
 

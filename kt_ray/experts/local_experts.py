@@ -32,7 +32,16 @@ from kt_ray.experts.lane_check import check_lane
 from kt_ray.experts.process_memory import prefer_node
 from kt_ray.experts.shared_experts import ExportedExperts, export_experts, put_into
 from kt_ray.model.lora import init_lora_a, initial_lora
-from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, MemoryFile, Saved, allocating
+from kt_ray.native import (
+    DropoutSpec,
+    Engine,
+    ExpertLora,
+    ExpertWeights,
+    MemoryFile,
+    Saved,
+    allocate,
+    allocating,
+)
 from kt_ray.native.engine import SaveMode
 from kt_ray.native.pages import in_huge_pages
 from kt_ray.optim.optimizers import AdamStep, LoraOptimizer, squared_norm, state_kinds
@@ -81,6 +90,13 @@ class _Kept:
         return own + sum(part.bytes for part in (self.engine, *self.lane) if part is not None)
 
 
+class _KeptLora(NamedTuple):
+    """A LoRA by layer, and the file that it lies in, if others can map it."""
+
+    lora: dict[int, ExpertLora]
+    file: MemoryFile | None
+
+
 class _State(NamedTuple):
     """A training's LoRA and its gradients, by layer."""
 
@@ -103,7 +119,7 @@ class LocalExperts:
         self.lane: Lane | None = None
         if spec.lane is not None:
             self.lane = Lane(spec.lane, spec.threads, recompute=spec.activations == "recompute")
-        # What others can map: weights, LoRA and kept copies of it.
+        # What others can map: weights and LoRA; of each kept copy in a file of its own.
         self._file = MemoryFile(f"kt_ray-lent-experts-{spec.rank}") if spec.shared else None
         # What the engine computes from; a layer whose experts all stay on the lane's device has none.
         self.weights: dict[int, ExpertWeights] = {}
@@ -120,8 +136,8 @@ class LocalExperts:
         self._exact = Scratch()  # y or dx before it is rounded
         self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
         self._grads: dict[int, ExpertLora] = {}
-        self._adapters: dict[bool | str, dict[int, ExpertLora]] = {}  # kept ones, by name
-        self._dropped: list[dict[int, ExpertLora]] = []  # memory of copies that were kept
+        self._adapters: dict[bool | str, _KeptLora] = {}  # by name
+        self._dropped: list[_KeptLora] = []  # memory of copies that were kept
         self._kept: dict[tuple[int, int], _Kept] = {}  # by layer and group
         # slots that attention workers computed, by layer and group, until their gradients are there
         self._elsewhere: dict[tuple[int, int], int] = {}
@@ -301,33 +317,38 @@ class LocalExperts:
 
     def keep(self, name: str, *, copy: bool) -> None:
         """Keep the LoRA as it is now under a name; `copy` if it will be changed."""
-        if copy and self._dropped:
-            adapter = self._dropped.pop()
-            for layer, lora in self.lora.items():
-                for kept, value in zip(adapter[layer].tensors(), lora.tensors(), strict=True):
-                    kept.copy_(value)
-        else:
-            adapter = {layer: lora.map(self._copy) if copy else lora for layer, lora in self.lora.items()}
-            if copy and self.lane is not None:
-                for lora in adapter.values():
-                    self.lane.lock(lora.tensors())
-        self._adapters[name] = adapter
+        if not copy:
+            self._adapters[name] = _KeptLora(dict(self.lora), self._file)
+            return
+        made = self._dropped.pop() if self._dropped else self._room_for_copy()
+        for layer, lora in self.lora.items():
+            for kept, value in zip(made.lora[layer].tensors(), lora.tensors(), strict=True):
+                kept.copy_(value)
+        self._adapters[name] = made
 
     def drop(self, name: str) -> None:
         """Forget a copy that `keep` made, if it is there; its memory is the next one's."""
         if name in self._adapters:
             self._dropped.append(self._adapters.pop(name))
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if self._file is None:
-            return tensor.clone()
-        return self._file.allocate(tensor.shape, tensor.dtype).copy_(tensor)
+    def _room_for_copy(self) -> _KeptLora:
+        file = None if self._file is None else MemoryFile(f"kt_ray-kept-lora-{self.spec.rank}")
+        with allocating(file):
+            copy = {layer: lora.map(_alike) for layer, lora in self.lora.items()}
+        if self.lane is not None:
+            for lora in copy.values():
+                self.lane.lock(lora.tensors())
+        return _KeptLora(copy, file)
 
     def export(self) -> ExportedExperts:
         """For attention workers of this host, where `spec.shared`: weights, LoRA and what `keep` stored."""
         assert self._file is not None, "the plan has workers that read these experts"
         weights = {layer: (self.order[layer], own) for layer, own in self.weights.items()}
-        return export_experts(self._file, self.spec.rank, weights, {True: self.lora, **self._adapters})
+        kept = {True: _KeptLora(self.lora, self._file), **self._adapters}
+        adapters = {name: (one.file or self._file, one.lora) for name, one in kept.items()}
+        others = [one.file or self._file for one in self._dropped]
+        files = dict.fromkeys([self._file, *(file for file, _ in adapters.values()), *others])
+        return export_experts(list(files), self.spec.rank, weights, adapters)
 
     def local_ids(self, layer: int, ids_TK: Tensor, num_experts: int) -> Tensor:
         """Global expert ids [T, K] of a layer to local ones; other actors' experts become E (no expert)."""
@@ -379,7 +400,7 @@ class LocalExperts:
         which = self._adapter if adapter is None else adapter
         lora: ExpertLora | None = None
         if which is not False:
-            lora = (self.lora if which is True else self._adapters[which]).get(layer)
+            lora = (self.lora if which is True else self._adapters[which].lora).get(layer)
         engine_ids_TK = ids_TK
         pending: list[Future[LaneForward]] = []
         shape = (len(ids_TK), x[0].shape[1])
@@ -665,6 +686,10 @@ class LocalExperts:
 def _grad(parameter: torch.nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    return allocate(tensor.shape, tensor.dtype)
 
 
 def bind_to_cpus(cpus: tuple[int, ...]) -> None:

@@ -1,15 +1,16 @@
 """Weights and LoRA of one expert actor, read by attention workers of its host where they lie.
 
-The actor keeps them in one anonymous file in memory (`kt_ray.native.MemoryFile`). It exports where in the
-file each tensor begins; a worker opens the export and has the same tensors on its own mapping of the same
-pages. So a worker sees every update of the LoRA, without a message.
+The actor keeps them in anonymous files in memory (`kt_ray.native.MemoryFile`): one for the weights and the
+LoRA that is trained, one for each copy of the LoRA that it keeps. It exports where in its file each tensor
+begins; a worker opens the export and has the same tensors on its own mappings of the same pages. So a worker
+sees every update of the LoRA, without a message, and a new copy needs no new mapping of the weights.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -43,23 +44,30 @@ class Laid:
 
 
 @dataclass(frozen=True)
+class ExportedFile:
+    """A file in memory: what another process opens, by what it knows that this is it, and its bytes."""
+
+    path: str
+    name: str
+    inode: int
+    size: int
+
+
+@dataclass(frozen=True)
 class ExportedExperts:
     """What another process of the host needs to read an actor's experts. Picklable, without any weights.
 
     Attributes:
         rank: of the actor.
-        path, name, inode, size: of its file in memory.
+        files: that of weights and trained LoRA, then those of kept copies and of copies not needed now.
         weights: MoE layer -> global ids in local order, and what the engine computes from.
-        adapters: True and the names of kept ones -> MoE layer -> LoRA of those experts.
+        adapters: True and the names of kept ones -> number of the file, MoE layer -> LoRA of those experts.
     """
 
     rank: int
-    path: str
-    name: str
-    inode: int
-    size: int
+    files: tuple[ExportedFile, ...]
     weights: Mapping[int, tuple[tuple[int, ...], Laid]]
-    adapters: Mapping[Adapter, Mapping[int, Laid]]
+    adapters: Mapping[Adapter, tuple[int, Mapping[int, Laid]]]
 
 
 def put_into(file: MemoryFile, weights: ExpertWeights) -> ExpertWeights:
@@ -75,60 +83,41 @@ def put_into(file: MemoryFile, weights: ExpertWeights) -> ExpertWeights:
 
 
 def export_experts(
-    file: MemoryFile,
+    files: Sequence[MemoryFile],
     rank: int,
     weights: Mapping[int, tuple[tuple[int, ...], ExpertWeights]],
-    adapters: Mapping[Adapter, Mapping[int, ExpertLora]],
+    adapters: Mapping[Adapter, tuple[MemoryFile, Mapping[int, ExpertLora]]],
 ) -> ExportedExperts:
-    """Where these tensors lie, all of them in the file; arguments as the fields of `ExportedExperts`."""
+    """Where these tensors lie, all of them in their file; arguments as the fields of `ExportedExperts`."""
     return ExportedExperts(
         rank,
-        file.path,
-        file.name,
-        file.inode,
-        file.size,
-        {layer: (ids, _laid(file, own)) for layer, (ids, own) in weights.items()},
-        {name: {layer: _laid(file, own) for layer, own in of.items()} for name, of in adapters.items()},
+        tuple(ExportedFile(file.path, file.name, file.inode, file.size) for file in files),
+        {layer: (ids, _laid(files[0], own)) for layer, (ids, own) in weights.items()},
+        {
+            name: (files.index(file), {layer: _laid(file, own) for layer, own in of.items()})
+            for name, (file, of) in adapters.items()
+        },
     )
 
 
-class OpenExperts:
-    """An actor's experts, as tensors on this process's mapping of their memory: to be read, never written.
+class OpenFile:
+    """A file of an actor, on a mapping of this process.
 
     Args:
-        exported: of the actor.
-        before: an earlier export of the same actor, open in this process: of a file that has not grown since
-            the same mapping is used.
+        file: of expert actor `rank`. extents: as `_extents` gives them, of what lies in it.
 
     Attributes:
-        memory: uint8, the whole file; all tensors are views of it.
+        memory: uint8, the whole file.
         parts: the whole of it in pieces of whole pages, PART or more bytes each, that no layer lies across.
-        weights: MoE layer -> global ids in local order, and their weights.
-        adapters: True and the names of kept ones -> MoE layer -> LoRA.
 
     Raises:
-        RuntimeError: the memory is gone, is another's, or is smaller than the export says.
+        RuntimeError: as `OpenExperts`.
     """
 
-    def __init__(self, exported: ExportedExperts, before: OpenExperts | None = None) -> None:
-        self.exported = exported
+    def __init__(self, file: ExportedFile, rank: int, extents: Iterable[tuple[int, int]]) -> None:
+        self.memory = _mapped(file, rank)
+        self.parts = _parts(self.memory, extents)
         self._resident = 0
-        same = before is not None and before.maps(exported)
-        self.memory: Tensor = before.memory if before is not None and same else _mapped(exported)
-        self.parts: list[Tensor] = (
-            before.parts if before is not None and same else _parts(self.memory, exported)
-        )
-        self.weights: dict[int, tuple[tuple[int, ...], ExpertWeights]] = {
-            layer: (ids, _opened(laid, self.memory)) for layer, (ids, laid) in exported.weights.items()
-        }
-        self.adapters: dict[Adapter, dict[int, ExpertLora]] = {
-            name: {layer: _opened(laid, self.memory) for layer, laid in of.items()}
-            for name, of in exported.adapters.items()
-        }
-
-    def maps(self, exported: ExportedExperts) -> bool:
-        """Whether this mapping serves another export of the actor: of a file that has not grown since."""
-        return _file(self.exported) == _file(exported)
 
     @property
     def resident_bytes(self) -> int:
@@ -149,9 +138,53 @@ class OpenExperts:
         return resident
 
 
-def _parts(memory: Tensor, exported: ExportedExperts) -> list[Tensor]:
+class OpenExperts:
+    """An actor's experts, as tensors on this process's mappings of their memory: to be read, never written.
+
+    Args:
+        exported: of the actor.
+        known: files that this process has open.
+
+    Attributes:
+        files: one or more; all tensors are views of their memory.
+        weights: MoE layer -> global ids in local order, and their weights; in the first file.
+        adapters: True and the names of kept ones -> MoE layer -> LoRA.
+
+    Raises:
+        RuntimeError: the memory is gone, is another's, or is smaller than the export says.
+    """
+
+    def __init__(
+        self, exported: ExportedExperts, known: Mapping[ExportedFile, OpenFile] | None = None
+    ) -> None:
+        self.exported, known = exported, known or {}
+        self.files: dict[ExportedFile, OpenFile] = {
+            file: known.get(file) or OpenFile(file, exported.rank, _extents(exported, number))
+            for number, file in enumerate(exported.files)
+        }
+        memories = [opened.memory for opened in self.files.values()]
+        self.weights: dict[int, tuple[tuple[int, ...], ExpertWeights]] = {
+            layer: (ids, _opened(laid, memories[0])) for layer, (ids, laid) in exported.weights.items()
+        }
+        self.adapters: dict[Adapter, dict[int, ExpertLora]] = {
+            name: {layer: _opened(laid, memories[number]) for layer, laid in of.items()}
+            for name, (number, of) in exported.adapters.items()
+        }
+
+    @property
+    def of_weights(self) -> ExportedFile:
+        """The file that the weights lie in."""
+        return self.exported.files[0]
+
+    @property
+    def resident_bytes(self) -> int:
+        """What of the mappings counts as this process's resident memory."""
+        return sum(opened.resident_bytes for opened in self.files.values())
+
+
+def _parts(memory: Tensor, extents: Iterable[tuple[int, int]]) -> list[Tensor]:
     cuts, reached = [0], 0
-    for begin, end in sorted(_extents(exported)):
+    for begin, end in sorted(extents):
         if begin >= max(reached, cuts[-1] + PART) and begin % mmap.PAGESIZE == 0:
             cuts.append(begin)
         reached = max(reached, end)
@@ -159,9 +192,9 @@ def _parts(memory: Tensor, exported: ExportedExperts) -> list[Tensor]:
     return [memory[begin:end] for begin, end in zip(cuts, ends, strict=True)]
 
 
-def _extents(exported: ExportedExperts) -> Iterator[tuple[int, int]]:
-    """First byte of every layer's weights, and of every layer's LoRA, and the one after its last: what lies
-    together there may be copied at once."""
+def _extents(exported: ExportedExperts, number: int) -> Iterator[tuple[int, int]]:
+    """Of the actor's file of that number: first byte of every layer's weights, and of every layer's LoRA, and
+    the one after its last. What lies together there may be copied at once."""
 
     def of(place: Any) -> Iterator[tuple[int, int]]:
         if isinstance(place, Laid):
@@ -172,31 +205,29 @@ def _extents(exported: ExportedExperts) -> Iterator[tuple[int, int]]:
             last = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
             yield place.offset, place.offset + (last + 1) * dtype.itemsize
 
-    layers = [weights for _, weights in exported.weights.values()]
-    for layer in (*layers, *(lora for adapter in exported.adapters.values() for lora in adapter.values())):
+    layers = [weights for _, weights in exported.weights.values()] if number == 0 else []
+    for file, adapter in exported.adapters.values():
+        layers += adapter.values() if file == number else ()
+    for layer in layers:
         begins, ends = zip(*of(layer), strict=True)
         yield min(begins), max(ends)
 
 
-def _file(exported: ExportedExperts) -> tuple[str, str, int, int]:
-    return exported.path, exported.name, exported.inode, exported.size
-
-
-def _mapped(exported: ExportedExperts) -> Tensor:
-    path, whose = exported.path, f"memory of expert actor {exported.rank}'s weights"
+def _mapped(file: ExportedFile, rank: int) -> Tensor:
+    path, whose = file.path, f"memory of expert actor {rank}'s weights"
     try:
         fd = os.open(path, os.O_RDWR)
     except OSError as error:
         raise RuntimeError(f"the {whose}, {path}, cannot be opened: {error.strerror}") from error
     try:
         status, found = os.fstat(fd), os.readlink(f"/proc/self/fd/{fd}")
-        if status.st_ino != exported.inode or not found.startswith(f"/memfd:{exported.name}"):
+        if status.st_ino != file.inode or not found.startswith(f"/memfd:{file.name}"):
             raise RuntimeError(f"{path} is no longer the {whose}: it is {found}")
-        if status.st_size < exported.size:
+        if status.st_size < file.size:
             raise RuntimeError(
-                f"the {whose}, {path}, has {status.st_size} bytes, its export says {exported.size}"
+                f"the {whose}, {path}, has {status.st_size} bytes, its export says {file.size}"
             )
-        return map_whole(fd, exported.size)
+        return map_whole(fd, file.size)
     finally:
         os.close(fd)
 

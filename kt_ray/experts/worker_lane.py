@@ -10,7 +10,7 @@ Legend: T valid tokens of a group, T_i of its micro-batch i, H hidden size, K ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from kt_ray.experts.device_lane import (
 from kt_ray.experts.lane import Lane
 from kt_ray.experts.lane_check import check_lane
 from kt_ray.experts.lane_weights import Adapter, JoinedLora, adapter_shapes
-from kt_ray.experts.shared_experts import OpenExperts
+from kt_ray.experts.shared_experts import ExportedFile, OpenExperts
 from kt_ray.gpu import aside, driver
 from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
 from kt_ray.native import DropoutSpec
@@ -82,37 +82,48 @@ class WorkerLane:
         self.num_experts = num_experts
         self.held: dict[int, OpenExperts] = {}
         self._layers: dict[int, _Layer] = {}
+        self._owners: dict[int, ExportedFile] = {}  # by rank, the weights that the layers are made of
         self._checked = False
 
-    def keep_only(self, held: Mapping[int, OpenExperts]) -> None:
-        """Let go of all but these actors' memory; `take` comes next."""
-        self._layers.clear()
-        self.lane.drop_layers()
-        for rank, experts in self.held.items():
-            if rank not in held:
-                self.lane.unlock(experts.memory)
-        self.held = dict(held)
+    def keep_only(self, files: Collection[ExportedFile]) -> None:
+        """Let go of all memory but these files'; `take` comes next."""
+        if any(experts.of_weights not in files for experts in self.held.values()):
+            self._forget_layers()
+        for experts in self.held.values():
+            for file, opened in experts.files.items():
+                if file not in files:
+                    self.lane.unlock(opened.memory)
+        self.held = {}
 
     def take(self, held: Mapping[int, OpenExperts], layers: Iterable[int]) -> None:
         """Take the experts of these layers from actors of this host, by rank."""
-        self.held = dict(held)
+        owners = {rank: experts.of_weights for rank, experts in held.items()}
+        if owners != self._owners:
+            self._forget_layers()
+        self.held, self._owners = dict(held), owners
         some = next((weights for e in held.values() for _, weights in e.weights.values()), None)
         if some is not None and not self._checked:
             check_lane(self.lane.plan.devices[0], some, float8=self.lane.plan.float8)
             self._checked = True
         if self.lane.plan.streams:
-            for experts in held.values():
-                self.lane.lock(experts.parts, parts=True)
+            for opened in (file for experts in held.values() for file in experts.files.values()):
+                self.lane.lock(opened.parts, parts=True)
         for layer in layers:
             found = [experts.weights[layer] for experts in held.values() if layer in experts.weights]
             ids = [e for own, _ in found for e in own]
-            if not ids:  # a layer without experts, or without an actor until it is loaded again
+            # A layer without experts, without an actor until it is loaded again, or with the same ones.
+            if not ids or layer in self._layers:
                 continue
             self.lane.add_layer(layer, ids, [weights for _, weights in found])
             local = torch.full((self.num_experts + 1,), len(ids), dtype=torch.int64)
             local[ids] = torch.arange(len(ids))
             self._layers[layer] = _Layer(torch.tensor(ids), local)
             beat()
+
+    def _forget_layers(self) -> None:
+        self._layers.clear()
+        self._owners = {}
+        self.lane.drop_layers()
 
     def layer(self, layer: int) -> _Layer:
         return self._layers[layer]

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor
 from kt_ray.actors.attention_worker import AttentionWorker
@@ -64,11 +65,16 @@ def actors(cluster: ActorCluster) -> list[ExpertActor]:
 
 
 def open_files(worker: AttentionWorker) -> dict[int, str]:
-    return {rank: opened.exported.name for rank, opened in worker.shared_experts.items()}
+    return {rank: opened.of_weights.name for rank, opened in worker.shared_experts.items()}
 
 
 def files(cluster: ActorCluster) -> dict[int, str]:
-    return {rank: actor.export_experts().name for rank, actor in enumerate(actors(cluster))}
+    return {rank: actor.export_experts().files[0].name for rank, actor in enumerate(actors(cluster))}
+
+
+def memory(worker: AttentionWorker, rank: int) -> Tensor:
+    opened = worker.shared_experts[rank]
+    return opened.files[opened.of_weights].memory
 
 
 def test_losses_are_the_same_bits(tmp_path: Path) -> None:
@@ -122,7 +128,7 @@ def test_a_new_actor_after_a_death(tmp_path: Path, dead: tuple[str, int]) -> Non
     plan = with_lanes(plan_for(path, config))
     with started(path, config, plan, MortalCluster, Death(dead, "run_pass", 1)) as cluster:
         before = files(cluster)
-        mapped = {rank: opened.memory for rank, opened in workers(cluster)[0].shared_experts.items()}
+        mapped = [memory(workers(cluster)[0], rank) for rank in range(2)]
         load, seen = ExpertActor.load_again, []
 
         def load_again(actor: ExpertActor) -> dict[str, Any]:
@@ -136,11 +142,11 @@ def test_a_new_actor_after_a_death(tmp_path: Path, dead: tuple[str, int]) -> Non
             cluster.recover()
         after = files(cluster)
         assert [open_files(worker) for worker in workers(cluster)] == [after] * 2
-        still = workers(cluster)[0].shared_experts
-        assert still[0].memory is mapped[0] and after[0] == before[0]
+        still = [memory(workers(cluster)[0], rank) for rank in range(2)]
+        assert still[0] is mapped[0] and after[0] == before[0]
         if dead[0] == "experts":
             assert seen == [[{0: before[0]}] * 2] and after[1] != before[1]
-            assert still[1].memory is not mapped[1]
+            assert still[1] is not mapped[1]
         else:
             assert not seen and after == before
 
@@ -215,9 +221,9 @@ def test_the_memory_goes_with_the_cluster(tmp_path: Path) -> None:
         exports: list[ExportedExperts] = [actor.export_experts() for actor in actors(cluster)]
     del cluster
     gc.collect()
-    for exported in exports:
-        found = os.readlink(exported.path) if os.path.exists(exported.path) else ""
-        assert exported.name not in found
+    for file in (file for exported in exports for file in exported.files):
+        found = os.readlink(file.path) if os.path.exists(file.path) else ""
+        assert file.name not in found
 
 
 def test_a_kernel_without_shared_huge_pages_is_told_once(

@@ -68,11 +68,11 @@ def content(
 
 def own_content(made: LocalExperts) -> Content:
     weights = {layer: (made.order[layer], own) for layer, own in made.weights.items()}
-    return content(weights, {True: made.lora, **made._adapters})
+    return content(weights, {True: made.lora} | {name: kept.lora for name, kept in made._adapters.items()})
 
 
 def _reader(pipe: Connection) -> None:
-    """Another process: for each export what it holds, whether its mapping was there before, and its pages."""
+    """Another process: for each export what it holds, how many files were open before, and its pages."""
     opened: OpenExperts | None = None
     while True:
         sent = pipe.recv_bytes()
@@ -80,15 +80,15 @@ def _reader(pipe: Connection) -> None:
             return
         before = opened
         try:
-            opened = OpenExperts(pickle.loads(sent), before)
+            opened = OpenExperts(pickle.loads(sent), None if before is None else before.files)
         except RuntimeError as error:
             pipe.send(str(error))
             continue
         untouched = opened.resident_bytes
-        known = before is not None and opened.memory is before.memory
+        known = 0 if before is None else sum(o is before.files.get(f) for f, o in opened.files.items())
         del before
         found = content(opened.weights, opened.adapters)
-        storages = {opened.memory.untyped_storage().data_ptr()} | {
+        storages = {file.memory.untyped_storage().data_ptr() for file in opened.files.values()} | {
             tensor.untyped_storage().data_ptr()
             for lora in opened.adapters[True].values()
             for tensor in lora.tensors()
@@ -166,7 +166,7 @@ def test_another_process_has_the_same_bytes(tmp_path: Path, ask: Ask, case: str)
     assert found == expected and storages == 1
     kinds = {place[0] for place in expected}
     assert kinds == {"ids", "weights", True} and expected["ids", 1] == (0, 2)
-    assert untouched == 0 and 0 < resident <= exported.size
+    assert untouched == 0 and 0 < resident <= exported.files[0].size
     made.close()
 
 
@@ -176,13 +176,15 @@ def test_parts_are_whole_pages_that_no_layer_lies_across(
 ) -> None:
     """CUDA copies from what was registered at once, and refuses a page that was registered before."""
     made = CASES[case](tmp_path)
-    assert len(OpenExperts(made.export()).parts) == 1
+    (whole,) = OpenExperts(made.export()).files.values()
+    assert len(whole.parts) == 1
     monkeypatch.setattr("kt_ray.experts.shared_experts.PART", 1)
     opened = OpenExperts(made.export())
-    first = opened.memory.data_ptr()
-    starts = [part.data_ptr() - first for part in opened.parts]
-    ends = [start + part.nbytes for start, part in zip(starts, opened.parts, strict=True)]
-    assert starts == [0, *ends[:-1]] and ends[-1] == opened.memory.nbytes
+    (file,) = opened.files.values()
+    first = file.memory.data_ptr()
+    starts = [part.data_ptr() - first for part in file.parts]
+    ends = [start + part.nbytes for start, part in zip(starts, file.parts, strict=True)]
+    assert starts == [0, *ends[:-1]] and ends[-1] == file.memory.nbytes
     assert all(start % mmap.PAGESIZE == 0 for start in starts)
     found = []
     for _, weights in opened.weights.values():
@@ -194,8 +196,8 @@ def test_parts_are_whole_pages_that_no_layer_lies_across(
         assert len(parts) == 1, "tensors that lie together are copied at once"
         found += parts
     assert len(set(found)) == len(opened.weights) > 1, "a part for each layer"
-    again = OpenExperts(made.export(), opened)
-    assert again.parts is opened.parts
+    again = OpenExperts(made.export(), opened.files)
+    assert again.files == opened.files
 
 
 def test_no_byte_differs_from_experts_that_are_not_shared(tmp_path: Path) -> None:
@@ -221,31 +223,40 @@ def test_updates_and_kept_adapters_are_seen(tmp_path: Path, ask: Ask) -> None:
         grad.fill_(0.25)
     made.apply_gradients(0.5, 1.0)
     updated, known, *_ = ask(made.export())
-    assert known, "the file has not grown: it is not mapped again"
+    assert known == 1, "the file is not mapped again"
     assert updated == own_content(made) != initial
     made.keep("first", copy=True)
     made.restart_lora()
-    grown, known, *_ = ask(made.export())
-    assert not known and grown == own_content(made)
+    grown, known, storages, *_ = ask(made.export())
+    assert known == 1 and storages == 2, "only the copy's file is mapped"
+    assert grown == own_content(made)
     assert grown["first", 0, "up_b"] == updated[True, 0, "up_b"] != grown[True, 0, "up_b"]
     made.keep("last", copy=False)
     last, known, *_ = ask(made.export())
-    assert known and last["last", 1, "down_a"] == last[True, 1, "down_a"]
+    assert known == 2 and last["last", 1, "down_a"] == last[True, 1, "down_a"]
+    made.drop("first")
+    dropped, known, *_ = ask(made.export())
+    assert known == 2 and ("first", 0, "up_b") not in dropped, "the memory stays, for the next copy"
+    made.keep("next", copy=True)
+    again, known, storages, *_ = ask(made.export())
+    assert known == storages == 2 and again == own_content(made)
+    assert again["next", 0, "up_b"] == again[True, 0, "up_b"]
 
 
 def test_memory_that_is_gone(tmp_path: Path, ask: Ask) -> None:
     """Each fault in one message; what is open already stays readable."""
     made = CASES["bf16"](tmp_path)
     exported = made.export()
-    short = replace(exported, size=exported.size + 4096)
-    assert ask(short).endswith(f"has {exported.size} bytes, its export says {short.size}")
-    other = replace(exported, inode=exported.inode + 1)
-    stranger = f"{exported.path} is no longer the memory of expert actor 0's weights"
+    (file,) = exported.files
+    short = replace(exported, files=(replace(file, size=file.size + 4096),))
+    assert ask(short).endswith(f"has {file.size} bytes, its export says {file.size + 4096}")
+    other = replace(exported, files=(replace(file, inode=file.inode + 1),))
+    stranger = f"{file.path} is no longer the memory of expert actor 0's weights"
     assert ask(other).startswith(f"{stranger}: it is /memfd:kt_ray-lent-experts-0-")
     opened, expected = OpenExperts(exported), own_content(made)
     made.close()
     del made
-    closed = f"the memory of expert actor 0's weights, {exported.path}, cannot be opened: "
+    closed = f"the memory of expert actor 0's weights, {file.path}, cannot be opened: "
     assert ask(exported).startswith((closed, stranger))  # another file may have the number by now
     with pytest.raises(RuntimeError, match="expert actor 0's weights"):
         OpenExperts(exported)

@@ -17,6 +17,7 @@ from torch import Tensor
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
 from kt_ray.experts.device_lane import DeviceLane
+from kt_ray.experts.lane_device import PinnedWeights
 from kt_ray.experts.shared_experts import OpenExperts
 from kt_ray.experts.worker_lane import LaneTokens, WorkerLane
 from kt_ray.model.token_exchange import TokenExchange
@@ -289,6 +290,38 @@ def test_experts_ahead_are_of_every_owner() -> None:
     assert ahead_experts([range(1), range(1, 8)], 4) == (0, 1, 2, 3)
     assert ahead_experts([range(3)], 9) == (0, 1, 2)
     assert ahead_experts([], 2) == ()
+
+
+def test_a_new_copy_of_the_lora_leaves_the_weights_locked(
+    checkpoint: tuple[Path, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locking hundreds of gigabytes takes a minute: once, not for each sampler. What goes is unlocked."""
+    locked, unlocked = set[int](), list[int]()
+    monkeypatch.setattr(PinnedWeights, "_register", lambda _, address, size: locked.add(address))
+    monkeypatch.setattr(PinnedWeights, "remove", lambda _, memory: unlocked.append(memory.data_ptr()))
+    with actors_of(checkpoint[0], 0.0) as actors, lane_of(LANES["all"], actors) as lane:
+        first = a_pass(LaneTokens(lane, Link(actors), CPU, None, True, 2), actors)
+        before, layers, at_first = lane.held, [lane.layer(layer) for layer in LAYERS], set(locked)
+        for actor in actors:
+            actor.keep("kept", copy=True)
+            actor.restart_lora()
+            actor.begin_pass(3, True, "kept")
+        known = {file: opened for experts in before.values() for file, opened in experts.files.items()}
+        lane.keep_only(known)
+        lane.take({a.spec.rank: OpenExperts(a.export(), known) for a in actors}, range(4))
+        assert not unlocked and [lane.layer(layer) for layer in LAYERS] == layers
+        new = [o for e in lane.held.values() for file, o in e.files.items() if file not in known]
+        assert len(new) == len(actors)
+        assert locked - at_first == {part.data_ptr() for opened in new for part in opened.parts}
+        again = a_pass(LaneTokens(lane, Link(actors), CPU, None, "kept", 2), actors)
+        outputs = [name for name in again if name[0] in "yd"]
+        assert all(torch.equal(first[name], again[name]) for name in outputs)
+        gone = [opened.memory.data_ptr() for opened in lane.held[0].files.values()]
+        stays = lane.held[1]
+        lane.keep_only(stays.files)
+        assert unlocked == gone
+        lane.take({1: stays}, range(4))
+        assert lane.layer(0).ids.tolist() == list(stays.weights[0][0])
 
 
 def test_a_pass_that_ends_in_the_last_wait(
