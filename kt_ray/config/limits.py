@@ -144,9 +144,10 @@ _KEYS_OF_BOUNDS = {
     Bound(1, 256): "lora.rank",
     Bound(0, open_low=True): """
         grpo.epsilon_high
-        lora.alpha optim.eps optim.decay preference.beta trainer.epochs trainer.step_timeout trainer.max_hours
+        lora.alpha optim.decay preference.beta trainer.epochs trainer.step_timeout trainer.max_hours
         accept.minutes cluster.start_timeout generate.repetition_penalty
     """,
+    Bound(1e-30): "optim.eps",  # beside a gradient of 0, float32 would divide 0 by 0
     Bound(0, 1, open_low=True): "grpo.epsilon optim.lr generate.top_p",
     Bound(0, 1): "optim.min_lr_ratio generate.min_p",
     Bound(1, 1000): "optim.lora_plus_ratio",

@@ -190,9 +190,11 @@ def adam_of(params: Any) -> AdamParams:
     values = {name: float(getattr(params, name)) for name in AdamParams.__dataclass_fields__}
     for name, value in values.items():
         below = 1.0 if name.startswith("beta") else math.inf
-        if not 0 <= value < below or (name == "eps" and not value):  # 0 / 0 where there is no gradient yet
+        if not 0 <= value < below or (
+            name == "eps" and value < 1e-30
+        ):  # 0 / 0 where there is no gradient yet
             required = "at least 0 and less than 1" if below == 1.0 else "at least 0, and finite"
-            required = "more than 0, and finite" if name == "eps" else required
+            required = "at least 1e-30, and finite" if name == "eps" else required
             raise bad(f"{name} is {value}, required {required}", name)
     return AdamParams(**values)
 

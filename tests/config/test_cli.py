@@ -98,6 +98,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["lora.rank=512"], ["lora.rank=512", "at most 256", "set lora.rank=8"]),
     (["lora.dropout=1"], ["lora.dropout=1", "less than 1", "set lora.dropout=0.0"]),
     (["optim.lr=-1e-4"], ["optim.lr=-0.0001", "more than 0", "set optim.lr="]),
+    (["optim.eps=1e-45"], ["optim.eps=", "at least 1e-30", "set optim.eps=1e-08"]),
     (["optim.betas=[0.9,1.0]"], ["optim.betas=[0.9,1.0]", "less than 1", "set optim.betas="]),
     (["optim.schedule=cosin"], ["optim.schedule=cosin", "did you mean cosine?", "set optim.schedule=cosine"]),
     (["optim.warmup=2.5"], ["optim.warmup=2.5", "whole number", "set optim.warmup=2"]),
