@@ -52,7 +52,8 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
     A model that is not the package's implies data=jsonl, too: nobody means to train it on the demo's rows
     by naming none, and a plan's rows are as long as a user's.
 
-    An experiment chooses its own groups, so nothing is implied beside one.
+    An experiment chooses its own groups, so none is implied beside one. trainer.epochs says how long a run
+    is, so it unsets the trainer.max_steps of a file.
 
     Args:
         sweep: commas part several runs.
@@ -60,6 +61,8 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
     """
     overrides = [part for o in overrides for part in _on_hub(_bracketed(at_home(o), sweep))]
     keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
+    if "trainer.epochs" in keys and not {"trainer", "trainer.max_steps"} & set(keys):
+        overrides.append("trainer.max_steps=null")
     if "experiment" in keys or not implied:
         return list(overrides)
     choices = [

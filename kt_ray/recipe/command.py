@@ -42,6 +42,7 @@ REPLACES: dict[str, tuple[str, ...]] = {
     "rule.layers": ("rule.stages",),
     "rule.stages": ("rule.layers",),
     "trainer.resume": ("run.overwrite",),
+    "trainer.epochs": ("trainer.max_steps",),
     "optim.name": ("optim",),
 }
 

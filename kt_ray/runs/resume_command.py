@@ -77,6 +77,8 @@ class ResumeCommand:
         gone = [f"  {key}={_shown(key, value)} is no option any more" for key, value in _drop_unknown(saved)]
         before = flatten(saved)
         names = [change.lstrip("+~").partition("=")[0].partition("@")[0] for change in self.changes]
+        if "trainer.epochs" in names:
+            names.append("trainer.max_steps")  # which epochs unset
         for name in names:
             _take(saved, composed, name.split("."))
         for key, value in flatten(saved).items():

@@ -135,6 +135,21 @@ def test_paths_choose_the_generic_options() -> None:
     assert expand(["experiment=smoke", "data.path=x"]) == ["experiment=smoke", "data.path=x"]
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ([], None),  # of the demo's file: 300
+        (["experiment=smoke"], None),
+        (["trainer.max_steps=7"], 7),
+        (["trainer=demo"], 300),
+    ],
+)
+def test_epochs_on_the_command_line_unset_the_steps_of_a_file(given: list[str], steps: int | None) -> None:
+    trainer = compose([*given, "trainer.epochs=2"]).trainer
+    assert (trainer.epochs, trainer.max_steps) == (2, steps)
+    assert "trainer.max_steps=null" in expand(["trainer.epochs=1,2"], sweep=True)
+
+
 def test_a_plan_without_data_is_not_for_the_rows_of_the_demo() -> None:
     for given in ("model=deepseek_v3", "model.path=some/model", "experiment=deepseek_v3_amx_4gpu"):
         data = compose(["mode=plan", given]).data

@@ -152,6 +152,13 @@ def test_what_changes_is_shown_and_nothing_else_does(runs: Path, given: list[Con
     assert (config.optim.name, config.optim.lr, config.optim.eps) == ("muon", 2e-3, OptimConfig().eps)
 
 
+def test_epochs_take_the_place_of_the_runs_steps(runs: Path, given: list[Config], capfd: Any) -> None:
+    assert cli.main(["resume=runs/a", "trainer.epochs=2"]) == 0
+    assert "  trainer.max_steps: 10 → null\n" in capfd.readouterr().out
+    assert cli.main(["resume=runs/a", "trainer.epochs=2", "trainer.max_steps=20"]) == 0
+    assert [(c.trainer.epochs, c.trainer.max_steps) for c in given] == [(2, None), (2, 20)]
+
+
 def test_a_run_that_was_moved_and_one_that_branches_off(runs: Path, given: list[Config]) -> None:
     (runs / "a").rename(runs / "moved")
     assert cli.main(["resume=runs/moved"]) == 0
