@@ -42,10 +42,11 @@ FORMATS: dict[str, str] = {
     "text": '{"text": …}',
     "prompts": '{"prompt": … (or messages, conversations, instruction)[, "answer", …]}',
 }
-# Columns that data.columns may name. "role" and "content" are the keys inside a list of turns.
+# Columns that data.columns may name. "answer" is what rewards read; "role" and "content" are the keys inside
+# a list of turns.
 COLUMNS = (
     *("instruction", "input", "output", "system", "history", "messages", "conversations", "tools"),
-    *("prompt", "completion", "chosen", "rejected", "label", "text", "role", "content"),
+    *("prompt", "completion", "chosen", "rejected", "label", "text", "answer", "role", "content"),
 )
 _QUESTIONS = ("prompt", "completion", "text", "chosen", "rejected")
 _LIST_OF = {"messages": "messages", "sharegpt": "conversations"}  # format: key of its turns
@@ -138,7 +139,8 @@ class Parser:
         if self.format == "prompts":
             messages = tuple(_with_system(_open_prompt(row, where), self.system))
             asked = row["prompt"] if isinstance(row.get("prompt"), str) else ""
-            return Conversation(messages, sample_id, where, tools, columns=given, asked=asked)
+            read = {**given, "answer": row["answer"]} if "answer" in self.columns else given
+            return Conversation(messages, sample_id, where, tools, columns=read, asked=asked)
         label = _label(row, where) if self.format == "kto" else None
         chosen, *rejected = (
             tuple(_with_system(messages, self.system)) for messages in _PARSE[self.format](row, where)

@@ -55,7 +55,8 @@ class Verifier(ABC):
                 where=where,
                 observed=str(error),
                 required=f"a column `answer`: {self.required}",
-                remedy="correct the row or leave it out, or set another reward=",
+                remedy="correct the row or leave it out, name its column (data.columns={answer:solution}), "
+                "or set another reward=",
             ) from error
 
     def __call__(self, completions: Sequence[Completion], waiting: Callable[[], None] = go_on) -> np.ndarray:

@@ -296,6 +296,13 @@ def test_columns_of_other_names() -> None:
         parse(row, columns={"instructions": "q"})
 
 
+def test_the_answer_that_a_reward_reads_may_be_called_otherwise() -> None:
+    row = {"question": "q", "solution": "3", "answer": "in words"}
+    found, _ = parse(row, "prompts", columns={"prompt": "question", "answer": "solution"})
+    assert found.columns == {**row, "answer": "3"} and found.messages[0]["content"] == "q"
+    assert parse(row, "prompts", columns={"prompt": "question"})[0].columns == row
+
+
 def test_lists_kept_as_json_text() -> None:
     found, _ = parse(
         {"messages": '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'}
