@@ -63,6 +63,31 @@ def tokenizer_for(name: str) -> Any:
     )
 
 
+def test_reasoning_is_trained_by_name_where_the_released_template_leaves_it_out() -> None:
+    """DeepSeek-R1's own opens <think> in the prompt and drops it from answers; R1-0528's opens none."""
+    dropping = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        "{{ '<｜Assistant｜>' + (m['content'].split('</think>') | last) + '<｜end▁of▁sentence｜>' }}"
+        "{% else %}{{ '<｜User｜>' + m['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
+    )
+    thought = "<think>\nSo.\n</think>\n\n"
+    turns = [Turn(role=t["role"], content=thought * (t["role"] == "assistant") + t["content"]) for t in TURNS]
+    row = replace(TALK, messages=tuple(turns))
+    tokenizer = tokenizer_for("deepseek3")
+
+    def said(template: str | None) -> list[str]:
+        tokenizer.chat_template = template
+        encoder = ChatEncoder(tokenizer, name=None if template else "deepseek3")
+        return trained_texts(tokenizer, *encoder.encode(row))
+
+    end = ENDS["deepseek3"]
+    assert said(None) == [turn["content"] + end for turn in turns if turn["role"] == "assistant"]
+    assert said(dropping) == ["\n\nFirst." + end, "\n\nSecond." + end]
+    with pytest.raises(UserError, match=r"the prompt before messages\[3\] is no prefix"):
+        said(dropping.replace("{{ '<｜Assistant｜>' }}", "{{ '<｜Assistant｜><think>\n' }}"))
+
+
 def test_the_configuration_knows_every_template() -> None:
     assert set(WORDS["data.template"]) == set(TOKENS) == {*EXPECTED, "plain"}
 
