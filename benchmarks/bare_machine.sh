@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# mode=accept on a machine that has Python, torch, transformers, PEFT, CMake and scikit-build-core, but no network.
+# mode=accept on a machine that has Python, torch, transformers and PEFT, but no network; and CMake, scikit-build-core,
+# pybind11 and a C++20 compiler, unless BUILDER built the engine.
 #
 #   benchmarks/bare_machine.sh wheels FOLDER              with a network: gather what such a machine lacks
 #   benchmarks/bare_machine.sh accept FOLDER OUT KEYS...  there, from the checkout: install, build, accept
@@ -121,7 +122,7 @@ accept() {
 case ${1:-} in
 wheels | accept) "$@" ;;
 *)
-    sed -n '2,14s/^# \{0,1\}//p' "$0"
+    sed -n '2,15s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

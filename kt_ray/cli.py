@@ -3,8 +3,9 @@
 Hydra composes, `kt_ray.config` checks, and only then the module of the chosen mode is imported, so
 that `--help`, `--cfg job` and a wrong key answer without loading torch or Ray.
 
-Exit codes: 0 done; 1 a fault in kt_ray (with a traceback); 2 bad input (one line `error: …` on
-stderr); 75 training was stopped by a signal, or lost an actor for good: it may be resumed; 130 interrupted.
+Exit codes: 0 done; 1 a fault in kt_ray (with a traceback), a plan that does not fit, or a check of
+mode=doctor or mode=accept that failed; 2 bad input (one line `error: …` on stderr); 75 training was
+stopped by a signal, or lost an actor for good: it may be resumed; 130 interrupted.
 KT_RAY_DEBUG=1 prints the traceback of bad input, too.
 """
 
