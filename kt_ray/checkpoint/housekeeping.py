@@ -65,8 +65,9 @@ def remove(path: Path) -> None:
             shutil.rmtree(path)
 
 
-def mark_best(root: str | os.PathLike[str], step: int, loss: float) -> None:
-    """Point `best` at a step's checkpoint, which then outlives newer ones; its manifest holds the loss.
+def mark_best(root: str | os.PathLike[str], step: int, loss: float, rows: str) -> None:
+    """Point `best` at a step's checkpoint, which then outlives newer ones; its manifest holds the loss and
+    the digest of the held-out rows.
 
     Raises:
         UserError: the disk is full or not writable.
@@ -74,7 +75,7 @@ def mark_best(root: str | os.PathLike[str], step: int, loss: float) -> None:
     path = Path(root) / step_name(step)
     with writing("checkpoint", path):
         manifest = Manifest.read(path)
-        manifest = replace(manifest, state={**manifest.state, "eval_loss": loss})
+        manifest = replace(manifest, state={**manifest.state, "eval_loss": loss, "eval_digest": rows})
         write_atomic(path / MANIFEST, manifest.to_json())
     point(Path(root), BEST, path.name)
 

@@ -316,7 +316,7 @@ def _train(
         write_timeline(rundir.path / "timelines", step, activities, {"run": rundir.path.name, "step": step})
 
     def best(step: int, loss: float) -> None:
-        mark_best(rundir.checkpoints, step, loss)
+        mark_best(rundir.checkpoints, step, loss, prepared.eval_digest)
         best = "lowest" if sign > 0 else "highest"
         display.line(f"step {step}: the {best} held-out {figure} so far, {sign * loss:.4f}")
 
@@ -348,7 +348,7 @@ def _train(
             load=prepared.load,
             profile=rundir.path / "profile",
             began=began if supervisor.began is None else supervisor.began,
-            kept=best_so_far(rundir) if resume and config.trainer.save_best else None,
+            kept=best_so_far(prepared, rundir) if resume and config.trainer.save_best else None,
             stop=stop,
             owes_evaluation=owes_evaluation,
             rollouts=rollouts,

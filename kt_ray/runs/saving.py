@@ -170,8 +170,8 @@ def save_checkpoint(
             raise
 
 
-def best_so_far(rundir: RunDir) -> tuple[int, float] | None:
-    """Steps and held-out loss of a continued run's best checkpoint, if it marked one."""
+def best_so_far(prepared: Prepared, rundir: RunDir) -> tuple[int, float] | None:
+    """Steps and held-out loss of a continued run's best checkpoint, if it marked one for the same rows."""
     path = best_checkpoint(rundir.checkpoints)
     if path is None:
         return None
@@ -179,6 +179,13 @@ def best_so_far(rundir: RunDir) -> tuple[int, float] | None:
         manifest = Manifest.load(path)
     except UserError as error:
         logger.warning("the best checkpoint is not kept: %s", error.line())
+        return None
+    rows = prepared.eval_digest
+    if manifest.state.get("eval_digest", rows) != rows:  # an older checkpoint does not say
+        logger.warning(
+            "the held-out rows are others than those that %s was the best for: the best is looked for anew",
+            path.name,
+        )
         return None
     loss = manifest.state.get("eval_loss")
     return None if loss is None else (manifest.step, float(loss))

@@ -44,15 +44,15 @@ def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
     assert best_checkpoint(root) is None
     for step in (10, 20):
         save(tmp_path, step)
-    mark_best(root, 10, 0.5)
+    mark_best(root, 10, 0.5, "rows")
     for step in (30, 40):
         save(tmp_path, step)
     assert [p.name for p in prune_checkpoints(root, 1)] == ["step_000020", "step_000030"]
     assert [p.name for p in list_checkpoints(root)] == ["step_000010", "step_000040"]
     assert best_checkpoint(root) == root / "step_000010"
-    mark_best(root, 40, 0.25)
+    mark_best(root, 40, 0.25, "rows")
     assert [p.name for p in prune_checkpoints(root, 1)] == ["step_000010"]
-    assert Manifest.load(root / "step_000040").state == {"lr": 0.5, "eval_loss": 0.25}
+    assert Manifest.load(root / "step_000040").state == {"lr": 0.5, "eval_loss": 0.25, "eval_digest": "rows"}
 
 
 def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_file_systems_without_links_or_fsync_of_directories(
     root = tmp_path / "checkpoints"
     for step in (10, 20, 30):
         save(tmp_path, step)
-    mark_best(root, 10, 0.5)
-    mark_best(root, 20, 0.25)
+    mark_best(root, 10, 0.5, "rows")
+    mark_best(root, 20, 0.25, "rows")
     assert best_checkpoint(root) == root / "step_000020" and best_step(root) == 20
     prune_checkpoints(root, 1)
     assert names(root) == ["step_000020", "step_000030"]
@@ -155,13 +155,13 @@ def test_latest_of_a_run_copied_with_its_links_followed(
 ) -> None:
     root = tmp_path / "checkpoints"
     shutil.copytree(save(tmp_path, 10), tmp_path / "copy")
-    mark_best(root, 10, 0.5)
+    mark_best(root, 10, 0.5, "rows")
     for name in ("latest", "best"):
         (root / name).unlink()
         shutil.copytree(tmp_path / "copy", root / name)
     assert best_checkpoint(root) is None  # a copy says no name
     save(tmp_path, 20)
-    mark_best(root, 20, 0.25)
+    mark_best(root, 20, 0.25, "rows")
     assert "renamed to copied_latest" in caplog.text
     assert (root / "latest").resolve() == best_checkpoint(root) == root / "step_000020"
     assert Manifest.load(root / "copied_latest").step == 10

@@ -7,16 +7,19 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kt_ray import cli, supervisor
 from kt_ray.checkpoint import training
+from kt_ray.checkpoint.housekeeping import mark_best
 from kt_ray.checkpoint.training import begin_checkpoint
 from kt_ray.config.compose import compose
 from kt_ray.disk import write_atomic
 from kt_ray.runs import disk_room, prepare, saving
+from kt_ray.runs.rundir import RunDir
 from kt_ray.runs.saving import intact_checkpoint
 from kt_ray.train import trainer
 from tests.checkpoint.test_training import save
@@ -220,6 +223,20 @@ def test_the_time_limit_counts_from_the_start_of_the_command_across_restarts(
     assert len(curve(Path("runs/a"))) == 3
 
 
+@pytest.mark.parametrize("marked", ["rows", "others", None])
+def test_the_best_counts_for_the_rows_that_it_was_the_best_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, marked: str | None
+) -> None:
+    prepared: Any = SimpleNamespace(eval_digest="rows")
+    rundir = RunDir(tmp_path)
+    manifest = save(tmp_path, 10) / "manifest.json"
+    mark_best(rundir.checkpoints, 10, 0.5, marked or "rows")
+    if marked is None:  # as an earlier version wrote it
+        manifest.write_text(manifest.read_text().replace("eval_digest", "other"))
+    assert saving.best_so_far(prepared, rundir) == (None if marked == "others" else (10, 0.5))
+    assert ("others than those that step_000010 was the best for" in caplog.text) == (marked == "others")
+
+
 def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     flat = prepare.flat
@@ -229,8 +246,8 @@ def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return flat(rows)
 
     monkeypatch.setattr(prepare, "flat", counted)
-    assert cli.main([*RUN, "run.name=a"]) == 0
-    assert hashed == [18]
+    assert cli.main([*RUN, "run.name=a", "trainer.eval_every=1", "trainer.save_best=true"]) == 0
+    assert hashed == [18, 2]  # those that are trained on, and those that are held out
 
 
 def test_the_newest_run_is_named_when_none_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
