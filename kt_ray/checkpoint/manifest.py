@@ -125,10 +125,18 @@ class Manifest:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def verify(self, path: Path) -> None:
-        """Compare every shard's size and checksum with the manifest."""
+        """Compare every shard's size and checksum with the manifest.
+
+        Raises:
+            UserError: one differs, or cannot be read.
+        """
         for shard in self.shards:
-            shard.check_size(path, "checkpoint is damaged", CHOOSE)
-            file, crc = path / shard.file, _crc32(path / shard.file)
+            file = path / shard.file
+            try:
+                shard.check_size(path, "checkpoint is damaged", CHOOSE)
+                crc = _crc32(file)
+            except OSError as error:
+                raise unusable("checkpoint cannot be read", file, error.strerror) from error
             if crc != shard.crc32:
                 required = f"checksum {shard.crc32:08x}"
                 raise unusable("checkpoint is damaged", file, f"checksum {crc:08x}", required)

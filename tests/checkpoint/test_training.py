@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +139,26 @@ def test_damage_names_the_previous_good_checkpoint(tmp_path: Path, case: str) ->
     with pytest.raises(UserError) as caught:
         Manifest.load(newest)
     assert message in str(caught.value)
+    assert f"trainer.resume={good}" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("call", "error"), [("open", errno.EACCES), ("stat", errno.ESTALE)])
+def test_what_cannot_be_read_names_the_previous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
+) -> None:
+    good, newest = (save(tmp_path, step) for step in (10, 20))
+    before = getattr(Path, call)
+
+    def refused(path: Path, *given: Any, **options: Any) -> Any:
+        if path == newest / "experts-0.safetensors":
+            raise OSError(error, os.strerror(error))
+        return before(path, *given, **options)
+
+    monkeypatch.setattr(Path, call, refused)
+    with pytest.raises(
+        UserError, match=f"checkpoint cannot be read.*experts-0.*{os.strerror(error)}"
+    ) as caught:
+        Manifest.load(newest)
     assert f"trainer.resume={good}" in caught.value.remedy
 
 
