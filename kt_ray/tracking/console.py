@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kt_ray.config.secret_values import hide
-from kt_ray.terminal import screen_console
+from kt_ray.terminal import lasting, screen_console
 
 
 @cache
@@ -52,7 +52,7 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self.said:
             self.said = True
-            print(f"WARNING: {self.baseFilename} cannot be written: {error}", file=sys.stderr)
+            print(f"WARNING: {self.baseFilename} cannot be written: {error}", file=lasting(stderr=True))
 
 
 class _Discreet(logging.Formatter):

@@ -54,6 +54,20 @@ def test_a_full_disk_is_said_once(tmp_path, capsys):
     assert told.count("No space left on device") == 1 and "Traceback" not in told
 
 
+def test_a_full_disk_that_holds_standard_error_as_well_ends_nothing(tmp_path, monkeypatch):
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    close = setup_logging(tmp_path / "train.log")
+    monkeypatch.setattr(sys, "stderr", HungUp())
+    logging.getLogger("kt_ray.test").info("a record")
+    with contextlib.suppress(OSError):
+        close()
+
+
+class HungUp(io.StringIO):
+    def write(self, text):
+        raise OSError(5, "Input/output error")
+
+
 def test_a_reader_or_a_terminal_that_is_gone_is_no_error(monkeypatch):
     """`python launch.py | tee log`, Ctrl-C: tee goes first."""
     read, write = os.pipe()
@@ -64,10 +78,6 @@ def test_a_reader_or_a_terminal_that_is_gone_is_no_error(monkeypatch):
         for _ in range(3):
             fresh.print("a line")
             pipe.flush()  # what Python does at its end
-
-    class HungUp(io.StringIO):
-        def write(self, text):
-            raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(sys, "stdout", HungUp())
     screen_console(highlight=False).print("a line")
