@@ -9,6 +9,7 @@ file. DeepSeek-V3 at rank 8 has 89,088 expert matrices, 13 GB: they never meet i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -84,6 +85,14 @@ def create_adapter(directory: str | os.PathLike[str], layout: AdapterLayout) -> 
         with (path / _PARTIAL).open("wb") as file:
             _reserve(file.fileno(), layout.size)
             file.write(layout.header)
+
+
+def discard_adapter(directory: str | os.PathLike[str]) -> None:
+    """Remove what was written of an adapter that cannot be finished: a full disk needs the space."""
+    for pattern in (f"{_PARTIAL}*", f"{_WRITTEN}*"):
+        for file in Path(directory).glob(pattern):
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 def _reserve(fd: int, size: int) -> None:

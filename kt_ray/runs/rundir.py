@@ -174,7 +174,7 @@ def dated_as_before(config: Config) -> Config:
 
 
 def place_to_write(config: Config) -> tuple[Path, int]:
-    """The directory that the run, or mode=train, will write, and bytes of checkpoints there that make room.
+    """The directory that the run, or mode=train, will write, and bytes of files there that make room.
 
     Raises:
         UserError: as `RunDir.create` of trainer.resume.
@@ -185,9 +185,9 @@ def place_to_write(config: Config) -> tuple[Path, int]:
         path, own = checkpoint.parent.parent, True
     else:
         path, own = named or root, named is not None and config.run.overwrite
-    # ".step_*": what a process that died was writing; the next checkpoint removes it
-    patterns = ("step_*/*", ".step_*/*") if own else ()
-    files = (file for pattern in patterns for file in (path / "checkpoints").glob(pattern))
+    # hidden: what a process that died was writing; the next checkpoint, or adapter, removes it
+    hidden = ("checkpoints/.step_*/*", "adapter/.adapter_model.safetensors.partial*")
+    files = (file for pattern in ("checkpoints/step_*/*", *hidden) if own for file in path.glob(pattern))
     return path, sum(file.stat().st_size for file in files)
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
+from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, discard_adapter, finish_adapter
 from kt_ray.batch import WHOLE, LoraPart
 from kt_ray.checkpoint.housekeeping import best_checkpoint, prune_checkpoints, set_aside_later
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo, step_name
@@ -239,6 +239,9 @@ def write_adapter(
 
     Args:
         part: that was trained; the adapter has nothing else. Not of a PiSSA run.
+
+    Raises:
+        UserError: it cannot be written; what was begun is removed, an earlier adapter stays.
     """
     shapes = {
         name: shape_in(part, name, shape)
@@ -251,11 +254,16 @@ def write_adapter(
     info = adapter_info(replace(prepared.config, lora=lora_of(part, prepared.config.lora)), *about)
     layout = adapter_layout(shapes, info.model_type)
     with writing("adapter", directory, layout.size):
-        create_adapter(directory, layout)
-        cluster.write_adapter(str(directory), layout)
-        return finish_adapter(
-            directory, layout, info, modules=(*prepared.module_names, *prepared.other_names)
-        )
+        try:
+            create_adapter(directory, layout)
+            cluster.write_adapter(str(directory), layout)
+            modules = (*prepared.module_names, *prepared.other_names)
+            return finish_adapter(directory, layout, info, modules=modules)
+        except ActorLost:
+            raise  # written again after the recovery
+        except (UserError, OSError):
+            discard_adapter(directory)
+            raise
 
 
 def lora_of(part: LoraPart, lora: LoraConfig) -> LoraConfig:

@@ -73,9 +73,9 @@ def test_mode_plan_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     [
         ([], "", 0),
         (["run.name=a"], "a", 0),
-        (["run.name=a", "run.overwrite=true"], "a", 350),
-        (["run.name=a", "trainer.resume=latest"], "a", 350),
-        (["trainer.resume={root}/a/checkpoints/step_000002"], "a", 350),
+        (["run.name=a", "run.overwrite=true"], "a", 357),
+        (["run.name=a", "trainer.resume=latest"], "a", 357),
+        (["trainer.resume={root}/a/checkpoints/step_000002"], "a", 357),
         (["run.name=b", "trainer.resume={root}/a/checkpoints/step_000002"], "b", 0),
     ],
 )
@@ -89,6 +89,8 @@ def test_the_disk_and_the_room_are_those_of_the_directory_that_is_written(
     left = checkpoint.with_name(".step_000003.partial")  # by a driver that died
     left.mkdir()
     (left / "worker-0.safetensors").write_bytes(b" " * 50)
+    (tmp_path / "a" / "adapter").mkdir()
+    (tmp_path / "a" / "adapter" / ".adapter_model.safetensors.partial").write_bytes(b" " * 7)
     (tmp_path / "a" / "config.yaml").write_text("seed: 1")
     config = compose([f"run.root={tmp_path}", *(s.format(root=tmp_path) for s in settings)])
     assert place_to_write(config) == (tmp_path / place, reused)

@@ -17,11 +17,14 @@ from kt_ray.checkpoint import training
 from kt_ray.checkpoint.housekeeping import mark_best
 from kt_ray.checkpoint.training import begin_checkpoint
 from kt_ray.config.compose import compose
+from kt_ray.config.schema import Config
 from kt_ray.disk import write_atomic
+from kt_ray.errors import UserError
 from kt_ray.runs import disk_room, prepare, saving
 from kt_ray.runs.rundir import RunDir
 from kt_ray.runs.saving import intact_checkpoint
 from kt_ray.train import trainer
+from kt_ray.train.cluster_protocol import ActorLost
 from tests.checkpoint.test_training import save
 from tests.helpers.exhaustive import spread
 
@@ -235,6 +238,40 @@ def test_the_best_counts_for_the_rows_that_it_was_the_best_for(
         manifest.write_text(manifest.read_text().replace("eval_digest", "other"))
     assert saving.best_so_far(prepared, rundir) == (None if marked == "others" else (10, 0.5))
     assert ("others than those that step_000010 was the best for" in caplog.text) == (marked == "others")
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised", "left"),
+    [
+        (None, UserError, []),  # no room for the file
+        (UserError("no room"), UserError, []),
+        (OSError("no room"), UserError, []),
+        (ActorLost("gone"), ActorLost, [".adapter_model.safetensors.partial"]),  # comes again
+    ],
+)
+def test_an_adapter_that_cannot_be_written_leaves_the_room(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Exception | None,
+    raised: type[Exception],
+    left: list[str],
+) -> None:
+    def write(directory: str, _: Any) -> None:
+        (Path(directory) / ".written-1").touch()
+        raise fault or AssertionError
+
+    if fault is None:
+        monkeypatch.setattr(
+            os, "posix_fallocate", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b" ")
+        )
+    monkeypatch.setattr(saving, "adapter_info", lambda *_: SimpleNamespace(model_type=""))
+    prepared: Any = SimpleNamespace(
+        config=Config(), model_dir="", plan=SimpleNamespace(dims=None), expert_modules={}
+    )
+    cluster: Any = SimpleNamespace(parameter_shapes=lambda: {"q.lora_A.weight": (2, 3)}, write_adapter=write)
+    with pytest.raises(raised):
+        saving.write_adapter(prepared, tmp_path / "adapter", cluster)
+    assert [name for name in os.listdir(tmp_path / "adapter") if name != ".written-1"] == left
 
 
 def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
