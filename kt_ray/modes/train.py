@@ -183,7 +183,7 @@ def _run(
                 prepared, rundir, cluster, tracker, resume, began, owes_evaluation, rollouts
             )
             if final is not None and came:
-                say(f"{came}: the held-out questions are not asked; to ask them: {_eval_line(final, rundir)}")
+                _say_not_asked(came, final, rundir)
             elif final is not None:
                 summary = replace(summary, sample=_answer(*final, rundir, cluster, tracker))
             status = "finished"
@@ -375,9 +375,9 @@ def _train(
     return summary, trainer.stop.name
 
 
-def _eval_line(final: tuple[PreparedGeneration, list[Question]], rundir: RunDir) -> str:
-    """The command that asks the same questions."""
-    return f"{resume_line(rundir.path)} mode=eval generate.limit={len(final[1])}"
+def _say_not_asked(why: str, final: tuple[PreparedGeneration, list[Question]], rundir: RunDir) -> None:
+    line = f"{resume_line(rundir.path)} mode=eval generate.limit={len(final[1])}"
+    say(f"{why}: the held-out questions are not asked; to ask them: {line}")
 
 
 def _answer(
@@ -387,13 +387,18 @@ def _answer(
     cluster: ActorCluster,
     tracker: MultiTracker,
 ) -> tuple[str, ...]:
-    """Answers before and after. The adapter is safe by now: what fails here fails nothing else.
+    """Answers before and after. The adapter is safe by now: what fails here, or a signal, ends nothing else.
 
     Returns:
         A question and both answers; () = there are none.
     """
     try:
         result = before_and_after(generation, questions, rundir, cluster)
+    except KeyboardInterrupt:
+        if generation.config.trainer.on_signal == "exit":
+            raise
+        _say_not_asked("interrupted", (generation, questions), rundir)
+        return ()
     except Exception as error:
         logger.info("held-out questions were not answered", exc_info=error)  # the whole of it: to train.log
         reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

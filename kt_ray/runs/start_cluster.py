@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from kt_ray.actors.cluster import ActorCluster
@@ -14,6 +15,7 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.runs.prepare import PreparedModel
 from kt_ray.tracking.console import say
 from kt_ray.tracking.progress import LoadProgress
+from kt_ray.train.stop_signals import SAME
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ def started(
 ) -> Iterator[ActorCluster]:
     """A started cluster, which ends with the block. Its LoRA has no effect yet: it is the base model.
 
-    In the block SIGTERM does what Ctrl-C does.
+    In the block SIGTERM and SIGHUP do what Ctrl-C does.
 
     Args:
         name, run_dir: as in `make_cluster`.
@@ -62,7 +64,7 @@ def started(
     progress = LoadProgress(live=model.config.tracking.progress)
     cluster = make_cluster(model, name, progress, run_dir)
     cluster.say = progress.line
-    with _interrupted_by_sigterm():
+    with _interrupted():
         try:
             for line in cluster.connect():
                 say(line)
@@ -77,16 +79,23 @@ def started(
 
 
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
+def _interrupted() -> Iterator[None]:
+    """By SIGTERM, and by SIGHUP unless it is ignored (nohup). Several within `SAME` seconds are one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    last = -SAME
 
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        nonlocal last
+        if (now := time.monotonic()) - last >= SAME:
+            last = now
+            raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in taken}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -11,8 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from kt_ray.config.schema import Config, TrainerConfig
+from kt_ray.modes import train
+from kt_ray.runs.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = (
@@ -104,3 +110,25 @@ def test_a_second_driver_is_refused_and_hurts_nothing(tmp_path: Path, undisturbe
     first.send_signal(signal.SIGCONT)
     first.communicate(timeout=240)
     assert first.returncode == 0 and result(tmp_path / "a") == result(undisturbed)
+
+
+def test_a_signal_while_the_held_out_questions_are_asked_ends_them_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def answer(on_signal: str) -> tuple[str, ...]:
+        config = Config(trainer=TrainerConfig(on_signal=on_signal))
+        final: Any = SimpleNamespace(config=config), [None] * 5
+        rest: Any = (RunDir(tmp_path / "a"), None, None)
+        return train._answer(*final, *rest)
+
+    monkeypatch.setattr(train, "before_and_after", interrupted)
+    assert answer("save") == ()
+    told = capsys.readouterr().out
+    assert told.endswith(
+        f"to ask them: python launch.py resume={tmp_path / 'a'} mode=eval generate.limit=5\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        answer("exit")

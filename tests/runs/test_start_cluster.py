@@ -13,26 +13,41 @@ from kt_ray.runs import start_cluster
 from tests.helpers.runs import config_for
 
 
-def test_sigterm_while_the_actors_are_stopped_is_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_actors_are_stopped_is_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    """By its default action it would end the driver there and then, and leave the rest of the actors."""
-    before, told = signal.getsignal(signal.SIGTERM), []
+    """By its default action it would end the driver there and then, and leave the rest of the actors. A job
+    manager that signals a group, and a parent that passes it on, make two of one."""
+    before, told = signal.getsignal(number), []
 
     def shutdown() -> None:
         told.append("stopping")
-        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            os.kill(os.getpid(), number)
+            told.append("stopped")
 
     def unheard(*_: object) -> None:
         told.append("the handler of before")
 
     cluster = SimpleNamespace(connect=list, start=list, shutdown=shutdown)
     monkeypatch.setattr(start_cluster, "make_cluster", lambda *_: cluster)
-    signal.signal(signal.SIGTERM, unheard)
+    signal.signal(number, unheard)
     try:
         model = SimpleNamespace(config=config_for(tmp_path))
         with pytest.raises(KeyboardInterrupt), start_cluster.started(model, "name"):  # type: ignore[arg-type]
             pass
-        assert told == ["stopping"] and signal.getsignal(signal.SIGTERM) is unheard
+        assert told == ["stopping", "stopped"] and signal.getsignal(number) is unheard
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
+
+
+def test_a_hang_up_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with start_cluster._interrupted():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
