@@ -43,6 +43,20 @@ SLOW = (
 TESTS = Path(__file__).parent
 
 
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The inodes of the files that were flushed to the disk."""
+    inodes: set[int] = set()
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        inodes.add(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    return inodes
+
+
 def is_slow(path: Path) -> bool:
     return path.is_relative_to(TESTS) and str(path.relative_to(TESTS)) in SLOW
 

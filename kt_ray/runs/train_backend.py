@@ -26,6 +26,7 @@ from kt_ray.batch import IGNORE, WHOLE, LoraPart, MicroBatch, PassSpec, TokenLos
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves, with_loss_inputs
 from kt_ray.data.row_types import Row
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
@@ -486,7 +487,7 @@ class ClusterBackend:
             shutil.rmtree(directory, ignore_errors=True)  # of an attempt that a death ended
             directory.mkdir(parents=True)
             self._cluster.save_shards(str(directory))
-            (directory / _STEPS).write_text(json.dumps({"steps": training.steps}))
+            write_atomic(directory / _STEPS, json.dumps({"steps": training.steps}))
 
         self._known(model)
         self._surely(work)

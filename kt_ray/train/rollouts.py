@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,16 +47,19 @@ class Rollouts(Protocol):
 
 
 def save(rollouts: Sequence[Rollout], directory: Path) -> Path:
-    """Write them all as one file of a checkpoint."""
+    """Write them all as one file of a checkpoint, flushed to the disk."""
     path = directory / FILE
-    np.savez(
-        path,
-        lengths=np.array([len(rollout.ids) for rollout in rollouts], dtype=np.int64),
-        ids=np.concatenate([rollout.ids for rollout in rollouts]),
-        logprobs=np.concatenate([rollout.logprobs for rollout in rollouts]),
-        rewards=np.array([rollout.reward for rollout in rollouts], dtype=np.float64),
-        finished=np.array([rollout.finished for rollout in rollouts]),
-    )
+    with path.open("wb") as file:
+        np.savez(
+            file,
+            lengths=np.array([len(rollout.ids) for rollout in rollouts], dtype=np.int64),
+            ids=np.concatenate([rollout.ids for rollout in rollouts]),
+            logprobs=np.concatenate([rollout.logprobs for rollout in rollouts]),
+            rewards=np.array([rollout.reward for rollout in rollouts], dtype=np.float64),
+            finished=np.array([rollout.finished for rollout in rollouts]),
+        )
+        file.flush()
+        os.fsync(file.fileno())
     return path
 
 

@@ -137,13 +137,14 @@ def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dty
         np.testing.assert_array_equal(own.logprobs[0], kept.logprobs)
 
 
-def test_state_and_adapter_come_back(model: Path, tmp_path: Path) -> None:
+def test_state_and_adapter_come_back(model: Path, tmp_path: Path, flushed: set[int]) -> None:
     given = data_of(rows(3))
     with backend_on(model, tmp_path, *LAYOUTS["two"]) as backend:
         backend.create("mine", 1, WHOLE)
         backend.run("mine", given, ENTROPY, backward=True)
         backend.step("mine", ADAM)
         backend.save_state("mine", tmp_path / "state")
+        assert {file.stat().st_ino for file in (tmp_path / "state").iterdir()} <= flushed
         backend.save_adapter("mine", tmp_path / "adapter")
         backend.keep("mine", "kept")
         backend.create("other", 2, WHOLE)

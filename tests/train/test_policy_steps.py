@@ -219,7 +219,7 @@ def test_figures_of_ratios() -> None:
     assert figures["sampled_tokens_per_s"] > 0
 
 
-def test_a_round_serves_its_steps(tmp_path: Path) -> None:
+def test_a_round_serves_its_steps(tmp_path: Path, flushed: set[int]) -> None:
     """Two batches of prompts, taken twice: four steps, of which the last two are off-policy by more."""
     settings = ("grpo.steps_per_rollout=2", "grpo.iterations=2")
     answers = Answers()
@@ -247,6 +247,7 @@ def test_a_round_serves_its_steps(tmp_path: Path) -> None:
 
     assert made.save(4, tmp_path) is None  # between two rounds there is nothing to keep
     assert made.save(6, tmp_path) == tmp_path / FILE
+    assert (tmp_path / FILE).stat().st_ino in flushed
     again = policy(config(*settings), Answers([]))
     again.load(6, tmp_path)
     before, after = micros(made.prepared(6)[0]), micros(again.prepared(6)[0])
