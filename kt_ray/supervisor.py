@@ -155,7 +155,7 @@ class Supervisor(ABC):
                 self._say(f"{what}; {SAME_FAULT} failures, nothing gained in between: not started again")
                 return self._given_up(end)
             restarts += 1
-            wait = min(LONGEST_WAIT, self._first_wait * 2 ** max(0, in_vain - 1))
+            wait = min(LONGEST_WAIT, self._first_wait * 2 ** min(99, max(0, in_vain - 1)))
             limit = self._config.trainer.restarts
             self._say(f"{what}; restart {restarts} of {limit} in {wait:.0f} s{self._source()}")
             if self._wake.wait(wait):
@@ -206,15 +206,20 @@ class Supervisor(ABC):
         start = time.monotonic()
         ours, theirs = os.pipe()
         with open(ours, "rb", buffering=0) as beats:
-            child = self._child = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                text=True,
-                pass_fds=(theirs,),
-                env={**os.environ, _FD: str(theirs)},
-                start_new_session=True,
-            )
-            os.close(theirs)
+            try:
+                child = self._child = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    text=True,
+                    pass_fds=(theirs,),
+                    env={**os.environ, _FD: str(theirs)},
+                    start_new_session=True,
+                )
+            except OSError as error:  # memory, or numbers of processes, have run out
+                self._say(f"the driver cannot be started: {error.strerror}")
+                return _End(BUG, False, False, None, time.monotonic() - start)
+            finally:
+                os.close(theirs)
             if self._asked:  # the signal came before there was anybody to pass it on to
                 child.send_signal(signal.SIGTERM)
             job = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kt_ray import supervisor
 from kt_ray.config.compose import compose
 from kt_ray.config.mapping import load
 from kt_ray.errors import Stopped
@@ -263,6 +266,30 @@ def test_earlier_lines_of_the_log_stay(place: Place) -> None:
     (place.path / "starts").unlink()
     assert place.go(["kill=9", "exit=0"], "trainer.resume=latest") == 0
     assert place.log().count("restart 1 of 9") == 2
+
+
+def test_a_driver_that_cannot_be_started_is_tried_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, popen = itertools.count(), subprocess.Popen
+
+    def refused(*given: Any, **options: Any) -> subprocess.Popen[str]:
+        if next(number) == 1:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return popen(*given, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    open_files = len(os.listdir("/proc/self/fd"))
+    assert place.go(["begin kill=9", "exit=0"]) == 0
+    assert "the driver cannot be started: Resource temporarily unavailable" in place.log()
+    assert "restart 2 of 9" in place.log() and len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_thousand_restarts_in_vain_wait_no_longer(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = supervisor._End(-9, False, False, None, 0.0)
+    monkeypatch.setattr(supervisor.TrainingSupervisor, "_drive", lambda *_: end)
+    monkeypatch.setattr(supervisor, "LONGEST_WAIT", 0.0)
+    assert place.go([], "trainer.restarts=1100") == 1
 
 
 def test_a_run_without_a_name_gets_a_directory_of_its_own(place: Place) -> None:
