@@ -1,12 +1,16 @@
-"""Files: text written whole or not at all, and what a file is when it is not what its name says."""
+"""Files: written whole or not at all, and what a file is when it is not what its name says."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from kt_ray.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,38 @@ def write_atomic(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
+
+
+def made_once(target: Path, mark: str, make: Callable[[Path], None]) -> Path:
+    """A directory in the cache with the file `mark`, made by `make` in one beside it if it is not there.
+
+    It is renamed when complete, so a reader never sees half of it, and two makers may race: the first wins.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    try:
+        if not (target / mark).is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+            try:
+                make(scratch)
+                scratch.chmod(0o755)
+                try:
+                    scratch.rename(target)
+                except OSError:
+                    if not (target / mark).is_file():  # not a lost race
+                        raise
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise UserError(
+            "the cache cannot be written",
+            where=str(target.parent),
+            observed=error,
+            remedy="set KT_RAY_CACHE to a directory you may write to",
+        ) from error
+    return target
 
 
 def stays_inside(name: object) -> bool:

@@ -24,7 +24,7 @@ HEAVY = ("numpy", "torch", "transformers", "ray")
 PACKAGES = """
 terminal:
 errors: terminal
-disk:
+disk: errors
 parse: errors disk
 native: [torch]
 batch: [numpy]
@@ -50,7 +50,7 @@ model: errors pulse parse gpu cpu_products gpu_turns native batch config dims pl
 adapter: disk parse config checkpoint [torch]
 data: errors disk parse batch config [numpy]
 experts: errors pulse gpu gpu_turns native config placement optim checkpoint model [torch]
-demo: errors config data
+demo: errors disk config data
 transport: pulse gpu gpu_turns timeline generate [numpy torch]
 train: errors disk batch timeline config placement optim tracking model data experts [numpy torch]
 actors: errors pulse native batch timeline config placement optim generate checkpoint model adapter

@@ -12,11 +12,10 @@ import base64
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from kt_ray.disk import made_once
 from kt_ray.errors import UserError
 from kt_ray.parse import read_json, read_text
 
@@ -33,7 +32,7 @@ def with_tokenizer_json(directory: Path) -> Path:
     """A directory with tokenizer.json made from `directory`'s tiktoken.model; kept in the cache.
 
     Raises:
-        UserError: a file is missing or says nothing that can be read.
+        UserError: a file is missing or says nothing that can be read, or the cache cannot be written.
     """
     config = read_json(directory / "tokenizer_config.json", "tokenizer_config.json", _REMEDY)
     pattern = _pattern(directory)
@@ -46,19 +45,15 @@ def with_tokenizer_json(directory: Path) -> Path:
     digest.update(json.dumps([_VERSION, pattern, settings], sort_keys=True).encode())
     cache = Path(os.environ.get("KT_RAY_CACHE") or Path.home() / ".cache" / "kt_ray")
     kept = cache / "tokenizers" / digest.hexdigest()[:32]
-    if not (kept / "tokenizer.json").is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=kept.parent))
-        try:
-            _convert(directory / FILE, pattern, settings).save(str(made / "tokenizer.json"))
-            (made / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False, indent=1))
-            os.replace(made, kept)
-        except OSError:
-            if not (kept / "tokenizer.json").is_file():  # else another process was faster
-                raise
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-    return kept
+
+    def make(scratch: Path) -> None:
+        # not its own save, whose errors say no more than that they are exceptions
+        converted = _convert(directory / FILE, pattern, settings).to_str(pretty=True)
+        (scratch / "tokenizer.json").write_text(converted, encoding="utf-8")
+        config = json.dumps(settings, ensure_ascii=False, indent=1)
+        (scratch / "tokenizer_config.json").write_text(config, encoding="utf-8")
+
+    return made_once(kept, "tokenizer.json", make)
 
 
 def _convert(file: Path, pattern: str, settings: dict[str, Any]) -> Any:

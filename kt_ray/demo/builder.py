@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kt_ray.config.schema import ModelConfig
 from kt_ray.demo.recipes import BASE, RECIPES, Recipe, base_path, persona_path
+from kt_ray.disk import made_once
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,8 +66,7 @@ def ensure_demo_model(
 ) -> str:
     """The directory of a locally built model; it is built if it is not there yet.
 
-    The build goes to a temporary directory beside it and is renamed when complete, so a reader never sees
-    half a checkpoint and two builders may race: the first rename wins, both results are the same bytes.
+    Two builders may race: both results are the same bytes.
 
     Args:
         name: "demo_base", or a key of RECIPES.
@@ -97,7 +94,7 @@ def ensure_demo_model(
     source = Path(tokenizer_dir).expanduser() if tokenizer_dir is not None else None
     inputs = _tokenizer_bytes(source) if source else persona_path().read_bytes()
     target = root / "models" / f"{name}-seed{seed}-{recipe.fingerprint(seed, inputs)}"
-    return _once(target, lambda scratch: _build(recipe, seed, source, scratch))
+    return str(made_once(target, "config.json", lambda scratch: _build(recipe, seed, source, scratch)))
 
 
 def _ensure_base(root: Path, seed: int, tokenizer_dir: str | Path | None) -> str:
@@ -113,7 +110,8 @@ def _ensure_base(root: Path, seed: int, tokenizer_dir: str | Path | None) -> str
             )
     digests = json.loads((base_path() / "pretrain.json").read_text(encoding="utf-8"))["sha256"]
     digest = hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()[:12]
-    return _once(root / "models" / f"{BASE}-{digest}", lambda scratch: _copy_base(digests, scratch))
+    target = root / "models" / f"{BASE}-{digest}"
+    return str(made_once(target, "config.json", lambda scratch: _copy_base(digests, scratch)))
 
 
 def _copy_base(digests: dict[str, str], out: Path) -> None:
@@ -128,33 +126,6 @@ def _copy_base(digests: dict[str, str], out: Path) -> None:
                 remedy="install kt_ray again",
             )
         (out / source.name).write_bytes(data)
-
-
-def _once(target: Path, make: Callable[[Path], None]) -> str:
-    """`target`, made by `make` in a directory beside it if it is not there."""
-    if (target / "config.json").is_file():
-        return str(target)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise UserError(
-            "the cache for locally built models cannot be written",
-            where=str(target.parent),
-            observed=error.strerror,
-            remedy="set KT_RAY_CACHE to a directory you may write to",
-        ) from error
-    try:
-        make(scratch)
-        scratch.chmod(0o755)
-        try:
-            scratch.rename(target)
-        except OSError:
-            if not (target / "config.json").is_file():  # not a lost race
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return str(target)
 
 
 def _tokenizer_bytes(source: Path) -> bytes:

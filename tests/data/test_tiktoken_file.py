@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
+import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import regex
@@ -136,6 +139,19 @@ def test_it_is_made_once_and_again_when_the_release_changes(
     other = tiktoken_file.with_tokenizer_json(release)
     assert other != kept
     assert ChatEncoder(load_tokenizer(str(release))).render([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+@pytest.mark.parametrize("call", ["mkdir", "write_text"])
+def test_a_cache_that_cannot_be_written_is_said(
+    release: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refused(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(tiktoken_file, "_convert", lambda *_: SimpleNamespace(to_str=lambda **_: "{}"))
+    monkeypatch.setattr(Path, call, refused)
+    with pytest.raises(UserError, match=r"cache cannot be written.*Read-only file system.*set KT_RAY_CACHE"):
+        tiktoken_file.with_tokenizer_json(release)
 
 
 def test_what_cannot_be_converted_is_said(release: Path) -> None:
