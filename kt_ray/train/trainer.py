@@ -418,8 +418,10 @@ class Trainer:
 
     def recent(self, step: int) -> list[tuple[float, float]]:
         """Losses and gradient norms of the steps before this one (0-based), the oldest first."""
-        own = zip(self.summary.losses, self.summary.grad_norms, strict=True)
-        return [*self._before, *list(own)[: step - self.first_step]][-WINDOW:]
+        end = step - self.first_step
+        last = slice(max(0, end - WINDOW), end)
+        own = zip(self.summary.losses[last], self.summary.grad_norms[last], strict=True)
+        return [*self._before, *own][-WINDOW:]
 
     def _note(self, step: int, loss: float, norm: float) -> None:
         """Once per step: an actor may be lost between this and the commit, and the step is repeated."""
