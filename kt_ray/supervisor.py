@@ -113,6 +113,7 @@ class Supervisor(ABC):
         self._first_wait = first_wait
         self._config = config
         self._began = time.monotonic()
+        self._first_step = 0
         self._asked = 0  # signals that asked to end, those within SAME seconds as one
         self._asked_at = -SAME  # time.monotonic() of the last that counted
         self._wake = threading.Event()  # set by the first
@@ -226,6 +227,7 @@ class Supervisor(ABC):
                 "config": plain(config),
                 "program": resume_line.program,
                 "began": self._began,
+                "first_step": self._first_step,
                 "parent": os.getpid(),
             }
             with contextlib.suppress(BrokenPipeError):
@@ -290,7 +292,7 @@ class TrainingSupervisor(Supervisor):
         self._present = self._saved()  # by earlier commands
         # Written whole each time: a run that begins anew clears its directory.
         self._earlier = "" if config.run.overwrite else self._text()
-        self._reached = self._resumed_step()
+        self._reached = self._first_step = self._resumed_step()
         self._begun = False  # by a driver of ours before the present one: its input was good
 
     def _gained(self, end: _End) -> bool:
@@ -398,6 +400,7 @@ def note_ready() -> None:
 
 _pipe: int | None = None  # of a supervised driver
 began: float | None = None  # of a supervised driver: time.monotonic() of the supervisor's start
+first_step = 0  # and the steps that its run had taken by then
 
 
 def as_child(run: Callable[[Config], int]) -> int:
@@ -406,7 +409,7 @@ def as_child(run: Callable[[Config], int]) -> int:
     Args:
         run: trains, and turns what is raised into an exit code.
     """
-    global _pipe, began
+    global _pipe, began, first_step
     job = json.load(sys.stdin)
     fd = _pipe = int(os.environ.pop(_FD))
     os.set_inheritable(fd, False)
@@ -422,7 +425,7 @@ def as_child(run: Callable[[Config], int]) -> int:
 
     threading.Thread(target=beat, name="kt-beat", daemon=True).start()
     resume_line.program = job["program"]
-    began = job["began"]
+    began, first_step = job["began"], job["first_step"]
     code = run(load(job["config"]))
     with contextlib.suppress(OSError):
         os.write(fd, _REPORT)

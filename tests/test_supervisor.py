@@ -312,20 +312,25 @@ import os, sys
 from kt_ray import supervisor
 def run(config):
     with open(sys.argv[1], "a") as file:
-        print(supervisor.began, file=file)
+        print(supervisor.began, supervisor.first_step, file=file)
     if os.path.getsize(sys.argv[1]) < 30:
         os.kill(os.getpid(), 9)
     return 0
 sys.exit(supervisor.as_child(run))
 """
     told = place.path / "began"
-    config = compose([f"run.root={place.path / 'runs'}", "run.name=a", "trainer.restarts=9"])
+    checkpoint = place.run / "checkpoints" / "step_000007"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    resumed = ("run.name=a", "trainer.restarts=9", "trainer.resume=latest")
+    config = compose([f"run.root={place.path / 'runs'}", *resumed])
     before = time.monotonic()
     supervisor = TrainingSupervisor(config, [sys.executable, "-c", driver, str(told)], first_wait=0.01)
     after = time.monotonic()
     assert supervisor.run() == 0
-    began = [float(line) for line in told.read_text().splitlines()]
-    assert len(began) > 1 and len(set(began)) == 1 and before <= began[0] <= after
+    lines = told.read_text().splitlines()
+    began, step = lines[0].split()
+    assert len(lines) > 1 and len(set(lines)) == 1 and before <= float(began) <= after and step == "7"
 
 
 def test_a_server_that_answered_is_started_again_as_it_was(

@@ -53,7 +53,7 @@ from kt_ray.runs.start_cluster import started
 from kt_ray.timeline import Activity
 from kt_ray.timing.prediction import Prediction
 from kt_ray.timing.sampling_seconds import SamplingTime
-from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker, read_jsonl
+from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker, read_jsonl, series
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console, say, setup_logging
 from kt_ray.tracking.progress import Summary, TrainProgress, show_summary
@@ -215,6 +215,15 @@ def _evaluated(resume: ResumePoint) -> bool:
     )
 
 
+def _evaluations(rundir: RunDir, figure: str, until: int) -> list[tuple[int, float]]:
+    """Steps and figures of the evaluations of this command before its present driver (trainer.restarts)."""
+    if supervisor.began is None or not rundir.continued:
+        return []
+    first = supervisor.first_step or -1  # of a new run the untrained model counts
+    evaluated = series(read_jsonl(rundir.path / "metrics.jsonl"), f"eval_{figure}")
+    return [(step, value) for step, value in evaluated if first < step <= until]
+
+
 def _plot(rundir: RunDir) -> None:
     from kt_ray.tracking.plot import plot_loss
 
@@ -349,6 +358,7 @@ def _train(
             profile=rundir.path / "profile",
             began=began if supervisor.began is None else supervisor.began,
             kept=best_so_far(prepared, rundir) if resume and config.trainer.save_best else None,
+            evaluated=[(step, sign * value) for step, value in _evaluations(rundir, figure, first_step)],
             stop=stop,
             owes_evaluation=owes_evaluation,
             rollouts=rollouts,

@@ -68,7 +68,8 @@ class StepBatches:
 @dataclass
 class Summary:
     """The result of a run. Losses are token means in nats; eval_losses maps steps taken -> held-out loss
-    (GRPO: the mean reward, negative). rewards: GRPO's mean of each step, as far as it has one.
+    (GRPO: the mean reward, negative), those of the command's earlier drivers too. rewards: GRPO's mean of
+    each step, as far as it has one.
 
     Steps repeated after a recovery count once. Skipped steps (trainer.bad_steps=skip) are in `losses` and
     `grad_norms`, too. stopped: why the run ended early, "" = it did not.
@@ -124,6 +125,7 @@ class Trainer:
         profile: directory of the traces of trainer.profile_steps.
         began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
         kept: marked checkpoint of the resumed run: steps taken and held-out loss.
+        evaluated: steps and held-out losses (as in Summary) of drivers of the same command before this one.
         stop: signals to end the run by; None = none are looked at.
         owes_evaluation: the resumed state was saved, but the run ended before it was evaluated.
         rollouts: where GRPO's answers come from.
@@ -148,6 +150,7 @@ class Trainer:
         profile: Path | None = None,
         began: float | None = None,
         kept: tuple[int, float] | None = None,
+        evaluated: Sequence[tuple[int, float]] = (),
         stop: StopSignals | None = None,
         owes_evaluation: bool = False,
         rollouts: Rollouts | None = None,
@@ -161,9 +164,11 @@ class Trainer:
         self.load = load or ExpertLoad()
         self.stop = StopSignals() if stop is None else stop
         cluster.give_up = self.stop.give_up
-        self.summary = Summary()
-        self.best = kept
+        self.summary = Summary(eval_losses=dict(evaluated))
         self.kept = kept
+        self.best = None if kept in evaluated else kept
+        for step, loss in evaluated:
+            self._compare(step, loss)
         self._profile = profile
         self._began = time.monotonic() if began is None else began
         self._longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}  # seconds
@@ -558,11 +563,15 @@ class Trainer:
             what, value = ("loss", loss) if self.policy is None else ("reward", -loss)
             logger.info("after step %d: held-out %s %.6f, mean of %d", taken, what, value, tokens)
             self.events.on_eval(taken, loss)
-            lower_by = self.config.trainer.early_stopping_threshold
-            if math.isfinite(loss) and (self.best is None or loss < self.best[1] - lower_by):
-                self.best = taken, loss
+            self._compare(taken, loss)
         self._keep_best(taken, self.summary.eval_losses[taken])
         self.recovery.progressed()
+
+    def _compare(self, taken: int, loss: float) -> None:
+        """With the best so far, for trainer.early_stopping."""
+        lower_by = self.config.trainer.early_stopping_threshold
+        if math.isfinite(loss) and (self.best is None or loss < self.best[1] - lower_by):
+            self.best = taken, loss
 
     def _say_not_evaluated(self, taken: int, error: Exception) -> None:
         logger.info("the held-out loss was not computed", exc_info=error)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kt_ray import supervisor
 from kt_ray.config.schema import Config, TrainerConfig
 from kt_ray.modes import train
 from kt_ray.runs.rundir import RunDir
@@ -132,3 +133,15 @@ def test_a_signal_while_the_held_out_questions_are_asked_ends_them_alone(
     )
     with pytest.raises(KeyboardInterrupt):
         answer("exit")
+
+
+@pytest.mark.parametrize(("first", "steps"), [(0, [0, 2, 4]), (2, [4]), (None, [])])
+def test_a_driver_that_was_started_again_knows_what_the_command_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int | None, steps: list[int]
+) -> None:
+    lines = [f'{{"step": {step}, "eval_loss": 1.5}}\n' for step in (0, 2, 4, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(supervisor, "began", None if first is None else 1.0)
+    monkeypatch.setattr(supervisor, "first_step", first or 0)
+    known = train._evaluations(RunDir(tmp_path, continued=True), "loss", 4)
+    assert known == [(step, 1.5) for step in steps]

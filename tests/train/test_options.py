@@ -136,6 +136,14 @@ def test_early_stopping_threshold(go: Go) -> None:
     assert trainer.summary.steps == 4 and trainer.best == (0, 3.0)
 
 
+@pytest.mark.parametrize("kept", [None, (2, 2.0)])
+def test_early_stopping_counts_what_drivers_before_evaluated(go: Go, kept: tuple[int, float] | None) -> None:
+    before = {"first_step": 4, "kept": kept, "evaluated": [(0, 3.0), (2, 2.0), (4, 2.5)]}
+    held_out = [3.0, 2.0, 2.5, 2.4, 1.0]
+    trainer, _, _ = go("trainer.eval_every=2", "trainer.early_stopping=2", held_out=held_out, **before)
+    assert trainer.summary.steps == 2 and trainer.summary.stopped and trainer.best == (2, 2.0)
+
+
 def test_best_is_saved_where_it_is_found(go: Go) -> None:
     _, _, told = go("trainer.eval_every=2", "trainer.save_best=true", held_out=[3.0, 2.0, 2.5, 1.5, 1.6])
     assert told == ["save 2", "best 2 2.0", "save 6", "best 6 1.5", "save 8"]
