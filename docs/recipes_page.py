@@ -39,9 +39,10 @@ A recipe may refer to its own fields (`${output_dir}`); anything else that YAML 
 `${oc.env:HOME}`, is refused: a recipe comes from elsewhere.
 
 Relative paths count from the current directory; what is not there is looked for beside the recipe.
-A group's option on the command line takes the place of the recipe's choice of files in that group
-(`data=demo`), `rule=...` of all that the recipe says about the rule. `recipe=` and `experiment=` exclude each
-other: both choose everything.
+A group's option on the command line takes the place of the recipe's choice in that group: of files
+(`data=demo`), of trackers (`tracking=jsonl`), of the optimizer and its betas (`optim=muon`), of whether
+experts train (`lora=no_experts`), and `rule=...` of all that the recipe says about the rule. `recipe=` and
+`experiment=` exclude each other: both choose everything.
 
 ## Batches
 `trainer.batch_size` = `per_device_train_batch_size` × `gradient_accumulation_steps` × data-parallel workers.

@@ -43,7 +43,10 @@ REPLACES: dict[str, tuple[str, ...]] = {
     "rule.stages": ("rule.layers",),
     "trainer.resume": ("run.overwrite",),
     "trainer.epochs": ("trainer.max_steps",),
+    "optim": ("optim.betas",),
     "optim.name": ("optim",),
+    "lora": ("lora.experts",),
+    "tracking": ("tracking.name",),
 }
 
 

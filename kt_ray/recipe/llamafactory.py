@@ -314,15 +314,18 @@ def _batch(reading: Reading, devices: int | None, launcher: Mapping[str, Any]) -
 
 
 def _optim(reading: Reading) -> None:
+    betas = [name for name in ("adam_beta1", "adam_beta2") if reading.given(name)]
     if reading.flag("use_muon"):
         reading.set("optim", "muon", "use_muon")
+        note = "Muon has no second moment, and its momentum is 0.95 there, too"
+        reading.ignored += [(f"{name}={_short(name, reading.fields[name])}", note) for name in betas]
     else:
         option = reading.word("optim", dict.fromkeys(_ADAMW, "adamw"), "adamw_torch", "optim", "optim.name")
         reading.set("optim", option, "optim")
+        if betas:
+            values = [reading.number("adam_beta1", 0.9), reading.number("adam_beta2", 0.999)]
+            reading.set("optim.betas", values, "adam_beta1", "adam_beta2")
     reading.set("optim.lr", reading.number("learning_rate", 5e-5), "learning_rate")
-    betas = [reading.number("adam_beta1", 0.9), reading.number("adam_beta2", 0.999)]
-    if reading.given("adam_beta1") or reading.given("adam_beta2"):
-        reading.set("optim.betas", betas, "adam_beta1", "adam_beta2")
     for name, key, default in (
         ("weight_decay", "optim.weight_decay", 0.0),
         ("adam_epsilon", "optim.eps", 1e-8),

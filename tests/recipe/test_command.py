@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,29 @@ def test_epochs_take_the_place_of_the_recipes_steps(tmp_path: Path) -> None:
         with_recipe([f"recipe={recipe}", "data=demo", "trainer.epochs=2"], io.StringIO())
     ).trainer
     assert (trainer.epochs, trainer.max_steps) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "chosen", "key", "value"),
+    [
+        ({}, "lora=no_experts", "lora.experts", False),
+        ({"kt_freeze_experts": True}, "lora=default", "lora.experts", True),
+        ({"report_to": ["wandb", "mlflow"]}, "tracking=jsonl", "tracking.name", "jsonl"),
+        ({"report_to": ["wandb", "mlflow"]}, "tracking=trackio", "tracking.name", "trackio"),
+        ({"adam_beta2": 0.95}, "optim=muon", "optim.betas", (0.95, 0.999)),
+        ({"adam_beta1": 0.8, "use_muon": True}, "lora.rank=8", "optim.betas", (0.95, 0.999)),
+        ({}, "data=demo", "data.path", None),
+        ({"kt_backend": "AMXINT8"}, "rule=amx_1gpu", "rule.experts.backend", "AMXBF16"),
+        ({}, "model=demo", "model.path", None),
+    ],
+)
+def test_a_groups_option_goes_before_the_recipes_values(
+    tmp_path: Path, fields: dict[str, Any], chosen: str, key: str, value: Any
+) -> None:
+    config = compose(
+        with_recipe([f"recipe={recipe(tmp_path, **fields)}", chosen, "mode=plan"], io.StringIO())
+    )
+    assert functools.reduce(getattr, key.split("."), config) == value
 
 
 @pytest.mark.parametrize(
