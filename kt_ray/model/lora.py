@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kt_ray.checkpoint.names import MAGNITUDE, layer_of
+from kt_ray.checkpoint.names import MAGNITUDE, ONE_BY_ONE, layer_of
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear
 from kt_ray.config.lora_patterns import module_lora
 from kt_ray.config.schema import LoraConfig
@@ -29,6 +29,7 @@ ADAPTER = "default"  # PEFT's name of the one adapter
 _BYPASSED = frozenset({"dt_proj"})
 # PEFT refuses an adapter of these (Mamba kernels multiply with their weight by themselves).
 _REFUSED = {"nemotron_h": frozenset({"out_proj"})}
+_OF_EXPERTS = frozenset(leaf for leaves in ONE_BY_ONE for leaf in leaves.values())
 # Sparse attention's indexer only chooses positions: no gradient passes through a choice.
 _GATES = re.compile(r"(^|\.)(gate|router|indexer|[a-z0-9_]*_gate|router_[a-z0-9_]+)(\.|$)")
 
@@ -65,7 +66,11 @@ def is_gate(name: str) -> bool:
 
 
 def resolve_targets(
-    target_modules: str | Sequence[str], names: Sequence[str], layers: Sequence[int] | None = None
+    target_modules: str | Sequence[str],
+    names: Sequence[str],
+    layers: Sequence[int] | None = None,
+    *,
+    experts: bool = False,
 ) -> tuple[str, ...]:
     """Names of the modules that get LoRA.
 
@@ -73,6 +78,7 @@ def resolve_targets(
         target_modules: "auto", "none", a list of module name suffixes, or a regex (full match).
         names: Hugging Face names of every linear module of the whole model that could be adapted.
         layers: lora.layers; a regex and names with a layer's number are not held to it.
+        experts: lora.experts; names of their projections (gate_proj, w1) then need mean nothing outside them.
 
     Raises:
         UserError: a suffix (or the regex) matches nothing; lists the suffixes that exist.
@@ -106,7 +112,8 @@ def resolve_targets(
         }
         some = {name for own in found.values() for name in own}
         chosen = tuple(name for name in names if name in some)
-        unmatched = [suffix for suffix, own in found.items() if not own]
+        elsewhere = _OF_EXPERTS if experts else frozenset()
+        unmatched = [suffix for suffix, own in found.items() if not own and suffix not in elsewhere]
     if unmatched:
         known = sorted({name.rpartition(".")[2] for name in names if reached(name)})
         raise UserError(

@@ -121,7 +121,12 @@ class Stage:
 
     def _inject(self, model: StageModel) -> dict[str, nn.Parameter]:
         prefixes = tuple(name + "." for name in model.names.values())
-        targets = resolve_targets(self.spec.lora.target_modules, model.lora_names, self.spec.lora.layers)
+        targets = resolve_targets(
+            self.spec.lora.target_modules,
+            model.lora_names,
+            self.spec.lora.layers,
+            experts=self.spec.lora.experts,
+        )
         return inject_lora(
             {name: model.layers[index] for index, name in model.names.items()},
             [name for name in targets if name.startswith(prefixes)],

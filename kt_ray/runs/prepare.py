@@ -124,7 +124,9 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     """
     model = prepare_model(config, training=True, manifest=manifest)
     config = model.config
-    resolve_targets(config.lora.target_modules, model.module_names, config.lora.layers)
+    resolve_targets(
+        config.lora.target_modules, model.module_names, config.lora.layers, experts=config.lora.experts
+    )
     data = load_data(config, model.model_dir, config.seed)
     check_stage(config.trainer.stage, data)
     _check_held_out(config, data)
@@ -189,7 +191,9 @@ def prepare_model(config: Config, *, training: bool, manifest: Manifest | None =
         config, line = fitted(config, reader, whole, layout, dims)
         notes.append(line)
     if training:
-        targets = resolve_targets(config.lora.target_modules, whole.lora_names, config.lora.layers)
+        targets = resolve_targets(
+            config.lora.target_modules, whole.lora_names, config.lora.layers, experts=config.lora.experts
+        )
         check_patterns(config.lora, targets, dims.moe_layers, dims.num_experts)
         outside = {layer for name in targets if (layer := layer_of(name)) is not None}
         plan = replace(plan, backward=backward_of(dims, config.lora, outside))
@@ -215,7 +219,11 @@ def _adapter_limits(
     config: Config, model_dir: str, layout: ExpertLayout, whole: StageModel, dims: ModelDims
 ) -> list[str]:
     """Where the adapter to come will not load."""
-    names = list(resolve_targets(config.lora.target_modules, whole.lora_names, config.lora.layers))
+    names = list(
+        resolve_targets(
+            config.lora.target_modules, whole.lora_names, config.lora.layers, experts=config.lora.experts
+        )
+    )
     for layer in expert_lora_layers(dims, config.lora)[:1]:
         names += layout.names(layer, 0, whole.root).values()
     return [f"adapter: {line}" for line in load_limits(names, adapter_info(config, model_dir, names, dims))]

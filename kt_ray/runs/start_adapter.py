@@ -203,7 +203,7 @@ def fitted(
                 shapes[name] = (inner, width) if role == "down" else (width, inner)
     reader.require_fit(shapes, layout.num_experts)
     lora, own = config.lora, set(reader.lora.linear)
-    chosen = set(resolve_targets(lora.target_modules, whole.lora_names, lora.layers))
+    chosen = set(resolve_targets(lora.target_modules, whole.lora_names, lora.layers, experts=lora.experts))
     if left_out := sorted(own - chosen):
         raise UserError(
             "lora.target_modules leaves out modules of the adapter that the run starts from",

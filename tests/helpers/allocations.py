@@ -282,7 +282,7 @@ def layer_peaks(
     model.causal.requires_grad_(False)
     model.causal.eval()
     dropout = DropoutContext()
-    names = resolve_targets(lora.target_modules, model.lora_names, lora.layers)
+    names = resolve_targets(lora.target_modules, model.lora_names, lora.layers, experts=lora.experts)
     parameters = inject_lora(
         {model.names[i]: layer for i, layer in model.layers.items()}, names, lora, 0, dropout, at
     )

@@ -67,6 +67,14 @@ def test_suffixes_and_regex() -> None:
     assert resolve_targets(r"model\.layers\.1\..*proj", NAMES) == (NAMES[3], NAMES[4])
 
 
+@pytest.mark.parametrize("projections", [["gate_proj", "up_proj", "down_proj"], ["w1", "w2", "w3"]])
+def test_experts_projections_may_lie_in_the_experts_alone(projections: list[str]) -> None:
+    targets, names = ["q_proj", *projections], NAMES[3:4]
+    assert resolve_targets(targets, names, experts=True) == tuple(names)
+    with pytest.raises(UserError, match="does not have outside its routed experts"):
+        resolve_targets(targets, names)
+
+
 @pytest.mark.parametrize("target", [["q_proj", "qkv_proj"], "qkv_proj", r".*lm_head", ["embed_tokens"]])
 def test_unknown_targets_list_what_there_is(target: str | list[str]) -> None:
     with pytest.raises(UserError, match="gate, gate_proj, o_proj, q_proj, shared_expert_gate, up_proj"):
