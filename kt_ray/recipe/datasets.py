@@ -265,25 +265,10 @@ def _text(entry: _Entry, source: Source) -> None:
 
 
 def _hide_others(source: Source) -> None:
-    """Drops names that need no renaming; columns of the file that the entry leaves out become null."""
-    read = set(source.columns)
-    there = _columns_of(source) if source.file else set()
-    hidden: dict[str, str | None] = {
-        name: None for name in SEEN[source.format] if name in there and name not in read
-    }
+    """Drops names that need no renaming; what the entry leaves out becomes null, though no row may have it."""
+    hidden = {name: None for name in SEEN[source.format] if name not in source.columns}
     renamed = {name: column for name, column in source.columns.items() if name != column}
-    source.columns = {**renamed, **{n: c for n, c in hidden.items() if n not in renamed.values()}}
-
-
-def _columns_of(source: Source) -> set[str]:
-    """Column names of the first row of a local file; empty where there is none."""
-    from kt_ray.data.readers import read_rows
-
-    try:
-        _, row = next(read_rows(source.path, split=source.split))
-    except (OSError, UserError):
-        return set()  # the reader of the data will say what is wrong
-    return set(row) if isinstance(row, dict) else set()
+    source.columns = {**renamed, **hidden}
 
 
 def _weights(reading: Reading, sources: list[Source]) -> list[float]:

@@ -28,7 +28,7 @@ def rows(got: dict[str, Any]) -> list[Any]:
 def test_alpaca(tmp_path: Path) -> None:
     got = values(tmp_path, dataset="identity", max_samples=3)
     assert got["data.path"] == str(DATA / "identity.json") and got["data.limit"] == 3
-    assert got["data.format"] == "alpaca" and "data.columns" not in got
+    assert got["data.format"] == "alpaca"
 
 
 def test_columns_that_the_entry_leaves_out_are_not_read(tmp_path: Path) -> None:
@@ -36,12 +36,26 @@ def test_columns_that_the_entry_leaves_out_are_not_read(tmp_path: Path) -> None:
     assert got["data.columns"] == {
         "instruction": "question",
         "output": "answer",
-        "input": None,
-        "system": None,
+        **dict.fromkeys(("input", "system", "history", "tools")),
     }
     first = rows(got)[0]
     assert [m["role"] for m in first.messages] == ["user", "assistant"]
     assert "not to be read" not in first.messages[0]["content"]
+
+
+def test_what_the_first_row_lacks_is_not_read_either(tmp_path: Path) -> None:
+    """Nor does it tell sets of the same entry apart."""
+    row = {"instruction": "Who?", "output": "I."}
+    for name, lines in (
+        ("a.jsonl", [row, row | {"system": "Lie.", "history": [["a", "b"]]}]),
+        ("b.jsonl", [row]),
+    ):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    info = {"a": {"file_name": "a.jsonl"}, "b": {"file_name": "b.jsonl"}, "c": {"hf_hub_url": "o/c"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    got = values(tmp_path, dataset="a", dataset_dir=str(tmp_path), eval_dataset="b, c")
+    assert got["data.eval_path"] == [str(tmp_path / "b.jsonl"), "hf://o/c"]
+    assert [[m["role"] for m in row.messages] for row in rows(got)] == [["user", "assistant"]] * 2
 
 
 def test_sharegpt_with_openai_tags(tmp_path: Path) -> None:
@@ -73,7 +87,11 @@ def test_the_hub(tmp_path: Path) -> None:
 def test_several_sets(tmp_path: Path) -> None:
     got = values(tmp_path, dataset="identity, chat")
     first, second = got["data.sources"]
-    assert first == {"path": str(DATA / "identity.json"), "format": "alpaca", "columns": {}}
+    assert first == {
+        "path": str(DATA / "identity.json"),
+        "format": "alpaca",
+        "columns": dict.fromkeys(("system", "history", "tools")),
+    }
     assert second["format"] == "messages" and "weight" not in second
     assert values(tmp_path, dataset=["identity", "chat"])["data.sources"] == got["data.sources"]
 
