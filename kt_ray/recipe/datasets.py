@@ -265,7 +265,7 @@ def _text(entry: _Entry, source: Source) -> None:
 
 
 def _hide_others(source: Source) -> None:
-    """Drops names that need no renaming; what the entry leaves out becomes null, though no row may have it."""
+    """Drops names that need no renaming; what the entry leaves out becomes null, if rows have it or not."""
     hidden = {name: None for name in SEEN[source.format] if name not in source.columns}
     renamed = {name: column for name, column in source.columns.items() if name != column}
     source.columns = {**renamed, **hidden}

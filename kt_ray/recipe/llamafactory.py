@@ -368,10 +368,9 @@ def _schedule(reading: Reading) -> None:
             "min_lr_ratio": ("optim.min_lr_ratio", float),
         }
     if schedule == "wsd":
-        keys["num_decay_steps"] = ("optim.decay", int)
         keys["decay_type"] = ("optim.decay_shape", str)
-    if schedule == "wsd" and "num_decay_steps" not in kwargs:
-        _decay(reading, steps, share)
+        _decay(reading, kwargs, steps, share)
+        kwargs = {key: value for key, value in kwargs.items() if key not in _LENGTHS}
     for key, value in kwargs.items():
         if key in keys:
             option, convert = keys[key]
@@ -385,25 +384,38 @@ def _schedule(reading: Reading) -> None:
             reading.refuse(f"lr_scheduler_kwargs.{key}", "is not mapped", "optim.schedule", value=value)
 
 
-def _decay(reading: Reading, warmup: float, share: float) -> None:
-    """optim.decay where its length is not given: two thirds of what follows the warm-up."""
+_LENGTHS = ("num_stable_steps", "num_decay_steps")
+
+
+def _decay(reading: Reading, kwargs: Mapping[str, Any], warmup: float, share: float) -> None:
+    """optim.decay: without lengths, the last two thirds of what follows the warm-up."""
     total = reading.integer("max_steps", -1)
-    if total > 0:
-        rest = max(0, total - int(warmup or math.ceil(share * total)))
-        decay: float = max(1, rest - rest // 3)
-        note = "LLaMA-Factory decays over two thirds of the steps after the warm-up"
+    rest = max(0, total - int(warmup or math.ceil(share * total)))
+    decay: float = rest - rest // 3
+    note = "LLaMA-Factory decays over two thirds of the steps after the warm-up"
+    if any(name in kwargs for name in _LENGTHS):
+        given = Reading(reading.path, dict(kwargs))
+        stable, decay = given.integer(_LENGTHS[0], rest // 3), given.integer(_LENGTHS[1], int(decay))
+        if given.refused or decay < 1 or stable + decay != rest:
+            text = (
+                "must end the decay with the last step: num_stable_steps (a third of the steps after the "
+                "warm-up unless given) and num_decay_steps are together max_steps without the warm-up"
+            )
+            reading.refuse("lr_scheduler_kwargs", text, "optim.decay", "optim.schedule")
+            return
+        reading.set("optim.decay", decay, "lr_scheduler_kwargs")
+    elif total > 0:
+        reading.set("optim.decay", max(1, decay), "lr_scheduler_type", note=note)
     elif not warmup:
         # Cut, not rounded: a share of steps is rounded up.
         decay = math.floor((1 - share) * 2 / 3 * 1e6) / 1e6
-        note = "LLaMA-Factory decays over two thirds of the steps after the warm-up; to within a step"
+        reading.set("optim.decay", decay, "lr_scheduler_type", note=f"{note}; to within a step")
     else:
         text = (
             "leaves the length of the decay open: two thirds of the steps after the warm-up, whose number is "
-            "not known here; give num_decay_steps, max_steps or warmup_ratio"
+            "not known here; give max_steps or warmup_ratio"
         )
         reading.refuse("lr_scheduler_kwargs.num_decay_steps", text, "optim.decay", value=None)
-        return
-    reading.set("optim.decay", decay, "lr_scheduler_type", note=note)
 
 
 def _output(reading: Reading) -> None:

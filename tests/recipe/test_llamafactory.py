@@ -102,9 +102,23 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
         (
             {
                 "lr_scheduler_type": "warmup_stable_decay",
-                "lr_scheduler_kwargs": {"num_decay_steps": 30, "decay_type": "1-sqrt"},
+                "max_steps": 100,
+                "warmup_steps": 10,
+                "lr_scheduler_kwargs": {
+                    "num_stable_steps": 60,
+                    "num_decay_steps": 30,
+                    "decay_type": "1-sqrt",
+                },
             },
             {"optim.schedule": "wsd", "optim.decay": 30, "optim.decay_shape": "1-sqrt"},
+        ),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "max_steps": 100,
+                "lr_scheduler_kwargs": {"num_decay_steps": 67},
+            },
+            {"optim.decay": 67},
         ),
         (
             {"lr_scheduler_type": "warmup_stable_decay", "max_steps": 100, "warmup_steps": 11},
@@ -213,6 +227,19 @@ def test_patterns_arrive_as_they_were(tmp_path: Path) -> None:
         (
             {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 10},
             "lr_scheduler_kwargs.num_decay_steps=null: leaves the length of the decay open",
+        ),
+        *(
+            (
+                {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": lengths} | more,
+                "lr_scheduler_kwargs={num_decay_steps: ",
+            )
+            for lengths, more in (
+                ({"num_decay_steps": 30}, {"max_steps": 100}),
+                ({"num_decay_steps": 30}, {}),
+                ({"num_decay_steps": "many"}, {"max_steps": 100}),
+                ({"num_stable_steps": 60, "num_decay_steps": 30}, {"max_steps": 100}),
+                ({"num_stable_steps": 60, "num_decay_steps": 30}, {}),
+            )
         ),
         ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern={q_proj: 8}: is no mapping of patterns to numbers"),
         ({"rank_pattern": {"[^a].*": 8}}, "rank_pattern={[^a].*: 8}: has a pattern that no key may be"),
