@@ -248,7 +248,10 @@ def _targets(reading: Reading) -> None:
             reading.refuse("lora_target", text, "lora.target_modules", "lora.experts")
         experts = bool(projections)
         reading.set("lora.target_modules", targets, "lora_target")
-    source = reading.frozen_experts or "lora_target"
+    source, forced = "lora_target", "kt_force_fused_expert_lora"
+    if reading.flag(forced):
+        experts, source = True, forced
+    source = reading.frozen_experts or source
     reading.set("lora.experts", experts and not reading.frozen_experts, source)
 
 

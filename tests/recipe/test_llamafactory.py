@@ -180,6 +180,8 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
         ),
         ({"stage": "pt", "dataset": "c4_demo"}, {"trainer.stage": "pt", "data.packing": True}),
         ({"kt_backend": "AMXINT4_SkipLoRA"}, {"rule.experts.backend": "AMXINT4", "lora.experts": False}),
+        ({"kt_force_fused_expert_lora": True, "lora_target": "q_proj"}, {"lora.experts": True}),
+        ({"kt_force_fused_expert_lora": True, "kt_freeze_experts": True}, {"lora.experts": False}),
         ({"kt_config": {"backend": "AMXINT8"}}, {"rule.experts.backend": "AMXINT8"}),
         ({"kt_config": {"kt_expert_weight_format": "fp8"}}, {"rule.experts.backend": "auto"}),
         ({"kt_config": {"kt_tp_enabled": True, "kt_threadpool_count": 2}}, {"rule.experts.sockets": 2}),
