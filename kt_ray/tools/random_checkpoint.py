@@ -23,7 +23,7 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from rich.console import Console
 
 from kt_ray.checkpoint.random_values import Fill
 from kt_ray.checkpoint.safetensors_file import BITS, tensor_bytes
+from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
 from kt_ray.tools.random_formats import Entry, entries, is_expert, quantization_config
 
@@ -71,7 +72,12 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
     if any(target.iterdir()):
         raise UserError("the output directory is not empty", where=out, remedy="name a new directory")
     begun = time.monotonic()
-    parameters, architecture = released(config)
+    try:
+        parameters, architecture = released(config)
+    except Exception as error:  # transformers and torch raise many kinds
+        if not options.changes:
+            raise
+        raise _bad_set(options.changes, error) from error
     try:
         tensors = [e for name, shape in parameters for e in entries(name, shape, options.format)]
     except ValueError as error:
@@ -130,7 +136,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
 
 
-def model_config(model: str, layers: int | None = None, changes: Iterable[str] = ()) -> dict[str, Any]:
+def model_config(model: str, layers: int | None = None, changes: Sequence[str] = ()) -> dict[str, Any]:
     """config.json of a `conf/model` entry, cut to its first layers, without multi-token prediction."""
     from kt_ray.config.compose import compose
 
@@ -147,7 +153,20 @@ def model_config(model: str, layers: int | None = None, changes: Iterable[str] =
         if not equals or key not in config:
             required = f"KEY=VALUE with a key of `config` in conf/model/{model}.yaml"
             raise UserError(f"--set {change} changes nothing", required=required, remedy="correct --set")
-        config[key] = json.loads(value)
+        try:
+            config[key] = json.loads(value)
+        except ValueError as error:
+            raise UserError(
+                f"--set {change} has no JSON value",
+                observed=value or "nothing",
+                required='a number, true, false, null, "text" in its quotes, [1, 2]',
+                remedy=f"correct it, or for a text write --set '{key}=\"{value}\"'",
+            ) from error
+    if changes:
+        try:
+            dims_from_config(config)
+        except UserError as error:
+            raise _bad_set(changes, error) from error
     whole = int(config["num_hidden_layers"])
     if layers is not None:
         if layers > whole:
@@ -159,6 +178,17 @@ def model_config(model: str, layers: int | None = None, changes: Iterable[str] =
     if "num_nextn_predict_layers" in config:
         config["num_nextn_predict_layers"] = 0
     return config
+
+
+def _bad_set(changes: Sequence[str], error: Exception) -> UserError:
+    text = str(error).partition(". To fix:")[0]
+    return UserError(
+        "no model can be made with these values",
+        where=f"--set {' '.join(changes)}",
+        observed=text if isinstance(error, UserError) else f"{type(error).__name__}: {text}",
+        required="values that a config.json of this family may have",
+        remedy="correct --set",
+    )
 
 
 def released(config: dict[str, Any]) -> tuple[list[tuple[str, tuple[int, ...]]], str]:

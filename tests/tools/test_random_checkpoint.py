@@ -91,6 +91,23 @@ def test_quantised(tmp_path: Path, make: Make, name: str, block: tuple[int, int]
         assert index.tensors[plain].dtype == "BF16"
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("vocab_size=many", "--set vocab_size=many has no JSON value; found many"),
+        ("n_routed_experts=-1", "found n_routed_experts in the model's config.json is not usable"),
+        ("num_experts_per_tok=9", "found num_experts_per_tok is larger than the number of experts"),
+        ('hidden_act="no"', "found KeyError: "),
+    ],
+)
+def test_values_that_make_no_model(
+    tmp_path: Path, make: Make, change: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "m", shape=f"{TINY} {change}", code=2)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_int4_is_ignored_where_kimi_ignores_it(tmp_path: Path, make: Make) -> None:
     make(tmp_path / "m", "--format", "int4")
     quantization = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
