@@ -115,8 +115,11 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
                 required=_KINDS,
                 remedy="convert it, for example to one JSON object per line in a .jsonl file",
             )
+        _refuse_split(path, key, split)
         return [path]
     splits = _saved_splits(path)
+    if splits is None and (path / "state.json").is_file():
+        _refuse_split(path, key, split)
     if splits is not None:
         chosen = split or "train"
         if chosen not in splits:
@@ -149,6 +152,18 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
                 )
         return [path / entry["filename"] for entry in files]
     return _of_split(_data_files(path, key), path, split or "train", key)
+
+
+def _refuse_split(path: Path, key: str, split: str | None) -> None:
+    """What has no splits is training rows: all of them for train[:100], or for test, would go unnoticed."""
+    if split not in (None, "train", HELD_OUT):
+        raise UserError(
+            "the data set has no splits",
+            where=f"{key}={path}",
+            observed=f"{_split_key(key)}={split}",
+            required="null or train: all its rows",
+            remedy=f"leave out {_split_key(key)}; data.limit takes the first rows",
+        )
 
 
 def _saved_splits(path: Path) -> list[str] | None:

@@ -216,6 +216,9 @@ def _placed(entry: _Entry, folder: Path) -> Source | None:
         return None
     if fields.get("subset"):
         entry.refuse("subset", "a file has none", fields["subset"])
+    if split not in (None, "train"):
+        text = "a file has no split but train, here no part of it: num_samples takes its first rows"
+        entry.refuse("split", text, split)
     return Source(entry.name, str(folder / fields["file_name"]), "", split=split)
 
 
@@ -257,10 +260,13 @@ def _chat(entry: _Entry, source: Source, format: str, ranking: bool) -> None:
 def _text(entry: _Entry, source: Source) -> None:
     """Raw text: a whole text file, else the column that LLaMA-Factory takes, the prompt's."""
     source.format = "text"
+    whole = Path(source.path).suffix in (".txt", ".md")
+    if not (entry.columns or whole):
+        text = "must name the one column of text: without them instruction and input are joined there"
+        entry.refuse("columns", text)
     for key in ("query", "history", "messages"):
         if entry.columns.get(key):
             entry.refuse(f"columns.{key}", "stage pt reads one column of text", entry.columns[key])
-    whole = Path(source.path).suffix in (".txt", ".md")
     source.columns = {"text": "text" if whole else entry.columns.get("prompt") or "instruction"}
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kt_ray.data.readers import HELD_OUT, read_rows
+from kt_ray.data.readers import HELD_OUT, files_of, read_rows
 from kt_ray.errors import UserError
 
 ROWS: list[dict[str, Any]] = [
@@ -175,6 +176,21 @@ def test_files_that_name_no_split_are_training_rows(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == [ROWS[0]]
     jsonl(tmp_path / "train.jsonl", [ROWS[1]])
     assert rows_of(tmp_path) == ROWS
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.eval_path"])
+def test_what_has_no_splits_is_refused_for_another_than_train(tmp_path: Path, key: str) -> None:
+    path, saved = tmp_path / "a.jsonl", tmp_path / "saved"
+    jsonl(path, ROWS)
+    saved.mkdir()
+    write(saved / "state.json", '{"_data_files": []}')
+    for split in (None, "train", HELD_OUT):
+        assert [row for _, row in read_rows(path, key, split=split)] == ROWS
+        assert files_of(saved, key, split) == []
+    where = "data.eval_split" if key == "data.eval_path" else "data.split"
+    for place, split in ((path, "test"), (path, "train[:1]"), (saved, "test")):
+        with pytest.raises(UserError, match=rf"has no splits.*{where}={re.escape(split)}.*leave out {where}"):
+            files_of(place, key, split)
 
 
 def test_held_out_rows_are_never_the_training_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,15 @@ def test_held_out_sets(tmp_path: Path) -> None:
             {"dataset": "dpo_en_demo"},
             "dataset_info.json: dpo_en_demo.ranking=true: does not go with stage sft",
         ),
+        ({"dataset": "part"}, "dataset_info.json: part.split=train[:4]: a file has no split but train"),
+        (
+            {"dataset": "other_split"},
+            "dataset_info.json: other_split.split=test: a file has no split but train",
+        ),
+        (
+            {"dataset": "identity", "stage": "pt"},
+            "dataset_info.json: identity.columns=null: must name the one",
+        ),
         ({"dataset": "identity", "stage": "dpo"}, "dataset_info.json: identity.ranking=false"),
         ({"dataset": "identity", "stage": "kto"}, "dataset_info.json: identity.columns.kto_tag=null"),
         ({"dataset_dir": "/nowhere"}, "dataset_dir=/nowhere: holds no dataset_info.json"),
