@@ -236,7 +236,10 @@ def _start(reading: Reading, stage: str) -> None:
 
 
 def _targets(reading: Reading) -> None:
-    targets = reading.names("lora_target") or ["all"]
+    given = reading.get("lora_target")
+    if given is False:
+        reading.refuse("lora_target", "names no module", "lora.target_modules", "lora.experts")
+    targets = ["all"] if isinstance(given, bool) else reading.names("lora_target") or ["all"]
     experts = True
     if targets in (["all"], ["all-linear"]):  # PEFT's word for it
         note = "routers stay frozen"

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from kt_ray.config.fields import closest, closest_key, fields, groups, joined, show
-from kt_ray.config.files import option_groups, option_names
+from kt_ray.config.files import HUB_NAME, option_groups, option_names
 from kt_ray.config.limits import GENERATING
 from kt_ray.config.mapping import fits
 from kt_ray.errors import UserError
@@ -26,7 +26,8 @@ _TRAINING = ("model", "rule", "data", "lora", "optim", "trainer", "preference", 
 # Several fields of others are factors of these: none of them is the value.
 _PRODUCTS = ("trainer.batch_size",)
 _NEAR = 0.85  # how alike (difflib's ratio) a misspelled one must be
-_PATHS = ("model.path", "data.path", "data.eval_path")
+_ROWS = ("data.path", "data.eval_path")
+_PATHS = ("model.path", *_ROWS)
 
 
 class _Answer(NamedTuple):
@@ -137,6 +138,8 @@ def _direct(name: str, keys: list[str], value: Any, text: str) -> _Answer:
         same = value is not None and len(keys) == 1 and key in fields() and key not in _PRODUCTS
     if key in option_groups() and value in option_names(key):
         return _Answer(f"{name} is {key} here", [f"{key}={value}"])
+    if same and key in _ROWS and HUB_NAME.fullmatch(value) and not Path(value).suffix:
+        value = value if Path(value).exists() else f"hf://{value.removeprefix('hf://')}"
     if same and fits(key, value):
         return _Answer(f"{name} is {key} here", [_written(key, value)])
     how = f" ({text})" if text else ""

@@ -46,6 +46,8 @@ TYPED: list[tuple[str, str, str]] = [
     ("use_dora=true", "lora.experts=false lora.dora=true", ""),
     ("rank_pattern={q_proj: 4}", "'lora.rank_pattern={q_proj:4}'", ""),
     (r"alpha_pattern={layers\\.\(0|1\)\\..*: 4}", r"'lora.alpha_pattern={layers\\.\(0|1\)\\..*:4}'", ""),
+    ("dataset_name=trl-lib/Capybara", "data.path=hf://trl-lib/Capybara", ""),
+    ("dataset_name=rows/mine.jsonl", "data.path=rows/mine.jsonl", ""),
     ("max_seq_length=2048", "data.max_length=2048", ""),
     ("beta=0.2", "preference.beta=0.2", ""),
     # LLaMA-Factory
@@ -63,6 +65,8 @@ TYPED: list[tuple[str, str, str]] = [
     ("base_model=Qwen/Qwen3-30B-A3B", "model=Qwen/Qwen3-30B-A3B", "from the hub"),
     ("model_name_or_path=my-lab/moe@v2", "model=my-lab/moe@v2", "from the hub"),
     ("adapter=runs/a", "", "generate.adapter here, or lora.adapter in training"),
+    ("lora_target_linear=true", "lora.target_modules=auto lora.experts=true", ""),
+    ("lora_target_linear=false", "", "a list is taken as it is"),
     ("sequence_len=4096", "data.max_length=4096", ""),
     ("sample_packing=true", "data.packing=true", ""),
     ("num_epochs=2", "trainer.epochs=2", ""),
