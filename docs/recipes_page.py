@@ -55,6 +55,8 @@ count that was taken is printed.
 - Long rows: LLaMA-Factory shortens question and answer in proportion, kt_ray cuts the end.
 - `packing: true` without `neat_packing` lets documents see each other there, never here.
 - Warm-up is one step ahead of transformers' ([training.md](training.md)).
+- `mask_history: true` trains the last answer alone there, here every answer after the last question: also
+  those that call tools, before the tools' replies.
 - `num_samples` of a data set takes its first rows, not random ones.
 - Text files (stage pt) are one document each, not one per line.
 """
@@ -130,8 +132,9 @@ def _rest() -> Iterator[str]:
         "Read: `file_name`, `hf_hub_url` (with `revision`, `split`, `subset`; goes before a file), "
         "`formatting` (alpaca, sharegpt, openai), `ranking`, `columns`, `tags`, `num_samples`. Refused by "
         "name: `script_url`, `ms_hub_url` and `om_hub_url` without `hf_hub_url`, `folder`, columns of "
-        "pictures, films and sound. As in LLaMA-Factory, where `columns` is given, columns it leaves out "
-        "are not read, though the file has them. The words for roles are those of kt_ray's readers: "
+        "pictures, films and sound, a `split` of a file but `train`. As in LLaMA-Factory, where `columns` is "
+        "given, columns it leaves out are not read, though the file has them. The words for roles are those "
+        "of kt_ray's readers: "
         + "; ".join(f"`{tag}`: {', '.join(words)}" for tag, (_, words) in TAGS.items())
         + "."
     )

@@ -282,7 +282,9 @@ def _preference(reading: Reading, stage: str) -> None:
 
 def _data_options(reading: Reading, stage: str) -> None:
     reading.set("data.max_length", reading.integer("cutoff_len", 2048, "data.max_length"), "cutoff_len")
-    reading.set("data.train_on", "last" if reading.flag("mask_history") else "all", "mask_history")
+    last = reading.flag("mask_history")
+    note = "every answer after the last question; there the last answer alone" if last else ""
+    reading.set("data.train_on", "last" if last else "all", "mask_history", note=note)
     reading.set("data.shuffle", not reading.flag("disable_shuffling"), "disable_shuffling")
     neat = reading.flag("neat_packing")
     packing = neat or reading.flag("packing", stage == "pt")

@@ -25,7 +25,9 @@ TEMPLATES: dict[str, Template] = {
     "deepseek": Template(note=f"DeepSeek-V2: {OWN}"),
     "deepseek3": Template("deepseek3"),
     "default": Template(file="default.jinja"),
-    "empty": Template("plain"),
+    "empty": Template(
+        "plain", note="one question and one answer, from BOS to EOS; there turns without either token"
+    ),
     "glm4_moe": Template(note=OWN),
     "gpt": Template(note=OWN),
     "gpt_oss": Template(note=OWN),
@@ -33,7 +35,7 @@ TEMPLATES: dict[str, Template] = {
     "minimax2": Template(note=OWN),
     "mistral": Template(note=OWN),
     "moonlight": Template("kimi", system="You are a helpful assistant provided by Moonshot-AI."),
-    "olmo": Template("olmoe"),
+    "olmo": Template("olmoe", note="begins with BOS, turns end in a line break; there with EOS, and none"),
     "phi": Template("phi3"),
     "qwen": Template("qwen", system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     "qwen3": Template(note=f"{OWN}; its empty thoughts before answers are trained where it writes them"),

@@ -255,6 +255,11 @@ def test_patterns_arrive_as_they_were(tmp_path: Path) -> None:
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "lr_scheduler_kwargs.num_cycles=2"),
         ({"template": "vicuna"}, "template=vicuna: has no counterpart"),
         ({"lora_target": "gate_proj"}, "lora_target=gate_proj: names only part"),
+        ({"lora_target": False}, "lora_target=false: names no module"),
+        (
+            {"freeze_language_model": True},
+            "freeze_language_model=true: the language model is what is trained",
+        ),
         ({"train_on_prompt": True}, "train_on_prompt=true: answers are trained"),
         ({"eval_strategy": "epoch"}, "eval_strategy=epoch: evaluates, but"),
         ({"eval_strategy": "steps"}, "eval_strategy=steps: evaluates, but"),
@@ -298,6 +303,20 @@ def test_one_error_lists_every_field_and_options_lift_it(tmp_path: Path) -> None
     assert all(name in line for name in ("template=vicuna", "use_mca=true", "do_eval=true", str(path)))
     with pytest.raises(UserError, match=r"^1 field of the recipe cannot be mapped: use_mca=true"):
         with_recipe([f"recipe={path}", "data.template=null", "trainer.eval_every=0"], io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ({"mask_history": True}, "there the last answer alone"),
+        ({"template": "empty"}, "from BOS to EOS"),
+        ({"template": "olmo"}, "turns end in a line break"),
+    ],
+)
+def test_what_differs_is_said(tmp_path: Path, fields: dict[str, Any], note: str) -> None:
+    out = io.StringIO()
+    with_recipe([f"recipe={recipe(tmp_path, **fields)}"], out)
+    assert note in out.getvalue()
 
 
 def test_secrets_are_not_printed(tmp_path: Path) -> None:
