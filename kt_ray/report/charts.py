@@ -168,8 +168,9 @@ def thinned(points: Points, limit: int) -> list[tuple[float, float]]:
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round values that enclose low..high, about `count` of them: multiples of 1, 2 or 5 times 10^n."""
-    if high <= low:
-        spread = abs(low) * 0.1 or 1.0
+    largest = max(abs(low), abs(high))
+    if high - low <= 1e-9 * largest:  # equal but for rounding
+        spread = largest * 0.1 or 1.0
         low, high = low - spread, high + spread
     raw = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(raw))
