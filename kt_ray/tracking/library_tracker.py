@@ -133,13 +133,16 @@ class LibraryTracker(ABC):
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            if not self.enabled:
-                return
             try:
-                call()
+                if self.enabled:
+                    call()
+                    continue
             except BaseException as error:  # SystemExit included: a library's own code may raise it
                 self._disable(f"{type(error).__name__}: {' '.join(str(error).split())}")
-                return
+            # Else a server calls the run a running one for ever, and W&B hands it to the next job.
+            with contextlib.suppress(BaseException):
+                self._close("failed")
+            return
 
     def _wait(self, event: threading.Event, timeout: float) -> bool:
         """Whether the event came; at once when the thread has given up (then `enabled` is off already)."""

@@ -38,8 +38,11 @@ class WandbTracker(LibraryTracker):
         mode: Literal["online", "offline"] = "online" if online else "offline"
         # console="off": W&B would otherwise take over standard output, which the progress bar draws on.
         settings: dict[str, Any] = {"console": "off", "silent": True, "init_timeout": self.init_timeout}
-        if "finish_timeout" in getattr(wandb.Settings, "model_fields", ()):  # absent from older releases
+        known = getattr(wandb.Settings, "model_fields", {})
+        if "finish_timeout" in known:  # absent from older releases
             settings["finish_timeout"] = self.finish_timeout
+        if "create_new" in str(known.get("reinit")):  # likewise; W&B's default is the run that is still open
+            settings["reinit"] = "create_new"
         run = wandb.init(
             project=self.config.project,
             entity=self.config.entity,
@@ -52,15 +55,17 @@ class WandbTracker(LibraryTracker):
             config=dict(config),
             settings=wandb.Settings(**settings),
         )
+        if run.id != run_id:
+            raise RuntimeError(f"wandb.init returned run {run.id}, which another job has not finished")
+        self._run: Any = run
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP)
         self._name = run_dir.name
         self._wandb: Any = wandb
-        self._run: Any = run
-        self.mode, self.url = mode, run.url
+        self.mode, self.url = mode, run.url if online else None  # offline W&B prints that there is none
         # Written once the run exists: a failed start leaves no id behind to resume.
         write_atomic(id_file, run_id + "\n")
-        log.info("wandb run %s, %s %s", run_id, mode, run.url or f"in {run_dir / 'wandb'}")
+        log.info("wandb run %s, %s %s", run_id, mode, self.url or f"in {run_dir / 'wandb'}")
 
     def _log(self, step: int, metrics: Mapping[str, Value]) -> None:
         self._run.log({**metrics, _STEP: step})

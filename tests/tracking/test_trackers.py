@@ -177,8 +177,9 @@ def test_wandb_offline_for_real_and_resumed(run_dir, monkeypatch, caplog):
         assert expected in content, expected
 
 
-def fake_wandb(monkeypatch, *, init=None, log=None, finish=None) -> SimpleNamespace:
-    """A stand-in for the wandb module; functions given replace the harmless ones."""
+def fake_wandb(monkeypatch, *, init=None, log=None, finish=None, given="") -> SimpleNamespace:
+    """A stand-in for the wandb module; functions given replace the harmless ones. `given`: id of the run that
+    init returns in the place of the one asked for."""
     seen = SimpleNamespace(logged=[], init=None, exit_code=None)
 
     def do_init(**kwargs):
@@ -186,6 +187,7 @@ def fake_wandb(monkeypatch, *, init=None, log=None, finish=None) -> SimpleNamesp
         if init is not None:
             init()
         return SimpleNamespace(
+            id=given or kwargs["id"],
             url="https://example.test/run",
             define_metric=lambda *a, **k: None,
             log=log or seen.logged.append,
@@ -242,9 +244,20 @@ def test_wandb_log_raises(run_dir, monkeypatch, caplog):
         calls.append(record)
         sys.exit(3)  # not even this may get through
 
-    fake_wandb(monkeypatch, log=log)
-    drive(run_dir, wandb_tracker())
+    seen = fake_wandb(monkeypatch, log=log)
+    tracker = wandb_tracker()
+    drive(run_dir, tracker)
+    tracker._thread.join(5)
     assert len(calls) == 1 and len(warnings_of(caplog)) == 1
+    assert seen.exit_code == 1  # closed: the next job of a multirun would get this run
+
+
+def test_wandb_does_not_log_into_another_jobs_run(run_dir, monkeypatch, caplog):
+    seen = fake_wandb(monkeypatch, given="another")
+    drive(run_dir, wandb_tracker())
+    (warning,) = warnings_of(caplog)
+    assert "returned run another" in warning
+    assert seen.logged == [] and seen.exit_code is None and wandb_id(run_dir) is None
 
 
 @pytest.mark.parametrize("stuck", ["init", "log", "finish"])
@@ -321,11 +334,16 @@ def test_tracking_imports_neither_ray_nor_any_tracker():
 
 
 def test_wandb_tables_offline_for_real(run_dir, monkeypatch):
-    """A table is a file of the offline run, with its columns and rows."""
+    """A table is a file of the offline run, with its columns and rows; another job opens another run."""
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(run_dir.parent / "home"))
     tracker = wandb_tracker(mode="offline", finish_timeout=30.0)
     tracker.start(run_dir, {})
+    other = wandb_tracker(mode="offline", finish_timeout=30.0)
+    (run_dir / "b").mkdir()
+    other.start(run_dir / "b", {})
+    assert other.enabled and other._run.id == wandb_id(run_dir / "b") != wandb_id(run_dir)
+    other.finish("finished")
     tracker.table(
         "eval/metrics", ["metric", "base", "adapter"], [["loss", None, 1.5], ["rouge-l", 2.0, 30.0]]
     )
