@@ -313,6 +313,9 @@ def _train(
         tracker.log(metrics.step, metrics.to_dict())
         display.update(metrics.to_dict())
 
+    def on_skip(step: int, loss: float, norm: float) -> None:
+        tracker.log(step, {"skipped": 1, "loss": loss, "grad_norm": norm})
+
     def on_eval(step: int, loss: float) -> None:
         tracker.log(step, {f"eval_{figure}": sign * loss})
         display.line(f"step {step}/{prepared.batches.total_steps}  held-out {figure} {sign * loss:.4f}")
@@ -345,7 +348,7 @@ def _train(
 
     signals = stop_signals() if config.trainer.on_signal == "save" else contextlib.nullcontext(None)
     with display, signals as stop:
-        events = Events(on_step, on_eval, save, timeline, display.repeating, display.line, best)
+        events = Events(on_step, on_eval, save, timeline, display.repeating, display.line, best, on_skip)
         trainer = Trainer(
             config,
             cluster,

@@ -18,6 +18,7 @@ IDLE = 0.3  # busy share of the busiest actor
 EQUAL = 0.9  # share of groups of equal rewards
 GAP = 0.05  # nats between sampler and trainer
 TRAINED = 0.05  # share of tokens with a loss
+SKIPPED = 0.1  # share of steps
 
 
 class Finding(NamedTuple):
@@ -32,6 +33,7 @@ def findings(run: RunData) -> list[Finding]:
     remarks = [
         *_rewards(run),
         *_loss(run),
+        *_skipped(run),
         *_gradients(run),
         *_balance(run),
         *_time(run),
@@ -69,9 +71,11 @@ def _rewards(run: RunData) -> Iterator[Finding]:
 
 
 def _loss(run: RunData) -> Iterator[Finding]:
-    broken = [r["step"] for r in run.records if "loss" in r and r["loss"] is None]
-    if broken:
-        yield Finding("bad", f"The loss is not finite at step {broken[0]}: lower optim.lr.")
+    applied = [r for r in run.records if not r.get("skipped")]
+    for key, name in (("loss", "loss"), ("eval_loss", "held-out loss")):
+        broken = [r.get("step") for r in applied if key in r and r[key] is None]
+        if broken:
+            yield Finding("bad", f"The {name} is not finite at step {broken[0]}: lower optim.lr.")
     values = run.values("loss") if not run.series("policy_reward") else []  # whose loss says nothing
     if len(values) >= 2 * LAST and mean(values[-LAST:]) >= mean(values[:LAST]):
         yield Finding(
@@ -90,6 +94,17 @@ def _loss(run: RunData) -> Iterator[Finding]:
                 f"The held-out loss rose from {best:.3f} after step {best_step} to {last:.3f}: the model "
                 "overfits; train for fewer steps, or use the checkpoint nearest to the best.",
             )
+
+
+def _skipped(run: RunData) -> Iterator[Finding]:
+    skipped = run.series("skipped")
+    if skipped:
+        count, known = len(skipped), len(skipped) + len(run.series("loss"))
+        yield Finding(
+            "bad" if count > SKIPPED * known else "look",
+            f"{count} of {known} steps {'were' if count > 1 else 'was'} skipped, the first at step "
+            f"{skipped[0][0]}: train.log says which rows; lower optim.lr if they are many.",
+        )
 
 
 def _gradients(run: RunData) -> Iterator[Finding]:

@@ -75,8 +75,10 @@ def _tiles(run: RunData) -> str:
         rate = f["tokens_per_s"]
         tiles.append(tile("tokens/s", f"{rate:,.{0 if rate >= 100 else 1}f}", "all steps but the first"))
     if "seconds" in f:
-        a_step = f"{f['seconds'] / f['steps']:.2f} s a step"
+        a_step = f"{f['seconds_per_step']:.2f} s a step"
         tiles.append(tile("time in steps", duration(f["seconds"]), a_step))
+    if "skipped" in f:
+        tiles.append(tile("skipped steps", f"{f['skipped']:,.0f}"))
     if "host_bytes" in f:
         tiles.append(tile("host memory", size(int(f["host_bytes"])), "peak of all processes"))
     if "gpu_bytes" in f:

@@ -62,8 +62,8 @@ class RunData:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that the figures reach."""
-        return max((step for step, _ in self.series("loss")), default=0)
+        """Optimizer steps that the figures reach, skipped ones included."""
+        return max((step for step, _ in self.series("loss") + self.series("skipped")), default=0)
 
     def settings(self) -> dict[str, Any]:
         """Every key of the configuration by its command-line name."""
@@ -80,9 +80,10 @@ class RunData:
 
         loss: training loss, mean of the last steps; first_loss: of the first. eval_loss: the last held-out
         loss; eval_loss_best; eval_loss_before: at step 0. reward, first_reward, eval_reward and its like: the
-        same of trainer.stage=grpo's rewards. tokens, seconds: sums over the steps. tokens_per_s: tokens over
-        seconds, without the first step (caches, allocations) if there are others. host_bytes, gpu_bytes:
-        peaks. recoveries, seconds_lost.
+        same of trainer.stage=grpo's rewards. steps: as `steps`. tokens, seconds: sums over the steps with
+        figures; seconds_per_step: their mean. tokens_per_s: tokens over seconds, without the first step
+        (caches, allocations) if there are others. host_bytes, gpu_bytes: peaks. recoveries, seconds_lost: of
+        all processes. skipped: steps.
         """
         figures: dict[str, float] = {}
         for name, key, best in (("loss", "loss", min), ("reward", "policy_reward", max)):
@@ -98,8 +99,9 @@ class RunData:
         seconds, tokens = dict(self.series("seconds")), dict(self.series("tokens"))
         both = sorted(seconds.keys() & tokens.keys())
         if both:
-            figures["steps"] = float(max(both))
+            figures["steps"] = float(self.steps)
             figures["seconds"] = sum(seconds[step] for step in both)
+            figures["seconds_per_step"] = figures["seconds"] / len(both)
             figures["tokens"] = sum(tokens[step] for step in both)
             warm = both[1:] or both
             time = sum(seconds[step] for step in warm)
@@ -109,10 +111,24 @@ class RunData:
             peak = self._peak(prefix)
             if peak:
                 figures[key] = peak
-        for key in ("recoveries", "seconds_lost"):
-            if values := self.values(key):
-                figures[key] = values[-1]
+        if skipped := self.series("skipped"):
+            figures["skipped"] = float(len(skipped))
+        count, lost = self._recoveries()
+        if count:
+            figures["recoveries"], figures["seconds_lost"] = count, lost
         return figures
+
+    def _recoveries(self) -> tuple[float, float]:
+        """Lost actors and seconds: they grow within a process, and begin anew in the next one."""
+        counts, seconds = dict(self.series("recoveries")), dict(self.series("seconds_lost"))
+        count = lost = 0.0
+        before = 0.0, 0.0
+        for step, _ in self.series("loss"):
+            now = counts.get(step, 0.0), seconds.get(step, 0.0)
+            if now[0] < before[0] or now[1] < before[1]:
+                count, lost = count + before[0], lost + before[1]
+            before = now
+        return count + before[0], lost + before[1]
 
     def _peak(self, prefix: str) -> float:
         """Largest sum over one record of the figures that begin with a prefix."""

@@ -37,9 +37,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def series(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """(step, value) of one figure, in order of steps: finite values only, the last of a step counts."""
+    """(step, value) of one figure, in order of steps: finite values only, the last of a step counts.
+
+    Figures that a skipped step was skipped for are not among them.
+    """
     points: dict[int, float] = {}
     for record in records:
+        if record.get("skipped") and key != "skipped":
+            continue
         step, value = record.get("step"), record.get(key)
         if _is_figure(step) and isinstance(step, int) and _is_figure(value):
             points[step] = float(value)

@@ -66,6 +66,7 @@ class StepMetrics:
     # tokens per thread of the fullest expert actor over the mean, averaged over layers; 1 = all actors end
     # together
     actor_load_imbalance: float | None = None
+    skipped: int | None = None  # 1: the step was not applied; its record has its loss and grad_norm only
     eval_loss: float | None = None  # held-out loss after this step, where one was measured
     # the routers' load-balancing loss over the step, without its coefficient (trainer.aux_loss)
     aux_loss: float | None = None
@@ -175,6 +176,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "actor_load_imbalance",
         "1",
         "Tokens per thread of the fullest expert actor over the mean, averaged over layers.",
+    ),
+    MetricSpec(
+        "kt_ray_skipped_total", "counter", "steps", "Steps that this process skipped.", {"skipped": ""}
     ),
     _gauge("recoveries", "1", "Recoveries from lost actors."),
     _gauge("seconds_lost", "s", "Wall time lost to them."),

@@ -112,6 +112,8 @@ class Events:
     say: Callable[[str], None] = lambda _: None  # lines for the user
     # steps taken, loss: the checkpoint just saved has the lowest held-out loss so far
     best: Callable[[int, float], None] = lambda *_: None
+    # steps taken, loss and gradient norm of the last of them, which was skipped; nan = not known
+    on_skip: Callable[[int, float, float], None] = lambda *_: None
 
 
 class Trainer:
@@ -419,6 +421,7 @@ class Trainer:
         self.events.say(f"step {step + 1} skipped: {bad.what}; at {bad.where}")
         self.summary.skipped_steps.add(step - self.first_step)
         self._note(step, math.nan, math.nan)  # of a pass that broke off; else they are known
+        self.events.on_skip(step + 1, self.summary.losses[-1], self.summary.grad_norms[-1])
         self.recovery.progressed()
 
     def recent(self, step: int) -> list[tuple[float, float]]:

@@ -28,6 +28,21 @@ def test_a_healthy_run_has_no_remarks(tmp_path, make_run):
     ("change", "level", "text"),
     [
         (lambda r: r | {"loss": None} if r["step"] == 7 else None, "bad", "not finite at step 7"),
+        (
+            lambda r: r | {"eval_loss": None} if "eval_loss" in r and r["step"] > 40 else None,
+            "bad",
+            "held-out loss is not finite at step 50",
+        ),
+        (
+            lambda r: {"step": 7, "skipped": 1, "loss": None, "grad_norm": 1e9} if r["step"] == 7 else None,
+            "look",
+            "1 of 60 steps was skipped, the first at step 7",
+        ),
+        (
+            lambda r: r | {"skipped": 1, "loss": 9e9} if r["step"] % 2 and "loss" in r else None,
+            "bad",
+            "30 of 60 steps were skipped",
+        ),
         (lambda r: r | {"loss": 3.0 + r["step"] / 100}, "bad", "did not fall"),
         (
             lambda r: r | {"eval_loss": 2 + abs(r["step"] - 20) / 50} if "eval_loss" in r else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from kt_ray.config.schema import TrainerConfig
@@ -21,6 +23,31 @@ def test_figures_of_a_run(tmp_path, make_run):
     assert figures["tokens"] == sum(tokens)
     assert figures["tokens_per_s"] == pytest.approx(sum(tokens[1:]) / (59 * 1.6))  # not the slow first step
     assert figures["host_bytes"] == 8e8 + 1.1e9 + 2.6e9 and "gpu_bytes" not in figures
+
+
+def test_skipped_steps_and_steps_of_another_run_are_not_averaged(tmp_path, make_run):
+    path = make_run(tmp_path, "a", steps=12, eval_every=0)
+    file = path / "metrics.jsonl"
+    lines = file.read_text().splitlines()[4:]  # it began at another run's checkpoint
+    lines[-1] = '{"step": 12, "skipped": 1, "loss": 9e9, "grad_norm": null}'
+    file.write_text("\n".join(lines) + "\n")
+    run = read_run(path)
+    figures = run.figures()
+    assert run.steps == figures["steps"] == 12 and figures["skipped"] == 1
+    assert figures["seconds_per_step"] == pytest.approx(1.6) and figures["loss"] < 6
+
+
+def test_recoveries_of_all_processes_add_up(tmp_path, make_run):
+    path = make_run(tmp_path, "a", steps=9, eval_every=0)
+    file = path / "metrics.jsonl"
+    seen = {2: (1, 5.0), 3: (3, 9.0), 6: (1, 2.0), 7: (1, 2.0), 8: (1, 1.0), 9: (1, 1.0)}  # three processes
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in records:
+        if record["step"] in seen:
+            record["recoveries"], record["seconds_lost"] = seen[record["step"]]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    figures = read_run(path).figures()
+    assert figures["recoveries"] == 5 and figures["seconds_lost"] == 12.0
 
 
 def test_changed_settings_are_those_off_their_default(tmp_path, make_run):

@@ -48,6 +48,7 @@ FULL = StepMetrics(
     actor_load_imbalance=1.25,
     recoveries=1,
     seconds_lost=12.5,
+    skipped=1,
     eval_loss=2.25,
     policy={"reward": 0.5},
     eval_reward=0.75,

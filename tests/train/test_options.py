@@ -108,7 +108,11 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Go:
             told.append(f"best {taken} {loss}")
 
         fail = dict.fromkeys(lost_at_best, True)
-        events = Events(save=save, say=told.append, best=best)
+
+        def skipped(taken: int, loss: float, norm: float) -> None:
+            told.append(f"skipped {taken} {loss} {norm}")
+
+        events = Events(save=save, say=told.append, best=best, on_skip=skipped)
         batches = StepBatches(total, steps_per_epoch, lambda step: [WAVE], [WAVE] if held_out else (), 4)
         trainer = Trainer(config, cast(Cluster, cluster), batches, events, **options)
         try:
@@ -226,7 +230,7 @@ def test_a_loss_that_is_not_finite_stops_or_is_skipped(go: Go) -> None:
     trainer, cluster, told = go("trainer.bad_steps=skip", losses={2: math.nan}, total=4)
     assert cluster.calls == ["commit 0", "commit 1", "discard", "skip 2", "commit 3"]
     assert trainer.summary.skipped == 1 and trainer.summary.steps == 3 and len(trainer.summary.losses) == 4
-    assert told[0].startswith("step 3 skipped") and told[-1] == "save 4"
+    assert told[0].startswith("step 3 skipped") and told[1:] == ["skipped 3 nan nan", "save 4"]
 
 
 def test_spikes_are_named(go: Go) -> None:
@@ -236,8 +240,8 @@ def test_spikes_are_named(go: Go) -> None:
     assert "loss of step 6 is 3.5, 3.5 times the median 1 of the steps before" in line
     assert "group 0, micro-batch 1 (rows 41; loss 6.5 per token)" in line
     assert "largest gradient: model.layers.2.mlp.experts.1.up_proj.lora_B.weight, norm 7" in line
-    trainer, _, _ = go("trainer.spike=3", "trainer.bad_steps=skip", norms={5: 3.5})
-    assert trainer.summary.skipped == 1
+    trainer, _, told = go("trainer.spike=3", "trainer.bad_steps=skip", norms={5: 3.5})
+    assert trainer.summary.skipped == 1 and "skipped 6 1.0 3.5" in told
     trainer, _, _ = go("trainer.spike=4", losses={5: 3.5}, norms={5: 3.5})
     assert trainer.summary.steps == 8
     trainer, _, _ = go("trainer.spike=3", losses={3: 50.0})  # too early to know what is usual

@@ -101,5 +101,5 @@ def test_a_run_shows_its_figures_and_its_actors_and_ends_clean(tiny_run: list[st
         assert all(seen["kt_ray_host_rss_bytes", kind] > 2**26 for kind in ("driver", "worker", "expert"))
         # Everything is there but what this run does not have: evaluations and GPUs.
         absent = {f"kt_ray_{name}" for name in ("eval_loss", "eval_reward", "policy", "gpu_memory_bytes")}
-        absent |= {"kt_ray_recoveries", "kt_ray_seconds_lost"}
+        absent |= {"kt_ray_recoveries", "kt_ray_seconds_lost", "kt_ray_skipped_total"}
         assert {name for name, _ in seen} == {spec.name for spec in METRICS} - absent
