@@ -318,7 +318,7 @@ def _train(
 
     def on_eval(step: int, loss: float) -> None:
         tracker.log(step, {f"eval_{figure}": sign * loss})
-        display.line(f"step {step}/{prepared.batches.total_steps}  held-out {figure} {sign * loss:.4f}")
+        display.evaluated(step, f"{figure} {sign * loss:.4f}")
 
     def save(step: int) -> Path:
         more = partial(trainer.policy.save, step) if trainer.policy is not None else lambda _: None

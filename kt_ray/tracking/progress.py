@@ -101,7 +101,9 @@ class TrainProgress(_Display):
         step = int(record["step"])
         left = self.eta(step)
         figures = [
-            f"{label} {record[key]:.4g}" for key, label in _SHOWN if isinstance(record.get(key), int | float)
+            f"{label} {_short(value)}"
+            for key, label in _SHOWN
+            if isinstance(value := record.get(key), int | float)
         ]
         if left is not None:
             figures.append(f"{duration(left)} left")
@@ -109,6 +111,12 @@ class TrainProgress(_Display):
         self._progress.update(self._task, completed=step, figures=text)
         due = step % self.log_every == 0 or step in (self._first + 1, self.total_steps)
         self.line(f"step {step}/{self.total_steps}  {text}", shown=not self.live and due)
+
+    def evaluated(self, step: int, figure: str) -> None:
+        """Show a held-out figure. The time of one before the first step is no step's."""
+        if step == self._first:
+            self._began = self._clock()
+        self.line(f"step {step}/{self.total_steps}  held-out {figure}")
 
     def repeating(self, step: int) -> None:
         """The run went back after a loss and is at `step` again, whose figures were shown before."""
@@ -118,6 +126,10 @@ class TrainProgress(_Display):
         """Seconds left after `step`, from the mean step time of this process; None before the first."""
         done = step - self._first
         return (self._clock() - self._began) / done * (self.total_steps - step) if done > 0 else None
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= value < 1e9 else f"{value:.4g}"
 
 
 _SHOWN = (

@@ -80,14 +80,17 @@ def test_train_lines_without_a_terminal(pipe, caplog):
     clock = Clock()
     with TrainProgress(10, done_steps=4, log_every=3, screen=pipe, clock=clock) as progress:
         assert progress.eta(4) is None
+        clock.now += 500
+        progress.evaluated(4, "loss 2.5000")
         for step in range(5, 11):
             clock.now += 20
             progress.update({"step": step, "loss": 1.25, "tokens_per_s": 1234.5})
     lines = pipe.file.getvalue().splitlines()
+    assert lines.pop(0) == "step 4/10  held-out loss 2.5000"  # whose time is no step's
     # The first of this process, every third, the last.
     assert [line.split()[1] for line in lines] == ["5/10", "6/10", "9/10", "10/10"]
-    assert lines[0] == "step 5/10  loss 1.25  tokens/s 1234  1:40 left"
-    assert len([r for r in caplog.records if r.getMessage().startswith("step")]) == 6  # train.log has all
+    assert lines[0] == "step 5/10  loss 1.25  tokens/s 1,234  1:40 left"
+    assert len([r for r in caplog.records if r.getMessage().startswith("step")]) == 7  # train.log has all
 
 
 def test_train_bar_on_a_terminal():
