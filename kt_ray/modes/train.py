@@ -177,7 +177,7 @@ def _run(
             rollouts = None
             if answering is not None:
                 rollouts = PolicyRollouts(
-                    answering[0], cluster, prepared.data.prompts, answering[1], rundir.path / LOG
+                    answering[0], cluster, prepared.data.prompts, answering[1], rundir.path / LOG, first_step
                 )
             summary, came = _train(
                 prepared, rundir, cluster, tracker, resume, began, owes_evaluation, rollouts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,10 +13,11 @@ import numpy as np
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.data.prompts import Prompt
 from kt_ray.data.row_types import Row
-from kt_ray.disk import only_warned
+from kt_ray.disk import only_warned, write_atomic
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer, Generator
 from kt_ray.generate.requests import Request, Sampling
+from kt_ray.parse import parse_json
 from kt_ray.placement.generation_memory import within_training
 from kt_ray.rewards.reward import Completion, Reward
 from kt_ray.runs.generation import PreparedGeneration, generation_of, generator_on
@@ -51,12 +53,26 @@ def handed_in(generator: Generator, requests: Sequence[Request]) -> list[Answer]
         raise
 
 
+def keep_before(step: int, log: Path) -> None:
+    """Of a file of answers keep the whole lines of earlier steps: a resumed run draws the others again."""
+    if not log.exists():
+        return
+    kept = []
+    for line in log.read_bytes().splitlines(keepends=True):
+        with contextlib.suppress(ValueError):
+            record = parse_json(line.decode()) if line.endswith(b"\n") else {}
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] < step:
+                kept.append(line.decode())
+    write_atomic(log, "".join(kept))
+
+
 class PolicyRollouts:
     """`kt_ray.train.rollouts.Rollouts` on a started cluster.
 
     Args:
         prompts: by sample id.
         log: a file that some answers are appended to.
+        first_step: what it has of this step or later is replaced.
     """
 
     def __init__(
@@ -66,12 +82,14 @@ class PolicyRollouts:
         prompts: Mapping[int, Prompt],
         reward: Reward,
         log: Path,
+        first_step: int = 0,
     ) -> None:
         self._generation = generation
         self._cluster = cluster
         self._prompts = prompts
         self._reward = reward
         self._log = log
+        self._replaced_from: int | None = first_step  # None = that is done
 
     def sample(self, asked: Sequence[tuple[Row, int]], step: int) -> list[Rollout]:
         requests = [self._request(row, temperature=1.0, seed=seed, logprobs=0) for row, seed in asked]
@@ -147,5 +165,8 @@ class PolicyRollouts:
             for text, rollout in group
         ]
         line = {"step": step, "prompt": self._prompts[sample].text, "answers": answers}
+        if self._replaced_from is not None:
+            keep_before(self._replaced_from, self._log)
+            self._replaced_from = None
         with self._log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
