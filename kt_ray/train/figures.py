@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 
 from kt_ray.config.schema import Config
@@ -48,9 +49,9 @@ def step_metrics(
     waiting = [max(0.0, w.terms["experts"] + w.terms["stages"] - busiest) for w in report.workers]
     rss = {"driver": resident_bytes()}
     # In one process every actor reports the same memory: count each process once.
-    processes: dict[int, tuple[str, int]] = {e.pid: ("expert", e.host_rss_bytes) for e in report.experts}
-    processes.update({w.pid: ("worker", w.host_rss_bytes) for w in report.workers})
-    processes.pop(os.getpid(), None)  # cluster=local: the driver's own
+    processes = {(e.activity.host, e.pid): ("expert", e.host_rss_bytes) for e in report.experts}
+    processes |= {(w.activity.host, w.pid): ("worker", w.host_rss_bytes) for w in report.workers}
+    processes.pop((socket.gethostname(), os.getpid()), None)  # cluster=local: the driver's own
     for kind, size in processes.values():
         rss[kind] = rss.get(kind, 0) + size
     counts = tokens_per_expert(plan, report)
