@@ -13,7 +13,7 @@ OVERFIT = 1.02  # last held-out loss over the best one
 SPIKE = 10.0  # gradient norm over its median
 EXPERT_IMBALANCE = 5.0
 ACTOR_IMBALANCE = 1.25
-WAITING = 0.5  # share of the step that attention waits
+WAITING = 0.5  # share of the step that attention waits while no experts compute
 IDLE = 0.3  # busy share of the busiest actor
 EQUAL = 0.9  # share of groups of equal rewards
 GAP = 0.05  # nats between sampler and trainer
@@ -139,17 +139,20 @@ def _balance(run: RunData) -> Iterator[Finding]:
 
 
 def _time(run: RunData) -> Iterator[Finding]:
-    seconds, waiting = dict(run.series("seconds")), dict(run.series("seconds_transport"))
+    whole, waiting = dict(run.series("seconds")), dict(run.series("seconds_transport"))
+    sampling = dict(run.series("policy_seconds_sampling"))  # of GRPO; the other figures leave it out
+    seconds = {step: value - sampling.get(step, 0.0) for step, value in whole.items()}
     steps = sorted(seconds.keys() & waiting.keys())[1:]
     total = sum(seconds[step] for step in steps)
     share = sum(waiting[step] for step in steps) / total if total > 0 else 0.0
     if share > WAITING:
         yield Finding(
             "look",
-            f"Attention waits {share:.0%} of the time: the experts are the bottleneck; mode=plan says "
-            "what would help.",
+            f"Attention waits {share:.0%} of the time while no experts compute: messages, queueing or other "
+            "stages take it; a timeline (trainer.timeline_every) shows where.",
         )
-    busy = [mean(run.values(key)) for key in run.keys("busy_")]
+    training = sum(seconds.values()) / sum(whole.values()) if sum(whole.values()) > 0 else 1.0
+    busy = [mean(run.values(key)) / training for key in run.keys("busy_")] if training > 0 else []
     if busy and max(busy) < IDLE:
         yield Finding(
             "look",

@@ -21,8 +21,9 @@ from kt_ray.tracking.progress import duration, size
 _TERMS = (
     ("seconds_attention", "attention"),
     ("seconds_experts", "experts"),
-    ("seconds_transport", "waiting for experts"),
+    ("seconds_transport", "waiting while no experts compute"),
     ("seconds_optimizer", "optimizer"),
+    ("policy_seconds_sampling", "sampling"),
 )
 
 
@@ -112,7 +113,7 @@ def _curves(run: RunData) -> str:
         Line("answers", run.series("policy_reward"), 0),
         Line("held-out", run.series("eval_reward"), 1, dots=True),
     ]
-    total = Line("whole step", run.series("seconds"), 4)
+    total = Line("whole step", run.series("seconds"), len(_TERMS))
     terms = [Line(name, run.series(key), i) for i, (key, name) in enumerate(_TERMS)]
     busy = run.keys("busy_")[:SERIES_COLOURS]  # more curves than colours tell nothing
     actors = [Line(key.removeprefix("busy_"), run.series(key), i) for i, key in enumerate(busy)]

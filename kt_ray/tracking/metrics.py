@@ -39,7 +39,8 @@ class StepMetrics:
     # time the busiest attention worker computed (attention, norms, router, shared experts, loss)
     seconds_attention: float | None = None
     seconds_experts: float | None = None  # time the busiest expert actor computed
-    # time an attention worker waited for experts or other stages, mean over workers
+    # time an attention worker waited for experts or other stages beyond what the busiest expert actor
+    # computed: messages, queueing, other stages; mean over workers
     seconds_transport: float | None = None
     seconds_optimizer: float | None = None  # both phases of the commit, weights back included
     # operations carried out by the expert kernels, LoRA included, over the busiest actor's time in forward

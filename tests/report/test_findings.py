@@ -56,7 +56,7 @@ def test_a_healthy_run_has_no_remarks(tmp_path, make_run):
         ),
         (lambda r: r | {"expert_load_imbalance": 7.0}, "look", "7.0 times the mean"),
         (lambda r: r | {"actor_load_imbalance": 1.6}, "look", "rule.experts.placement=balanced"),
-        (lambda r: r | {"seconds_transport": 1.2}, "look", "waits 75%"),
+        (lambda r: r | {"seconds_transport": 1.2}, "look", "waits 75% of the time while no experts compute"),
         (lambda r: {k: 0.1 if k.startswith("busy") else v for k, v in r.items()}, "look", "more than 10%"),
         (lambda r: r | {"loss_tokens": 20}, "look", "1.0% of the tokens"),
         (
@@ -71,3 +71,15 @@ def test_remarks(tmp_path, make_run, change, level, text):
     rewrite(path, change)
     (found,) = findings(read_run(path))
     assert found.level == level and text in found.text
+
+
+def test_sampling_is_not_taken_for_idle_actors(tmp_path, make_run):
+    """Busy shares and terms count the training passes, `seconds` the sampling, too."""
+    path = make_run(tmp_path, "a")
+    share = {"busy_worker-0": 0.062, "busy_experts-0": 0.055, "busy_experts-1": 0.052}
+    rewards = {"policy_reward": 1.0, "policy_seconds_sampling": 14.4}
+    rewrite(path, lambda r: r | share | rewards | {"seconds": 16.0} if "seconds" in r else None)
+    assert findings(read_run(path)) == []
+    rewrite(path, lambda r: r | {"seconds_transport": 1.2} if "seconds" in r else None)
+    (found,) = findings(read_run(path))
+    assert "waits 75%" in found.text
