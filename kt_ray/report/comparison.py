@@ -232,7 +232,9 @@ def _runs_of(entry: str, root: Path) -> list[Path]:
             return [place]
         # The jobs of a multirun: <name>-0, <name>-1, …
         jobs = (
-            p for p in place.parent.glob(f"{place.name}-*") if p.name.removeprefix(f"{place.name}-").isdigit()
+            p
+            for p in place.parent.glob(f"{place.name}-*")
+            if p.name.removeprefix(f"{place.name}-").isdecimal()
         )
         if runs := list(runs_in(place)) or list(filter(is_run, jobs)):
             return sorted(runs, key=natural)
@@ -242,7 +244,7 @@ def _runs_of(entry: str, root: Path) -> list[Path]:
 def natural(path: Path) -> list[tuple[bool, int, str]]:
     """A sort key that puts sweep-2 before sweep-10."""
     parts = re.split(r"(\d+)", path.name)
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -254,4 +256,6 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 def _figures(run: RunData) -> dict[str, float]:
     evaluated = ((run.evaluation or {}).get("adapter") or {}).get("metrics", {})
     figures = {**{k: v for k, v in evaluated.items() if k != "loss"}, **run.figures()}
+    if "reward" in figures:
+        figures.pop("loss", None)  # GRPO's says nothing
     return {column.name: float(figures[column.name]) for column in COLUMNS if column.name in figures}

@@ -7,8 +7,8 @@ from kt_ray.report.comparison import RunComparison
 from kt_ray.report.html import boxed, card, page, section, table
 
 _CURVES = (
-    ("Training loss, smoothed", "loss", "nats per token", False),
-    ("Held-out loss", "eval_loss", "nats per token", False),
+    ("Training loss, smoothed", "loss", "", False),
+    ("Held-out loss", "eval_loss", "", False),
     ("Reward", "policy_reward", "mean reward", False),
     ("Held-out reward", "eval_reward", "mean reward", False),
     ("Throughput", "tokens_per_s", "tokens/s", True),
@@ -48,7 +48,10 @@ def _curve(comparison: RunComparison, key: str, unit: str, from_zero: bool) -> s
     lines = []
     for number, entry in enumerate(comparison.entries[:SERIES_COLOURS]):
         points = entry.run.series(key)
+        if key == "loss" and "reward" in entry.figures:
+            continue  # GRPO's says nothing
         if key == "loss" and len(points) >= FEW:
             points = smoothed(points)
         lines.append(Line(entry.label, points, number, dots=key == "eval_loss" and len(points) <= 100))
-    return line_chart(lines, unit, from_zero=from_zero)
+    units = {entry.run.loss_unit for entry in comparison.entries}
+    return line_chart(lines, unit or (units.pop() if len(units) == 1 else "loss"), from_zero=from_zero)

@@ -129,7 +129,7 @@ def _curves(run: RunData) -> str:
         card("Reward", line_chart(rewards, "mean reward")),
         card("Tokens of an answer", line_chart(alone("policy_answer_tokens", 2), "tokens", from_zero=True)),
         card("Entropy", line_chart(alone("policy_entropy", 3), "nats per token", from_zero=True)),
-        card("Loss", line_chart(curves, "nats per token")),
+        card("Loss", line_chart(curves, run.loss_unit)),
         card("Learning rate", line_chart(alone("lr", 0), "learning rate", from_zero=True)),
         card("Throughput", line_chart(alone("tokens_per_s", 2), "tokens/s", from_zero=True)),
         card("Gradient norm", line_chart(alone("grad_norm", 3), "norm", from_zero=True)),

@@ -27,6 +27,8 @@ _MOVE = "restore it, or move it away: the report then leaves it out"
 _ENVIRONMENT = {"actors?": [{"layers?": (int, int)}], "argv?": [str]}
 _SCORES = {"metrics?": {str: float}}
 _EVALUATION = {"base?": _SCORES, "adapter?": _SCORES}
+LOSS_UNITS = {"dpo": "mean of a pair", "orpo": "mean of a pair", "kto": "mean of a row", "grpo": "loss"}
+"""Of the stages whose loss is not the mean over tokens."""
 LAST = 10  # steps that a "final" figure is the mean of
 
 
@@ -64,6 +66,11 @@ class RunData:
     def steps(self) -> int:
         """Optimizer steps that the figures reach, skipped ones included."""
         return max((step for step, _ in self.series("loss") + self.series("skipped")), default=0)
+
+    @property
+    def loss_unit(self) -> str:
+        """What the stage's loss is a mean over."""
+        return LOSS_UNITS.get(str(self.settings().get("trainer.stage")), "nats per token")
 
     def settings(self) -> dict[str, Any]:
         """Every key of the configuration by its command-line name."""

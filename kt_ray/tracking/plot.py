@@ -36,7 +36,10 @@ def plot_loss(metrics_file: Path, image: Path, *, title: str | None = None) -> b
             log.info("no loss to plot yet in %s", metrics_file)
             return False
         title = metrics_file.parent.name if title is None else title
-        _draw(train, held_out, beside, title, "reward" if rewards else "loss")
+        # Of preference stages it is a mean over pairs or rows.
+        preference = any(key.startswith("preference_") for record in records for key in record)
+        unit = "loss" if preference else "loss per trained token (nats)"
+        _draw(train, held_out, beside, title, "reward" if rewards else "loss", unit)
         os.replace(beside, image)
         return True
     except Exception as error:
@@ -68,7 +71,12 @@ def smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
 
 
 def _draw(
-    train: list[tuple[int, float]], held_out: list[tuple[int, float]], file: Path, title: str, name: str
+    train: list[tuple[int, float]],
+    held_out: list[tuple[int, float]],
+    file: Path,
+    title: str,
+    name: str,
+    unit: str,
 ) -> None:
     # Figure and Agg directly: pyplot keeps global state and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -101,7 +109,7 @@ def _draw(
             steps, losses, color=_HELD_OUT, marker="o", markersize=5, linewidth=1.5, label=f"held-out {name}"
         )
     axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel("mean reward" if name == "reward" else "loss per trained token (nats)", color=_INK)
+    axes.set_ylabel("mean reward" if name == "reward" else unit, color=_INK)
     axes.set_title(title, loc="left", color=_INK, fontsize=11)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -34,6 +34,27 @@ def test_which_runs_are_meant(sweep, monkeypatch):
     assert names(find_runs(["./sweep"], sweep / "elsewhere")) == jobs
 
 
+def test_runs_whose_names_end_in_a_raised_digit(tmp_path, make_run):
+    for name in ("grid-10²", "grid-2"):
+        make_run(tmp_path, name, steps=2)
+    assert names(find_runs([], tmp_path)) == ["grid-2", "grid-10²"]
+    assert names(find_runs(["grid"], tmp_path)) == ["grid-2"]
+
+
+def test_losses_have_the_unit_of_their_stage_and_grpo_has_none(tmp_path, make_run):
+    for name, stage in (("a", "dpo"), ("b", "dpo"), ("c", "kto"), ("d", "sft")):
+        make_run(tmp_path, name, steps=6, trainer=TrainerConfig(stage=stage))
+
+    def page(*runs):
+        return compare_page(compare_runs([tmp_path / run for run in runs]))
+
+    assert "mean of a pair" in page("a", "b") and "nats per token" not in page("a", "b", "c", "d")
+    file = tmp_path / "d" / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"lr"', '"policy_reward": 0.5, "lr"'))
+    first, second = compare_runs([tmp_path / "a", tmp_path / "d"]).entries
+    assert "loss" in first.figures and "loss" not in second.figures and second.figures["reward"] == 0.5
+
+
 @pytest.mark.parametrize("entry", ["othr", "nothing-*", "/nonexistent"])
 def test_names_that_are_no_runs_are_refused(sweep, entry):
     with pytest.raises(UserError, match="is no run and holds none") as caught:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kt_ray.tracking import plot
 from kt_ray.tracking.plot import plot_loss, smooth
 from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, duration, show_summary, size
 
@@ -47,6 +48,14 @@ def test_plot_without_points_or_with_a_bad_place_does_not_raise(tmp_path, caplog
     file = write(tmp_path / "m.jsonl", [{"step": 1, "loss": 1.0}])
     assert not plot_loss(file, tmp_path / "no" / "such" / "loss.png")
     assert "loss.png was not written" in caplog.text
+
+
+@pytest.mark.parametrize(("more", "unit"), [({}, "(nats)"), ({"preference_kl": 0.5}, "loss")])
+def test_the_plot_names_what_a_loss_is_the_mean_of(tmp_path, monkeypatch, more, unit):
+    units = []
+    monkeypatch.setattr(plot, "_draw", lambda *drawn: units.append(drawn[-1]))
+    plot_loss(write(tmp_path / "m.jsonl", [{"step": 1, "loss": 1.0, **more}]), tmp_path / "loss.png")
+    assert units[0].endswith(unit)
 
 
 def test_smooth():
