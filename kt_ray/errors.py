@@ -114,8 +114,8 @@ def exit_code(action: Callable[[], int]) -> int:
         silence(sys.stdout)
         return BUG
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return _told(_full_disk(error))
+        if (refused := refusal(error)) is not None:
+            return _told(refused)
         _tell(traceback.format_exc())
         _tell(
             f"error: {type(error).__name__}: this is a bug in kt_ray, not in your input; "
@@ -131,13 +131,25 @@ def _told(error: UserError) -> int:
     return STOPPED if isinstance(error, TryAgain) else BAD_INPUT
 
 
-def _full_disk(error: OSError) -> UserError:
-    return UserError(
-        "a disk is full",
-        where=error.filename or "standard output, or a file that was being written",
-        observed=error.strerror,
-        remedy="free space there, or write to another disk",
-    )
+def refusal(error: Exception) -> UserError | None:
+    """What the system refuses and a user can mend: room on a disk, or a path. None = it is neither."""
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            "a disk is full",
+            where=error.filename or "standard output, or a file that was being written",
+            observed=error.strerror,
+            remedy="free space there, or write to another disk",
+        )
+    if isinstance(error, PermissionError) and error.filename:
+        return UserError(
+            "this user may not use a file or directory",
+            where=str(error.filename),
+            observed=error.strerror,
+            remedy="ask its owner for access (or that of a directory above it), or name another path",
+        )
+    return None
 
 
 def _tell(text: str) -> None:

@@ -161,7 +161,7 @@ def open_files(limits: tuple[int, int] | None = None) -> Check:
 def disk(config: Config, plan: Plan | None) -> Check:
     """Space and write access where runs are kept: adapter, and checkpoints with their moments."""
     root = Path(config.run.root)
-    folder = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
+    folder = next((p for p in (root, *root.parents) if os.path.exists(p)), Path("/"))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         remedy = "set run.root to a directory you may write to"
         return failed("disk", f"{folder} cannot be written to", remedy)

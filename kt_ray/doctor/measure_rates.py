@@ -84,7 +84,7 @@ def store(config: Config, hardware: Hardware, rates: Rates) -> Path:
         UserError: the file cannot be written.
     """
     path = rates_path(hardware) if config.plan.rates == "auto" else Path(config.plan.rates)
-    if path.is_file():
+    if os.path.isfile(path):
         try:
             old = read_rates(path)
         except UserError:  # of another version, or damaged: replaced
@@ -121,7 +121,7 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
     optimizer = measure.measure_optimizer(cores)
     say("disk")
     root = Path(config.run.root)
-    folder = next(folder for folder in (root, *root.parents) if folder.exists())
+    folder = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
     disk = measure.measure_disk(folder if config.model.path is None else Path(config.model.path))
     if disk is None:
         notes.append("no disk was measured: neither the model's files nor a directory to write to")

@@ -63,11 +63,11 @@ def measure_disk(where: Path, size: int = 256 * MIB) -> Figure | None:
             written into the directory, read and removed.
         size: bytes read at most.
     """
-    file = where if where.is_file() else max(_files(where), key=lambda f: f.stat().st_size, default=None)
-    if file is not None and file.stat().st_size >= size // 8:
-        return _read(file, size, f"{MEASURED}: {file.name}")
-    folder = where if where.is_dir() else where.parent
     try:
+        file = where if where.is_file() else max(_files(where), key=lambda f: f.stat().st_size, default=None)
+        if file is not None and file.stat().st_size >= size // 8:
+            return _read(file, size, f"{MEASURED}: {file.name}")
+        folder = where if where.is_dir() else where.parent
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".kt_ray-disk-") as written:
             for _ in range(max(1, size // _BLOCK)):
                 written.write(os.urandom(min(size, _BLOCK)))

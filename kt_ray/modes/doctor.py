@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -18,7 +19,7 @@ from kt_ray.doctor import machine_checks as machine
 from kt_ray.doctor import measure_rates as doctor_rates
 from kt_ray.doctor import software_checks as software
 from kt_ray.doctor.check import FAIL, PASS, WARN, Check, failed
-from kt_ray.errors import UserError
+from kt_ray.errors import UserError, refusal
 from kt_ray.hardware.describe import cpu_isas, cpu_name, this_host
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import NOMINAL
@@ -62,7 +63,7 @@ def _measure(config: Config, hardware: Hardware, console: Console) -> Path | Non
     """
     try:
         dims = model_dims(config.model)
-    except UserError:  # a check has said so; its shape is then not among those measured
+    except (UserError, OSError):  # a check has said so; its shape is then not among those measured
         dims = None
     try:
         import kt_ray.native._native  # noqa: F401
@@ -89,24 +90,24 @@ def examine(config: Config) -> list[Check]:
     plan, plan_check = _plan(config, hardware)
     checks: list[Callable[[], Check]] = [
         software.python,
-        lambda: machine.cpu(hardware),
-        lambda: machine.amx(hardware, config.rule),
-        lambda: machine.numa(hardware),
+        partial(machine.cpu, hardware),
+        partial(machine.amx, hardware, config.rule),
+        partial(machine.numa, hardware),
         machine.affinity,
-        lambda: machine.memory(hardware, plan),
+        partial(machine.memory, hardware, plan),
         machine.swap,
         machine.huge_pages,
-        lambda: machine.shared_memory(plan),
-        lambda: software.gpus(hardware, config.rule),
-        lambda: software.native(cpu_isas(), config.rule),
+        partial(machine.shared_memory, plan),
+        partial(software.gpus, hardware, config.rule),
+        partial(software.native, cpu_isas(), config.rule),
         *software.packages(config),
         software.threads_environment,
         machine.open_files,
-        lambda: software.ray_cluster(config.cluster),
-        lambda: software.ray_access(config.cluster),
-        lambda: software.hosts(config.cluster, config.rule),
-        lambda: machine.disk(config, plan),
-        lambda: software.model(config.model),
+        partial(software.ray_cluster, config.cluster),
+        partial(software.ray_access, config.cluster),
+        partial(software.hosts, config.cluster, config.rule),
+        partial(machine.disk, config, plan),
+        partial(software.model, config.model),
         lambda: plan_check,
     ]
     return [_guarded(check) for check in checks]
@@ -116,8 +117,15 @@ def _guarded(check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:  # the doctor must finish its round
-        name = getattr(check, "__name__", "check").strip("<>")
-        return failed(name, f"{type(error).__name__}: {error}", "report this as a bug, with this output")
+        name = getattr(check, "func", check).__name__.replace("_", " ")
+        return _failed(name, error)
+
+
+def _failed(name: str, error: Exception) -> Check:
+    refused = refusal(error)
+    if refused is not None:
+        return failed(name, f"{refused.what} ({refused.where})", refused.remedy)
+    return failed(name, f"{type(error).__name__}: {error}", "report this as a bug, with this output")
 
 
 def _plan(config: Config, hardware: Hardware) -> tuple[Plan | None, Check]:
@@ -132,6 +140,8 @@ def _plan(config: Config, hardware: Hardware) -> tuple[Plan | None, Check]:
     except UserError as error:
         fault = error.what + (f" ({error.observed}; required {error.required})" if error.observed else "")
         return None, failed("plan", fault, error.remedy)
+    except OSError as error:
+        return None, _failed("plan", error)
     summary = (
         f"{counted(len(plan.workers), 'attention worker')}, {counted(len(plan.experts), 'expert actor')}"
     )

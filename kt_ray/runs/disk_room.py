@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def _saves(every: int | str, steps: int, step_seconds: float, steps_per_epoch: i
 
 def free_bytes(path: Path) -> int:
     """Free bytes of the disk that `path` lies on, or will."""
-    while not path.exists():
+    while not os.path.exists(path):
         path = path.parent
     return shutil.disk_usage(path).free
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +241,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_nothing_stored_gives_nominal_rates_and_a_note(cache: Path) -> None:
     rates = rates_for(with_plan(), this_host())
     assert rates.source.startswith("nominal") and "mode=doctor" in rates.notes[-1]
+
+
+def test_a_cache_that_may_not_be_searched_counts_as_empty(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, real = this_host(), os.stat
+
+    def closed(path: Any, *args: Any, **more: Any) -> os.stat_result:
+        if str(path).startswith(str(cache)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "stat", closed)
+    assert "no measured rates" in rates_for(with_plan(), host).notes[-1]
 
 
 def test_stored_rates_are_used_on_their_own_host_only(cache: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -69,6 +71,14 @@ def test_a_broken_check_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(machine, "swap", swap)
     checks = doctor.examine(compose(["mode=doctor", "cluster=local", f"run.root={tmp_path}"]))
     assert [c for c in checks if c.status == FAIL and "RuntimeError: boom" in c.observed]
+    denied = PermissionError(errno.EACCES, "Permission denied", "/closed/config.json")
+    monkeypatch.setattr(doctor, "model_dims", refuse := Mock(side_effect=denied))
+    monkeypatch.setattr(software, "dims_from_dir", refuse)
+    checks = doctor.examine(compose(["mode=doctor", "cluster=local", "model.path=/closed"]))
+    closed = [c for c in checks if "may not use" in c.observed]
+    assert [c.name for c in closed] == ["model", "plan"]
+    for check in closed:
+        verdict(check, FAIL, "/closed/config.json", "ask its owner")
 
 
 def test_python() -> None:

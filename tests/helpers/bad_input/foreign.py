@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -638,7 +639,32 @@ def _machine(name: str, content: str | bytes, *expected: str) -> Case:
     return Case(f"hardware: {name}", arguments, ["h.yaml", *expected], _written("h.yaml", content))
 
 
+def _closed(key: str, arguments: str) -> Case:
+    """A key that names something below a directory which this user may not search."""
+
+    def spoil(place: Place) -> None:
+        real, below = os.stat, str(place.path / "closed") + os.sep
+
+        def stat(path: Any, *args: Any, **more: Any) -> os.stat_result:
+            if str(path).startswith(below):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(path, *args, **more)
+
+        place.monkeypatch.setattr(os, "stat", stat)
+
+    expected = [
+        "this user may not use",
+        "{dir}/closed/x",
+        "Permission denied",
+        "ask its owner",
+        "another path",
+    ]
+    return Case(f"{key} in a closed directory", f"{arguments} {key}={{dir}}/closed/x.yaml", expected, spoil)
+
+
 MACHINE = [
+    *(_closed(key, PLAN) for key in ("plan.hardware", "plan.rates", "lora.adapter")),
+    *(_closed(key, TINY) for key in ("data.path", "model.path")),
     _rates("a list", "[]", "not a JSON object"),
     _rates("no version", "{}", "another version"),
     _rates("nested deeply", DEEP, "nested too deeply"),
