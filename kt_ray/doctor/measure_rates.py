@@ -17,8 +17,8 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import cpu_name
 from kt_ray.hardware.machine import Hardware
-from kt_ray.hardware.nominal import nominal_rates
-from kt_ray.hardware.rate_files import mismatch, rates_path, read_rates, write_rates
+from kt_ray.hardware.nominal import nominal_rates, slowest
+from kt_ray.hardware.rate_files import mismatch, of_card, rates_path, read_rates, write_rates
 from kt_ray.hardware.rates import (
     ENGINE_FORMAT,
     EXPERT_CURVES,
@@ -92,7 +92,8 @@ def store(config: Config, hardware: Hardware, rates: Rates) -> Path:
         if old is not None and mismatch(old, hardware) is None:
             new = {_key(e) for e in rates.experts}
             kept = [e for e in old.experts if _key(e) not in new and _is_measured(e)]
-            layers = merged(rates.layers, old.layers)
+            same = old.gpu is not None and of_card(rates, old.gpu.name)
+            layers = merged(rates.layers, [layer for layer in old.layers if layer.threads or same])
             rates = dataclasses.replace(rates, experts=(*rates.experts, *kept), layers=layers)
     write_rates(rates, path)
     return path
@@ -133,7 +134,7 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
 
         say("GPU and its link")
         if torch.cuda.is_available():
-            gpu, link = measure.measure_gpu(torch.device("cuda", 0))
+            gpu, link = measure.measure_gpu(torch.device("cuda", slowest(hardware.gpus).index))
         else:
             notes.append("the GPU was not measured: torch finds no CUDA device")
     say("messages")
@@ -236,6 +237,8 @@ def _layers(config: Config, hardware: Hardware, say: Say, notes: list[str]) -> t
         longest = max(WIDTHS[0], config.data.max_length)
         widths = [*(w for w in WIDTHS if w < longest), min(longest, 4 * WIDTHS[-1])]
         spec = stage_specs(plan, config, model_dir)[0]
+        if spec.device != "cpu":
+            spec = dataclasses.replace(spec, device=f"cuda:{slowest(hardware.gpus).index}")
         return measure_layers(spec, works, threads, widths, lambda what: say(f"the model's {what}"))
     except UserError as error:
         notes.append(f"the model's own layers were not measured: {error.what} ({error.where})")

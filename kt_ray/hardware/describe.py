@@ -115,11 +115,14 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
     if isa not in ISAS:
         raise file_fault(file, "isa in the hardware file is unknown", isa, ", ".join(ISAS))
     hardware = Hardware(source, on_hosts(tuple(sockets), hosts), tuple(gpus), _isas_up_to(isa), present=False)
-    rates = data.get("rates")
-    if isinstance(rates, str):
-        return replace(hardware, rates_file=str(file.parent / Path(rates).expanduser()))
-    sheets = dict(cpu.figures) if cpu else {}
-    return replace(hardware, rates=tuple({**sheets, **dict(described(rates, hardware, str(file)))}.items()))
+    rates, sheets = data.get("rates"), dict(cpu.figures) if cpu else {}
+    if not isinstance(rates, str):
+        own = dict(described(rates, hardware, str(file)))
+        return replace(hardware, rates=tuple({**sheets, **own}.items()))
+    named = file.parent / Path(rates).expanduser()
+    if not os.path.isfile(named) and os.path.isfile(file.parent / named.name):  # both files were taken along
+        named = file.parent / named.name
+    return replace(hardware, rates=tuple(sheets.items()), rates_file=str(named))
 
 
 def nominal_hardware(rule: RuleConfig) -> Hardware:

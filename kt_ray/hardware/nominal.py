@@ -127,18 +127,18 @@ def defaults(hardware: Hardware) -> dict[str, Figure]:
         "disk": Figure(2e9, "assumed"),
     }
     if hardware.gpus:
-        figures |= _gpu_defaults(_slowest(hardware.gpus))
+        figures |= _gpu_defaults(slowest(hardware.gpus).name)
     return figures
 
 
-def _slowest(gpus: Sequence[Gpu]) -> str:
-    """The name of the card that all are taken for: the one of least FLOP/s, then of least PCIe."""
+def slowest(gpus: Sequence[Gpu]) -> Gpu:
+    """The card that all are taken for: the one of least FLOP/s, then of least PCIe."""
 
-    def speed(name: str) -> tuple[float, float, str]:
-        sheet = gpu_named(name) or _UNKNOWN_GPU
-        return sheet.flops, sheet.pcie, name
+    def speed(gpu: Gpu) -> tuple[float, float, str]:
+        sheet = gpu_named(gpu.name) or _UNKNOWN_GPU
+        return sheet.flops, sheet.pcie, gpu.name
 
-    return min((gpu.name for gpu in gpus), key=speed)
+    return min(gpus, key=speed)
 
 
 def _gpu_defaults(name: str) -> dict[str, Figure]:
@@ -205,7 +205,7 @@ def nominal_rates(hardware: Hardware) -> Rates:
         if isa != "reference":
             experts += [_expert(figures, isa, fmt, socket.cores, int8=True) for fmt in ("int8", "int4")]
     given = "described" if hardware.rates else "nominal"
-    gpu = _gpu(figures, _slowest(hardware.gpus)) if hardware.gpus else None
+    gpu = _gpu(figures, slowest(hardware.gpus).name) if hardware.gpus else None
     pcie, pageable = figures.get("pcie"), figures.get("pcie_pageable")
     return Rates(
         source=f"{given}: {hardware.source}",

@@ -18,7 +18,8 @@ from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import cpu_name
 from kt_ray.hardware.machine import Hardware
-from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.hardware.nominal import nominal_rates, slowest
+from kt_ray.hardware.parts import gpu_named
 from kt_ray.hardware.rates import Curve, Figure, Rates
 from kt_ray.parse import read_json
 
@@ -30,10 +31,10 @@ _REMEDY = "measure again with mode=doctor, or set plan.rates=auto"
 def rates_for(config: Config, hardware: Hardware) -> Rates:
     """The rates that a plan for `hardware` is predicted with.
 
-    plan.rates=FILE: that file, whatever the hardware (a note says so where it differs). auto: what
+    plan.rates=FILE: that file, whatever described hardware (a note says so where it differs). auto: what
     mode=doctor stored for this host where the hardware is this host's; else the file of such rates that the
-    hardware file names, or its figures, and nominal ones for what it does not say. nominal: as if nothing
-    had been measured.
+    hardware file names, or its figures, and nominal ones for what it does not say, or says otherwise than the
+    rates. nominal: as if nothing had been measured.
 
     Raises:
         UserError: the named file is missing, is no rates file, is of another version or other hardware.
@@ -45,7 +46,9 @@ def rates_for(config: Config, hardware: Hardware) -> Rates:
         rates = read_rates(named)
         if not hardware.present:
             rates = _noted(rates, f"rates of {rates.cpu}, {rates.cores} cores, used for {hardware.source}")
-            return _with_gpu(rates, hardware)
+            if named != config.plan.rates:
+                return _with_gpu(_with_cpu(rates, hardware), hardware)
+            return _with_gpu(rates, hardware) if rates.gpu is None or rates.link is None else rates
         wrong = mismatch(rates, hardware)
         if wrong:
             raise UserError(
@@ -73,13 +76,39 @@ def rates_for(config: Config, hardware: Hardware) -> Rates:
 
 
 def _with_gpu(rates: Rates, hardware: Hardware) -> Rates:
-    """Nominal figures for the GPUs of `hardware` where the rates are of a host that has none."""
-    if not hardware.gpus or (rates.gpu is not None and rates.link is not None):
+    """Nominal figures for the GPUs of `hardware` where the rates are of other ones, or of none."""
+    if not hardware.gpus:
+        return rates
+    name = slowest(hardware.gpus).name
+    if rates.link is not None and of_card(rates, name):
+        return rates
+    of = "a host without a GPU" if rates.gpu is None else rates.gpu.name
+    nominal = nominal_rates(hardware)
+    layers = tuple(layer for layer in rates.layers if layer.threads)
+    rates = dataclasses.replace(rates, gpu=nominal.gpu, link=nominal.link, layers=layers)
+    return _noted(rates, f"these rates are of {of}: nominal ones for {name}")
+
+
+def of_card(rates: Rates, name: str) -> bool:
+    """Whether the rates' GPU is a card of this name; names of one data sheet are of one card."""
+    of = "" if rates.gpu is None else rates.gpu.name
+    return of == name or (gpu_named(of) is not None and gpu_named(of) is gpu_named(name))
+
+
+def _with_cpu(rates: Rates, hardware: Hardware) -> Rates:
+    """Nominal figures for sockets of other cores, or of another instruction set, than the rates'."""
+    sockets = [(rates.isas[-1:], rates.cpu_all.threads), (hardware.isas[-1:], hardware.sockets[0].cores)]
+    of, have = (f"{cores} cores per socket with {''.join(isa)}" for isa, cores in sockets)
+    if of == have:
         return rates
     nominal = nominal_rates(hardware)
-    gpu = rates.gpu or nominal.gpu
-    note = f"these rates are of a host without a GPU: nominal ones for {gpu.name if gpu else 'the GPU'}"
-    return _noted(dataclasses.replace(rates, gpu=gpu, link=rates.link or nominal.link), note)
+    sides = ("experts", "memory", "cpu_one", "cpu_all", "optimizer", "cpu", "cores", "isas")
+    rates = dataclasses.replace(
+        rates,
+        layers=tuple(layer for layer in rates.layers if not layer.threads),
+        **{side: getattr(nominal, side) for side in sides},
+    )
+    return _noted(rates, f"these rates are of {of}: nominal ones for {have}")
 
 
 def _noted(rates: Rates, note: str) -> Rates:
@@ -136,7 +165,11 @@ def read_rates(path: str | Path) -> Rates:
     """
     file = Path(path).expanduser()
     if not file.exists():
-        raise _fault(file, "the rates file does not exist", None, "a JSON file of mode=doctor")
+        remedy = "put it beside the hardware file that names it, measure it with mode=doctor, or set "
+        raise UserError(
+            "the rates file does not exist", where=str(file),
+            required="a JSON file of mode=doctor", remedy=f"{remedy}plan.rates=nominal",
+        )  # fmt: skip
     data = read_json(file, "the rates file", _REMEDY)
     version = data.get("version")
     if version != VERSION:

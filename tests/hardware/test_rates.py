@@ -18,10 +18,10 @@ from kt_ray.config.schema import Config, PlanConfig
 from kt_ray.errors import UserError
 from kt_ray.hardware import rate_files
 from kt_ray.hardware.describe import hardware_from_file, this_host
-from kt_ray.hardware.machine import Hardware, with_hosts
+from kt_ray.hardware.machine import Gpu, Hardware, with_hosts
 from kt_ray.hardware.nominal import FORMAT_BYTES, defaults, nominal_rates
 from kt_ray.hardware.rate_files import rates_for, rates_path, read_rates, write_rates
-from kt_ray.hardware.rates import ROWS, Curve, Figure, Rates
+from kt_ray.hardware.rates import ROWS, Curve, Figure, LayerRate, Rates
 from tests.placement.configs import make_config, make_hardware
 
 PROFILES = sorted((conf_dir() / "hardware").glob("*.yaml"))
@@ -291,18 +291,67 @@ def test_a_gpu_that_the_measured_host_lacks_has_nominal_rates(tmp_path: Path) ->
     host, file = dataclasses.replace(this_host(), gpus=()), tmp_path / "rates.json"
     write_rates(measured(host), file)
     assert measured(host).gpu is None
-    box = tmp_path / "box.yaml"
-    box.write_text(
-        f"isa: {host.best_isa}\nsockets: [{{cores: 4, memory_gib: 64}}]\n"
-        f"gpus: [{{name: RTX 4090}}]\nrates: {file}\n"
-    )
-    described = hardware_from_file(box)
+    described = box(tmp_path, host, "RTX 4090", rates=str(file))
     rates, nominal = rates_for(with_plan(), described), nominal_rates(described)
     assert rates.gpu == nominal.gpu is not None and rates.link == nominal.link is not None
     assert rates.source == "measured on a test" and "host without a GPU: nominal ones" in rates.notes[-1]
     own = dataclasses.replace(measured(host), gpu=nominal.gpu, link=nominal.link)
     write_rates(own, file)
     assert "used for" in rates_for(with_plan(), described).notes[-1]
+
+
+def box(folder: Path, like: Hardware, card: str, rates: str, cores: int = 0) -> Hardware:
+    """A hardware file: the sockets of `like`, two cards, and a file of rates."""
+    sockets = [{"cores": cores or socket.cores, "memory_gib": 64} for socket in like.sockets]
+    data = {"isa": like.best_isa, "sockets": sockets, "gpus": [{"name": card, "count": 2}], "rates": rates}
+    (folder / "box.yaml").write_text(yaml.safe_dump(data))
+    return hardware_from_file(folder / "box.yaml")
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_rates_of_another_card_are_not_this_ones(cache: Path, described: bool) -> None:
+    slow, fast = Gpu(0, "NVIDIA GeForce RTX 3090", 23 << 30), Gpu(1, "NVIDIA H200", 139 << 30)
+    host = dataclasses.replace(this_host(), gpus=(slow,))
+    curve = {"forward": Curve((1.0,), (1.0,), "measured")}
+    layers = tuple(LayerRate("a", "a layer", threads, curve) for threads in (0, 1))
+    rates = dataclasses.replace(measured(host), layers=layers)
+    assert rates.gpu is not None
+    rates = dataclasses.replace(rates, gpu=dataclasses.replace(rates.gpu, softmax=Figure(7.0, "measured")))
+    write_rates(rates, rates_path(host))
+    own, other = (
+        box(cache, host, card, str(rates_path(host)))
+        if described
+        else dataclasses.replace(host, gpus=(Gpu(0, card, 20 << 30), fast))
+        for card in ("GeForce RTX 3090", "NVIDIA H200")
+    )
+    kept, nominal = rates_for(with_plan(), own), rates_for(with_plan(), other)
+    assert kept.gpu == rates.gpu and kept.layers == layers  # of mixed cards the slowest counts
+    assert nominal.gpu == nominal_rates(other).gpu and nominal.layers == layers[1:]
+    assert nominal.experts == rates.experts
+    assert nominal.notes[-1] == "these rates are of NVIDIA GeForce RTX 3090: nominal ones for NVIDIA H200"
+
+
+def test_a_changed_copy_is_predicted_as_changed(tmp_path: Path) -> None:
+    """hardware.yaml of mode=doctor with other sockets: the measured rates are not theirs."""
+    host, file = dataclasses.replace(this_host(), gpus=(Gpu(0, "H200", 139 << 30),)), tmp_path / "rates.json"
+    write_rates(rates := measured(host), file)
+    many = box(tmp_path, host, "H200", str(file), cores=96)
+    found = rates_for(with_plan(), many)
+    assert found.experts == nominal_rates(many).experts and found.cpu_all.threads == 96
+    assert found.gpu == rates.gpu and found.disk == rates.disk
+    assert "nominal ones for 96 cores per socket" in found.notes[-1]
+    named = rates_for(with_plan(rates=str(file)), many)  # asked for by name: as they are
+    assert named.experts == rates.experts
+
+
+def test_rates_taken_along_lie_beside_the_hardware_file(tmp_path: Path) -> None:
+    host = dataclasses.replace(this_host(), gpus=(Gpu(0, "H200", 139 << 30),))
+    write_rates(measured(host), tmp_path / "rates-x.json")
+    moved = box(tmp_path, host, "H200", "/home/other/.cache/kt_ray/rates-x.json")
+    assert rates_for(with_plan(), moved).source == "measured on a test"
+    (tmp_path / "rates-x.json").unlink()
+    with pytest.raises(UserError, match=r"does not exist.*beside the hardware file.*plan\.rates=nominal"):
+        rates_for(with_plan(), box(tmp_path, host, "H200", "/home/other/.cache/kt_ray/rates-x.json"))
 
 
 def test_plan_keys_keep_each_other(tmp_path: Path) -> None:
