@@ -18,7 +18,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import cpu_name
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.nominal import nominal_rates, slowest
-from kt_ray.hardware.rate_files import mismatch, of_card, rates_path, read_rates, write_rates
+from kt_ray.hardware.rate_files import mismatch, of_card, rates_path, read_rates, storing, write_rates
 from kt_ray.hardware.rates import (
     ENGINE_FORMAT,
     EXPERT_CURVES,
@@ -54,25 +54,37 @@ def measure_rates(config: Config, hardware: Hardware, dims: ModelDims | None, sa
     """
     allowed = os.sched_getaffinity(0)
     socket = hardware.sockets[0]
-    others = _Others()
     if len(hardware.sockets) > 1 and socket.cpus:
         os.sched_setaffinity(0, socket.cpus)
     try:
         rates = _measure(config, hardware, dims, say)
     finally:
         os.sched_setaffinity(0, allowed)
-    notes = list(rates.notes)
-    used = others.cpus()
-    if used > DISTURBED:
-        notes.append(f"other programs used {used:.1f} CPUs while this was measured: rates are too low")
     about = environment()
     return dataclasses.replace(
         rates,
         source=f"measured on {cpu_name()}",
         date=str(about["time"]),
         commit=str(about["git_commit"] or about["packages"].get("kt_ray") or ""),
-        notes=tuple(notes),
     )
+
+
+def _place(config: Config, hardware: Hardware) -> Path:
+    return rates_path(hardware) if config.plan.rates == "auto" else Path(config.plan.rates)
+
+
+def require_place(config: Config, hardware: Hardware) -> None:
+    """Refuse, before minutes of measuring, a place that the rates cannot be written to.
+
+    Raises:
+        UserError: the file's directory cannot be made or written.
+    """
+    path = _place(config, hardware)
+    probe = path.with_name(f".{path.name}.{os.getpid()}.probe")
+    with storing(path):
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
 
 
 def store(config: Config, hardware: Hardware, rates: Rates) -> Path:
@@ -83,7 +95,7 @@ def store(config: Config, hardware: Hardware, rates: Rates) -> Path:
     Raises:
         UserError: the file cannot be written.
     """
-    path = rates_path(hardware) if config.plan.rates == "auto" else Path(config.plan.rates)
+    path = _place(config, hardware)
     if os.path.isfile(path):
         try:
             old = read_rates(path)
@@ -113,6 +125,7 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
     nominal = nominal_rates(hardware)
     cores = hardware.sockets[0].cores
     notes: list[str] = []
+    others = _Others()
     say("memory")
     memory = measure.measure_memory(cores)
     say("torch on the CPU: one thread, then all of a socket's")
@@ -134,12 +147,18 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
 
         say("GPU and its link")
         if torch.cuda.is_available():
-            gpu, link = measure.measure_gpu(torch.device("cuda", slowest(hardware.gpus).index))
+            try:
+                gpu, link = measure.measure_gpu(torch.device("cuda", slowest(hardware.gpus).index))
+            except Exception as error:  # as of Ray below: of a full card, say
+                notes.append(_not_measured("the GPU was", error))
         else:
             notes.append("the GPU was not measured: torch finds no CUDA device")
     say("messages")
     arena_bytes = measure.measure_arena()
     messages = {"local": measure.measure_local_message(), "arena_bytes": arena_bytes}
+    used = others.cpus()  # before Ray starts, whose processes would count as others
+    if used > DISTURBED:
+        notes.append(f"other programs used {used:.1f} CPUs while this was measured: rates are too low")
     if config.cluster.name == "ray":
         say("Ray (started for it where none runs)")
         messages |= _ray(config.cluster.address, arena_bytes.value, notes)
@@ -240,8 +259,8 @@ def _layers(config: Config, hardware: Hardware, say: Say, notes: list[str]) -> t
         if spec.device != "cpu":
             spec = dataclasses.replace(spec, device=f"cuda:{slowest(hardware.gpus).index}")
         return measure_layers(spec, works, threads, widths, lambda what: say(f"the model's {what}"))
-    except UserError as error:
-        notes.append(f"the model's own layers were not measured: {error.what} ({error.where})")
+    except Exception as error:  # the other figures are of use without these
+        notes.append(_not_measured("the model's own layers were", error))
         return ()
 
 
@@ -251,8 +270,17 @@ def _ray(address: str, arena_bytes: float, notes: list[str]) -> dict[str, Figure
     try:
         return measure_ray(address, arena_bytes=arena_bytes)
     except Exception as error:  # the other figures are of use without this one
-        notes.append(f"Ray was not measured: {type(error).__name__}: {error}")
+        notes.append(_not_measured("Ray was", error))
         return {}
+
+
+def _not_measured(what: str, error: Exception) -> str:
+    told = (
+        f"{error.what} ({error.where})"
+        if isinstance(error, UserError)
+        else f"{type(error).__name__}: {error}"
+    )
+    return f"{what} not measured: {told}"
 
 
 class _Others:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -146,14 +147,25 @@ def write_rates(rates: Rates, path: Path) -> None:
         UserError: the directory cannot be made or written.
     """
     values = {"version": VERSION, **dataclasses.asdict(rates)}
-    try:
+    with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """The block writes `path`.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        yield
     except OSError as error:
         raise UserError(
             "the measured rates cannot be stored", where=str(path), observed=error.strerror or error,
             required="a directory that can be written",
-            remedy="set XDG_CACHE_HOME to another directory",
+            remedy="set plan.rates to a file elsewhere, or XDG_CACHE_HOME to another directory",
         ) from None  # fmt: skip
 
 

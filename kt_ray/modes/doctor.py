@@ -50,8 +50,11 @@ def run(config: Config) -> int:
     counts = Counter(check.status for check in checks)
     console.print(f"{counts[PASS]} pass, {counts[WARN]} warn, {counts[FAIL]} fail")
     hardware = this_host()
-    rates = _measure(config, hardware, console) if config.plan.rates != NOMINAL else None
-    console.print(write_own(hardware, cpu_name(), rates), markup=False, soft_wrap=True)
+    rates = None
+    try:
+        rates = _measure(config, hardware, console) if config.plan.rates != NOMINAL else None
+    finally:  # also where the rates cannot be stored
+        console.print(write_own(hardware, cpu_name(), rates), markup=False, soft_wrap=True)
     return 1 if counts[FAIL] else 0
 
 
@@ -71,6 +74,7 @@ def _measure(config: Config, hardware: Hardware, console: Console) -> Path | Non
         console.print("rates not measured: the native engine is not built", markup=False)
         return None
 
+    doctor_rates.require_place(config, hardware)
     console.print("measuring this machine takes about 3 minutes, longer beside other programs", markup=False)
 
     def say(text: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kt_ray.measure
 from kt_ray.config.compose import compose
@@ -14,6 +15,7 @@ from kt_ray.config.schema import Config
 from kt_ray.doctor import measure_rates
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_from_file, this_host
+from kt_ray.hardware.machine import Gpu
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rate_files import rates_for, rates_path, read_rates
 from kt_ray.hardware.rates import Curve, ExpertRate, Figure, Rates
@@ -135,6 +137,45 @@ def test_ray_that_does_not_start_costs_only_its_own_figures(
     assert any("Ray was not measured" in note for note in rates.notes)
     assert rates.transport.call.source.startswith("assumed")
     assert rates.transport.local.source == "measured"
+
+
+@pytest.mark.parametrize("fails", ["measure_gpu", "measure_layers"])
+def test_a_card_or_a_layer_that_fails_costs_only_its_own_figures(
+    config: Config, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Of two cards the slower one is measured, whichever comes first."""
+    asked = []
+
+    def refuse(*args: Any, **more: Any) -> Any:
+        asked.append(args[0])
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure_rates, "_experts", lambda *args: [])
+    monkeypatch.setattr(kt_ray.measure, "measure_layers", lambda *args: ())
+    gpu = nominal_rates(dataclasses.replace(this_host(), gpus=CARDS))
+    monkeypatch.setattr(kt_ray.measure, "measure_gpu", lambda device: (gpu.gpu, gpu.link))
+    monkeypatch.setattr(kt_ray.measure, fails, refuse)
+    host, model = dataclasses.replace(this_host(), gpus=CARDS), model_dims(config.model)
+    rates = measure_rates.measure_rates(config, host, model, lambda text: None)
+    assert any("not measured: OutOfMemoryError" in note for note in rates.notes)
+    assert rates.gpu == gpu.gpu and rates.memory.read_one.source == "measured"
+    card = asked[0] if fails == "measure_gpu" else asked[0].device
+    assert str(card) == "cuda:1"
+
+
+CARDS = (Gpu(0, "NVIDIA H200", 139 << 30), Gpu(1, "NVIDIA GeForce RTX 3090", 23 << 30))
+
+
+def test_a_place_that_cannot_be_written_is_found_before_measuring(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda config: [])
+    monkeypatch.setattr(doctor.doctor_rates, "measure_rates", lambda *args: pytest.fail("measured"))
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(UserError, match=r"cannot be stored.*plan\.rates"):
+        doctor.run(config)
+    assert not hardware_from_file("hardware.yaml").rates_file
 
 
 def test_figures_are_shown_with_their_units() -> None:
