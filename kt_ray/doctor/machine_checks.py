@@ -10,7 +10,16 @@ from pathlib import Path
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.doctor.check import Check, failed, passed, warned
-from kt_ray.hardware.describe import GIB, cpu_name, cpu_quota, meminfo, memory_limit, parse_cpus, read_text
+from kt_ray.hardware.describe import (
+    GIB,
+    cpu_name,
+    cpu_quota,
+    meminfo,
+    memory_free,
+    memory_limit,
+    parse_cpus,
+    read_text,
+)
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.lora_sizes import trained_params
 from kt_ray.placement.plan_types import Plan
@@ -69,7 +78,8 @@ def affinity(root: str | Path = "/", allowed: set[int] | None = None) -> Check:
 def memory(hardware: Hardware, plan: Plan | None, root: str | Path = "/") -> Check:
     """Free memory against what the plan's sockets on this host need."""
     total = sum(s.memory_bytes for s in hardware.sockets)
-    free = min(meminfo(Path(root) / "proc/meminfo", "MemAvailable") or total, total)
+    known = meminfo(Path(root) / "proc/meminfo", "MemAvailable")
+    free = min(memory_free(root), total) if known else total
     limit = memory_limit(root)
     observed = f"{gib(free)} free of {gib(total)}"
     observed += " (container limit)" if limit and limit <= total else ""

@@ -52,9 +52,11 @@ def this_host(root: str | Path = "/") -> Hardware:
     online = parse_cpus(read_text(base / "sys/devices/system/cpu/online")) or [0]
     allowed = os.sched_getaffinity(0) if base == Path("/") else set(online)
     sockets = _sockets(base, allowed)
-    limit = memory_limit(base)
-    total = sum(s.memory_bytes for s in sockets)
-    if limit is not None and limit < total:  # a container's limit, shared out as the nodes are sized
+    total, machine = sum(s.memory_bytes for s in sockets), meminfo(base / "proc/meminfo")
+    reserved = meminfo(base / "proc/meminfo", "Hugetlb")  # pages that only who asks for them gets
+    limit = total - total * reserved // max(1, machine)
+    limit = min(limit, memory_limit(base) or limit)
+    if limit < total:  # that, or a container's limit, shared out as the nodes are sized
         sockets = tuple(replace(s, memory_bytes=max(1, s.memory_bytes * limit // total)) for s in sockets)
     quota, cores = cpu_quota(base), sum(s.cores for s in sockets)
     if quota is not None and quota < cores:  # more threads than the time allowed would only wait
@@ -202,9 +204,14 @@ def _usable_isas() -> tuple[str, ...]:
 
 def memory_limit(root: str | Path = "/") -> int | None:
     """Bytes this process' cgroup (or one above it) may use; None = no limit."""
-    folders = _cgroup_folders(Path(root), "memory")
-    files = [folder / name for folder in folders for name in ("memory.max", "memory.limit_in_bytes")]
-    limits = [int(text) for text in map(read_text, files) if text.isdigit()]
+    limits = [_folder_limit(folder) for folder in _cgroup_folders(Path(root), "memory")]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _folder_limit(folder: Path) -> int | None:
+    """Of one cgroup, version 2 (above memory.high a process is slowed to a crawl) or 1; None = no limit."""
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+    limits = [int(text) for text in (read_text(folder / name) for name in names) if text.isdigit()]
     return min((limit for limit in limits if 0 < limit < 1 << 60), default=None)
 
 
@@ -213,12 +220,11 @@ def memory_free(root: str | Path = "/") -> int:
     base = Path(root)
     free = meminfo(base / "proc/meminfo", "MemAvailable")
     for folder in _cgroup_folders(base, "memory"):
-        limit, used = read_text(folder / "memory.max"), read_text(folder / "memory.current")
-        limit = limit or read_text(folder / "memory.limit_in_bytes")  # cgroup version 1
-        used = used or read_text(folder / "memory.usage_in_bytes")
-        if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
+        limit, used = _folder_limit(folder), read_text(folder / "memory.current")
+        used = used or read_text(folder / "memory.usage_in_bytes")  # cgroup version 1
+        if limit is not None and used.isdigit():
             cached = re.search(r"^(?:total_)?inactive_file (\d+)$", read_text(folder / "memory.stat"), re.M)
-            free = min(free, int(limit) - int(used) + int(cached[1] if cached else 0))
+            free = min(free, limit - int(used) + int(cached[1] if cached else 0))
     return max(0, free)
 
 
@@ -258,17 +264,23 @@ def _sockets(base: Path, allowed: set[int]) -> tuple[Socket, ...]:
         if p.name[4:].isdigit() and (p / "cpulist").is_file()
     )
     total = meminfo(base / "proc/meminfo")
+    given = re.search(r"^Mems_allowed_list:\s*(\S+)", read_text(base / "proc/self/status"), re.MULTILINE)
+    allowed_nodes = parse_cpus(given[1]) if given else [number for number, _ in nodes]
+    memory = {number: meminfo(path / "meminfo") for number, path in nodes if number in allowed_nodes}
     sockets = []
     for number, folder in nodes:
         cpus = [c for c in parse_cpus((folder / "cpulist").read_text()) if c in allowed]
         if cpus:  # memory-only nodes, and nodes outside the affinity mask, hold no expert actor
             ordered, cores = _cores_first(base, cpus)
-            sockets.append(Socket(number, ordered, cores, meminfo(folder / "meminfo") or total))
+            sockets.append(Socket(number, ordered, cores, memory.get(number, 0)))
     if not sockets:
         ordered, cores = _cores_first(base, sorted(allowed))
         return (Socket(0, ordered, cores, total),)
     if len(nodes) == 1:  # hot-added memory may be missing from the node's own figure
         return (replace(sockets[0], memory_bytes=max(sockets[0].memory_bytes, total)),)
+    if not all(s.memory_bytes for s in sockets):  # a socket without memory of its own uses the others'
+        every, cores = sum(memory.values()) or total, sum(s.cores for s in sockets)
+        return tuple(replace(s, memory_bytes=every * s.cores // cores) for s in sockets)
     return tuple(sockets)
 
 

@@ -81,6 +81,26 @@ def test_container_limits_are_shared_out(tmp_path: Path) -> None:
     assert [s.cores for s in host.sockets] == [1, 1]
 
 
+NODE = "sys/devices/system/node/node{}/meminfo"
+
+
+@pytest.mark.parametrize(
+    ("files", "memory"),
+    [
+        ({NODE.format(1): "Node 1 MemTotal: 0 kB\n"}, [64, 64]),  # no DIMMs: of 64 + 0 + 64 GiB half each
+        ({"proc/self/status": "Mems_allowed_list:\t1\n"}, [32, 32]),  # cpuset.mems
+        ({NODE.format(n): "" for n in range(3)}, [96, 96]),  # nodes say nothing
+        ({"proc/meminfo": f"MemTotal: {192 << 20} kB\nHugetlb: {48 << 20} kB\n"}, [48, 48]),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.high": str(32 * GIB)}, [16, 16]),
+    ],
+)
+def test_memory_that_is_there_and_may_be_used(
+    tmp_path: Path, files: dict[str, str], memory: list[int]
+) -> None:
+    host = this_host(write(fake_host(tmp_path), files))
+    assert [s.memory_bytes // GIB for s in host.sockets] == memory
+
+
 def test_cgroup_version_1(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -124,6 +124,11 @@ def test_memory(tmp_path: Path) -> None:
     verdict(machine.memory(make_hardware(memory=GIB), plan, tmp_path), FAIL, "mode=plan")
     write(tmp_path, "proc/meminfo", f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: 1024 kB\n")
     verdict(machine.memory(make_hardware(), plan, tmp_path), WARN, "end other programs")
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {32 * GIB // 1024} kB\n")
+    write(tmp_path, "proc/self/cgroup", "0::/\n")
+    write(tmp_path, "sys/fs/cgroup/memory.max", str(16 * GIB))
+    write(tmp_path, "sys/fs/cgroup/memory.current", str(16 * GIB))
+    verdict(machine.memory(make_hardware(), plan, tmp_path), WARN, "0.0 MiB free")
 
 
 def test_swap_and_huge_pages(tmp_path: Path) -> None:
