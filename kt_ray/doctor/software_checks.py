@@ -120,6 +120,13 @@ def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
         if wanted:
             remedy = "set rule=auto, or check nvidia-smi and the driver"
             return failed("GPUs", f"none, rule {rule.name} needs {wanted}", remedy)
+        if rule.device != "cpu" and importlib.util.find_spec("torch"):
+            import torch
+
+            if torch.cuda.is_available():  # planned without
+                observed = f"none by nvidia-smi, but torch finds {torch.cuda.device_count()}: not used"
+                remedy = "put nvidia-smi, which comes with the driver, on PATH; or set rule.device=cpu"
+                return warned("GPUs", observed, remedy)
         return passed("GPUs", "none: attention runs on the CPU")
     names = ", ".join(f"cuda:{gpu.index} {gpu.name} {gib(gpu.memory_bytes)}" for gpu in hardware.gpus)
     driver = nvidia_smi("driver_version").partition("\n")[0].strip() or "unknown"
@@ -137,6 +144,9 @@ def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
             "install a CUDA build of torch that the driver supports (pytorch.org), or set rule.device=cpu"
         )
         return failed("GPUs", f"{observed}; {build}", remedy)
+    if "Enabled" in nvidia_smi("mig.mode.current") and not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        remedy = "sudo nvidia-smi -mig 0, or set rule.device=cpu"
+        return warned("GPUs", f"{observed}; cut into slices (MIG), which are not planned for", remedy)
     if wanted > len(hardware.gpus):
         remedy = f"set rule.stages={len(hardware.gpus)}"
         return failed("GPUs", f"{observed}; rule {rule.name} needs {wanted}", remedy)

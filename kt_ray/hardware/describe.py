@@ -12,6 +12,7 @@ from typing import Any
 
 from kt_ray.config.files import WIZARD, is_hardware_path
 from kt_ray.config.schema import Config, RuleConfig
+from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Gpu, Hardware, Socket, on_hosts
 from kt_ray.hardware.nominal import described, file_fault
 from kt_ray.hardware.parts import CPUS, Cpu, cpu_named, gpu_named, named_host
@@ -362,22 +363,41 @@ def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
     """GPUs from nvidia-smi's "index, uuid, name, MiB, reserved MiB" lines, as CUDA_VISIBLE_DEVICES has them.
 
     What the driver and the firmware reserve is no program's: CUDA's total is without it.
+
+    Raises:
+        UserError: a GPU's memory is not known, or it is a slice of a card (MIG). To leave it out would give
+            those after it other numbers than CUDA's.
     """
     rows: list[tuple[str, str, str, int]] = []
     for line in listing.splitlines():
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) >= 5 and fields[-2].isdigit():
-            reserved = int(fields[-1]) if fields[-1].isdigit() else 0
-            rows.append((fields[0], fields[1], ", ".join(fields[2:-2]), (int(fields[-2]) - reserved) << 20))
+        if len(fields) >= 5:
+            total, reserved = (int(field) if field.isdigit() else 0 for field in fields[-2:])
+            rows.append((fields[0], fields[1], ", ".join(fields[2:-2]), (total - reserved) << 20))
     if visible is not None:
+        if rows and visible.startswith("MIG-"):
+            raise _gpu_fault("a slice of a GPU (MIG) is not planned for", visible)
         chosen = []
         for wanted in (part.strip() for part in visible.split(",")):
             match = [row for row in rows if row[0] == wanted or (wanted and row[1].startswith(wanted))]
             if not match:  # CUDA itself stops at the first entry it does not know
                 break
             chosen.append(match[0])
-        rows = chosen
+        rows = chosen if len(set(chosen)) == len(chosen) else []  # named twice, CUDA gives none
+    unknown = next((name for _, _, name, memory in rows if memory <= 0), None)
+    if unknown is not None:
+        raise _gpu_fault("nvidia-smi does not say how much memory a GPU has", unknown)
     return tuple(Gpu(i, name, memory, uuid) for i, (_, uuid, name, memory) in enumerate(rows))
+
+
+def _gpu_fault(what: str, observed: str) -> UserError:
+    return UserError(
+        what,
+        where="nvidia-smi, CUDA_VISIBLE_DEVICES",
+        observed=observed,
+        required="whole cards that have memory of their own",
+        remedy="set CUDA_VISIBLE_DEVICES to the numbers of such cards, or to nothing to use the CPU alone",
+    )
 
 
 def _isas_up_to(isa: str) -> tuple[str, ...]:

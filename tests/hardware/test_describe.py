@@ -156,7 +156,19 @@ def test_gpus_as_cuda_visible_devices_has_them() -> None:
     assert chosen[0].memory_bytes == 143771 << 20
     assert [gpu.name for gpu in parse_gpus(listing, "GPU-cc")] == ["H200"]
     assert len(parse_gpus(listing, "0,9,1")) == 1  # CUDA stops at the first unknown entry
+    assert parse_gpus(listing, "0,0") == () == parse_gpus(listing, "GPU-cc,GPU-cc3")  # as CUDA has it
     assert parse_gpus(listing, "") == () and parse_gpus("No devices were found\n", None) == ()
+
+
+@pytest.mark.parametrize(
+    ("visible", "message"),
+    [("MIG-1b2c", r"slice of a GPU \(MIG\).*MIG-1b2c"), (None, "how much memory.*GB10")],
+)
+def test_gpus_that_cannot_be_planned_for_are_told(visible: str | None, message: str) -> None:
+    listing = "0, GPU-aa1, NVIDIA GB10, [N/A], [N/A]\n1, GPU-bb2, RTX 4090, 24564, 352\n"
+    with pytest.raises(UserError, match=message + ".*To fix: set CUDA_VISIBLE_DEVICES"):
+        parse_gpus(listing, visible)
+    assert [gpu.name for gpu in parse_gpus(listing, "1")] == ["RTX 4090"]
 
 
 def test_a_gpu_has_what_cuda_gives_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

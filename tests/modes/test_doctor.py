@@ -247,6 +247,12 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict(software.gpus(make_hardware(gpus=1), RuleConfig("r", device="cpu")), PASS, "not used")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     verdict(software.gpus(make_hardware(gpus=1), AUTO), PASS, "24 GB GPU")
+    verdict(software.gpus(make_hardware(), AUTO), WARN, "but torch finds", "nvidia-smi")
+    verdict(software.gpus(make_hardware(), RuleConfig("r", device="cpu")), PASS, "none")
+    monkeypatch.setattr(software, "nvidia_smi", lambda fields: "Enabled\n" if "mig" in fields else "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    verdict(software.gpus(make_hardware(gpus=1), AUTO), WARN, "MIG", "-mig 0")
+    monkeypatch.setattr(software, "nvidia_smi", lambda fields: "")
     verdict(software.gpus(make_hardware(gpus=1), cuda), FAIL, "rule.stages=1")
 
 
