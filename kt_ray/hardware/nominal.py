@@ -19,7 +19,7 @@ from typing import Any
 
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Gpu, Hardware
-from kt_ray.hardware.parts import DATA_CENTRE, GpuSheet, gpu_named
+from kt_ray.hardware.parts import ASSUMED, GpuSheet, gpu_named
 from kt_ray.hardware.rates import (
     CAUSAL,
     ROWS,
@@ -85,7 +85,7 @@ _MASKED = (
 )
 _UNKNOWN_GPU = GpuSheet(
     *(0, 100e12, 900e9, 20e9, 200e12),
-    DATA_CENTRE._replace(gemm_source="assumed: part of the peak that large matrix products reach"),
+    ASSUMED,
 )
 
 _HIDDEN, _INTER, _RANK = 7168, 2048, 8  # DeepSeek-V3's experts
@@ -184,7 +184,7 @@ def described(data: Any, hardware: Hardware, file: str) -> tuple[tuple[str, Figu
             required = "{value: NUMBER, source: TEXT}"
             raise file_fault(file, f"rates.{name} is no figure {section}", entry, required)
         value, source = entry["value"], entry["source"]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             what = f"rates.{name}.value is no number above 0 {section}"
             raise file_fault(file, what, value, "a number, as 2.5e+9")
         if not isinstance(source, str) or not source.strip():

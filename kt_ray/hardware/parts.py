@@ -134,19 +134,26 @@ CPUS: dict[str, Cpu] = {
     "8488c": _cpu("Xeon Platinum 8488C", 48, "amx", 2.0, _UNDER_AMX, 8, "DDR5-4800"),
 }
 
-# A part of the card's name -> its data sheet.
+ASSUMED = DATA_CENTRE._replace(gemm_source="assumed: part of the peak that large matrix products reach")
+
+# A part of the card's name -> its data sheet; the first that fits counts. For a space there may be a hyphen.
 GPUS: dict[str, GpuSheet] = {
     "4090": GpuSheet(23.6, 165.2e12, 1008e9, 25e9, 330.3e12, GEFORCE),
     "5090": GpuSheet(31.3, 209.5e12, 1792e9, 50e9, 419e12, GEFORCE),
     "3090": GpuSheet(23.7, 71e12, 936e9, 25e9, reached=GEFORCE),
+    "A100 80GB": GpuSheet(79.2, 312e12, 1935e9, 25e9),
     "A100": GpuSheet(39.4, 312e12, 1555e9, 25e9),
+    "H100 PCIe": GpuSheet(79.1, 756e12, 2000e9, 50e9, 1513e12),
+    "H100 NVL": GpuSheet(92.6, 835e12, 3900e9, 50e9, 1671e12),
     "H100": GpuSheet(79.1, 989e12, 3350e9, 50e9, 1979e12),
+    "H200 NVL": GpuSheet(139.8, 835e12, 4800e9, 50e9, 1671e12),
     "H200": GpuSheet(139.8, 989e12, 4800e9, 50e9, 1979e12),
+    "L40S": GpuSheet(44.4, 362e12, 864e9, 25e9, 733e12, ASSUMED),
     "L40": GpuSheet(44.4, 181e12, 864e9, 25e9, 362e12, GEFORCE),
 }
 
 _HOST = re.compile(
-    r"(?:(?P<gpus>\d+)x(?P<gpu>[a-z0-9]+)(?:-(?P<gib>\d+)gb)?_)?"
+    r"(?:(?P<gpus>\d+)x(?P<gpu>[a-z0-9]+(?:-pcie|-nvl)?)(?:-(?P<gib>\d+)gb)?_)?"
     r"(?:(?P<sockets>\d+)x)?(?P<cpu>[a-z0-9]+)_(?P<memory>\d+)gb",
     re.IGNORECASE,
 )
@@ -163,10 +170,12 @@ def gpu_named(name: str) -> GpuSheet | None:
 
 
 def _has_model(name: str, key: str) -> bool:
-    """Whether `key` stands in `name` as a whole model number: 4090 does in "RTX4090", A100 does not in
-    "RTX A1000", nor H200 in "GH200"."""
+    """Whether `key` stands in `name` as a whole model: 4090 does in "RTX4090", A100 does not in "RTX A1000",
+    nor H200 in "GH200", nor 4090 in "RTX 4090 Laptop GPU"."""
     before = "0-9" if key[0].isdigit() else "0-9a-z"
-    return re.search(rf"(?<![{before}]){key}(?![0-9])", name, re.IGNORECASE) is not None
+    model = key.replace(" ", r"(?:-SXM4)?[ -]?").replace("GB", " ?GB")
+    other = r"[0-9]|[ -]?(?:S|Ti|Super|Laptop|Mobile|Max-Q)\b"
+    return re.search(rf"(?<![{before}]){model}(?!{other})", name, re.IGNORECASE) is not None
 
 
 def named_host(name: str) -> dict[str, Any]:
@@ -178,12 +187,13 @@ def named_host(name: str) -> dict[str, Any]:
     found = _HOST.fullmatch(name)
     cpu = cpu_named(found["cpu"]) if found else None
     if not found or cpu is None or (found["gpu"] and gpu_named(found["gpu"]) is None):
+        gpus = ", ".join(key.replace(" ", "-").lower() for key in GPUS)
         raise UserError(
             "plan.hardware names no host",
             where="plan.hardware",
             observed=name,
             required="a file, wizard, or GPUs, CPUs and memory of all sockets as 2x4090_2x9654_1024gb or "
-            f"1x7950x_128gb; CPUs {', '.join(CPUS)}; GPUs {', '.join(GPUS)} (of another size: 4090-48gb)",
+            f"1x7950x_128gb; CPUs {', '.join(CPUS)}; GPUs {gpus} (of another size: 4090-48gb)",
             remedy="set plan.hardware=wizard: it asks six questions and writes hardware.yaml",
         )
     sockets = int(found["sockets"] or 1)

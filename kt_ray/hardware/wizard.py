@@ -67,10 +67,13 @@ def answers(host: Hardware, cpu: str) -> dict[str, Any]:
     if card.lower() != "none":
         count = _number("How many of them", len(host.gpus) or 1)
         sheet = gpu_named(card)
-        usual = round(sheet.gib / CUDA_GIVES) if sheet else 24
+        gib = sheet.gib if sheet else 24 * CUDA_GIVES
+        if host.gpus and card == host.gpus[0].name:
+            gib = round(host.gpus[0].memory_bytes / _GIB, 2)
+        usual = round(gib / CUDA_GIVES)
         sold = _number("GB of memory on each card", usual)
-        given = sheet.gib if sheet and sold == usual else round(sold * CUDA_GIVES, 1)
-        data["gpus"] = [{"count": count, "name": card, "memory_gib": given}]
+        given = gib if sold == usual else sold * CUDA_GIVES
+        data["gpus"] = [{"count": count, "name": card, "memory_gib": round(given, 2)}]
     model = _text(f"CPU model ({', '.join(CPUS)}, or another)", cpu)
     sockets = _number("How many of them (sockets)", len(host.sockets))
     known = cpu_named(model)

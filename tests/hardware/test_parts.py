@@ -68,7 +68,24 @@ def test_the_parts_of_a_name() -> None:
 def test_a_card_is_known_by_its_whole_number() -> None:
     for name in ("NVIDIA GeForce RTX 4090", "RTX4090", "4090", "rtx 4090 D"):
         assert gpu_named(name) is GPUS["4090"]
-    assert gpu_named("NVIDIA A100-SXM4-40GB") is GPUS["A100"] and gpu_named("NVIDIA L40S") is GPUS["L40"]
+    assert gpu_named("NVIDIA A100-SXM4-40GB") is GPUS["A100"]
+    forms = (
+        "A100-SXM4-80GB",
+        "A100 80GB PCIe",
+        "H100 PCIe",
+        "H100 NVL",
+        "H200 NVL",
+        "H100 80GB HBM3",
+        "L40S",
+        "L40",
+    )
+    found = [gpu_named(f"NVIDIA {name}") for name in forms]
+    keys = ("A100 80GB", "A100 80GB", "H100 PCIe", "H100 NVL", "H200 NVL", "H100", "L40S", "L40")
+    assert found == [GPUS[key] for key in keys]
+    others = ("RTX 4090 Laptop GPU", "RTX 3090 Ti", "RTX 4090S", "L4")
+    assert all(gpu_named(f"NVIDIA GeForce {name}") is None for name in others)
+    assert planned("1xh100-pcie_1x9654_768gb")[1].gpus[0].name == "H100-PCIE"
+    assert gpu_named(planned("1xa100-80gb_1x9654_768gb")[1].gpus[0].name) is GPUS["A100 80GB"]
     assert all(gpu_named(name) is None for name in ("NVIDIA RTX A1000", "NVIDIA GH200 480GB", "14090"))
 
 
@@ -80,7 +97,7 @@ def test_what_names_no_host_is_told_what_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["0x4090_1x9654_64gb", "1x4090_0x9654_64gb", "1x9654_0gb"])
 def test_a_host_of_nothing_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match="not a positive number"):
+    with pytest.raises(UserError, match=r"not a positive (whole )?number"):
         planned(name)
 
 
@@ -147,6 +164,13 @@ def test_an_unknown_cpu_is_asked_for_cores_and_instruction_set(terminal: list[st
     _, hardware = planned("wizard")
     assert not hardware.gpus and hardware.best_isa == "avx2"
     assert [(s.cores, s.memory_bytes >> 30) for s in hardware.sockets] == [(14, 128), (14, 128)]
+
+
+def test_this_hosts_card_is_suggested_with_its_own_memory(terminal: list[str]) -> None:
+    terminal += ["", "", "", "", "", ""]
+    cards = tuple(Gpu(i, "NVIDIA RTX 6000 Ada Generation", 48 << 30) for i in range(2))
+    answers = wizard.answers(dataclasses.replace(make_hardware(), gpus=cards), "EPYC 9654")
+    assert answers["gpus"] == [{"count": 2, "name": cards[0].name, "memory_gib": 48}]
 
 
 def test_questions_want_a_terminal_and_answers(
