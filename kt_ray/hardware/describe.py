@@ -93,7 +93,7 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
     for entry in _entries(data, "sockets", file):
         if "cpu" in entry:
             cpu = cpu_named(str(entry["cpu"]))
-            if cpu is None and "cores" not in entry:
+            if cpu is None and ("cores" not in entry or "isa" not in data):
                 required = f"one of {', '.join(known.name for known in CPUS.values())}; or cores and isa"
                 raise file_fault(file, "cpu in the hardware file is unknown", entry["cpu"], required)
         for _ in range(int(_figure(entry, "count", file, 1))):
@@ -415,8 +415,15 @@ def _entries(data: Mapping[str, Any], key: str, file: Path) -> list[Mapping[str,
 def _figure(entry: Mapping[str, Any], key: str, file: Path, default: float | None = None) -> float:
     value = entry.get(key, default)
     most = _MOST[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+    least, kind = (1 / GIB, "number") if key == "memory_gib" else (1, "whole number")
+    whole = isinstance(value, int | float) and (key == "memory_gib" or value % 1 == 0)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not whole
+        or not least <= value <= most
+    ):
         large = isinstance(value, int | float) and value > most
-        what = f"{key} in the hardware file is " + ("too large" if large else "not a positive number")
-        raise file_fault(file, what, value, f"a number above 0, at most {most}")
+        what = f"{key} in the hardware file is " + ("too large" if large else f"not a positive {kind}")
+        raise file_fault(file, what, value, f"a {kind} above 0, at most {most}")
     return value

@@ -133,6 +133,7 @@ BAD_RATES = [
     ({"gpu_bf16": {"value": 1, "source": "x"}}, "no GPU is listed", "gpu_bf16"),
     ({"clock": 2e9}, "rates.clock is no figure", "value: NUMBER"),
     ({"clock": {"value": "2e9", "source": "x"}}, "no number above 0", "2e9"),
+    ({"clock": {"value": float("inf"), "source": "x"}}, "no number above 0", "inf"),
     ({"clock": {"value": 0, "source": "x"}}, "no number above 0", "0"),
     ({"clock": {"value": 2e9, "source": " "}}, "source is empty", "where the value comes from"),
     ([1], "rates is no mapping", "NUMBER"),
