@@ -10,6 +10,7 @@ needed here.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import math
 import os
@@ -102,7 +103,8 @@ def writing(what: str, where: Path, size: int | None = None, remedy: str = _SPAC
     try:
         yield
     except OSError as error:
-        required = None if size is None else f"{size} bytes of free space"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        required = f"{size} bytes of free space" if full and size is not None else None
         fault = f"{what} cannot be written"
         raise UserError(fault, where=str(where), observed=error, required=required, remedy=remedy) from error
 

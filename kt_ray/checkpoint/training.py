@@ -47,6 +47,8 @@ from kt_ray.checkpoint.safetensors_file import (
 )
 from kt_ray.disk import write_atomic
 
+_SHARE = "set run.root to a directory that all nodes share"
+
 
 def begin_checkpoint(root: str | os.PathLike[str], step: int) -> Path:
     """An empty hidden directory beside the checkpoints, for the actors to write their shards into."""
@@ -65,12 +67,18 @@ def write_shard(
 
     Raises:
         ValueError: a tensor that is not float32.
-        UserError: the disk is full or not writable.
+        UserError: the disk is full or not writable, or not the driver's.
     """
     other = sorted(name for name, tensor in tensors.items() if tensor.dtype != torch.float32)
     if other:
         raise ValueError(f"checkpoint tensors must be float32: {some(other)}")
     path = Path(directory) / filename
+    if not path.parent.is_dir():
+        what, found = (
+            "checkpoint cannot be written",
+            "no such directory on this node: the driver made it on its own",
+        )
+        raise damaged(what, path.parent, found, "one run directory for all nodes", _SHARE)
     entries = [(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
     with writing("checkpoint", path, build_header(entries)[2]):
         size, crc = write_safetensors(path, entries, tensors.values())
@@ -85,8 +93,7 @@ def commit_checkpoint(partial: Path, final: Path, manifest: Manifest) -> Path:
         OSError: the disk is full or not writable.
     """
     for shard in manifest.shards:
-        remedy = "set run.root to a directory that all nodes share"
-        shard.check_size(partial, "an actor's shard did not arrive in the run directory", remedy)
+        shard.check_size(partial, "an actor's shard did not arrive in the run directory", _SHARE)
     write_atomic(partial / MANIFEST, manifest.to_json())
     flush_directory(partial)
     # The same step may be there, after a replay: equal by construction, the newer one stays.

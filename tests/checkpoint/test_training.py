@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints
+from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint, read_named_into, write_shard
 from kt_ray.errors import UserError
 
@@ -94,8 +95,13 @@ def test_only_float32_and_no_lost_shard(tmp_path: Path) -> None:
 
 
 def test_unwritable_directory(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be written"):
+    """Space is missing only where the disk is full, the driver's directory where none is shared."""
+    with pytest.raises(UserError, match=r"cannot be written; .*absent; .*To fix: .*all nodes share"):
         write_shard(tmp_path / "absent", "x.safetensors", {"a": torch.zeros(2)})
+    for code, space in [(errno.EACCES, False), (errno.ENOSPC, True), (errno.EDQUOT, True)]:
+        with pytest.raises(UserError, match="cannot be written") as raised, writing("x", tmp_path, 8):
+            raise OSError(code, os.strerror(code))
+        assert (raised.value.required == "8 bytes of free space") == space
 
 
 def _flip(path: Path) -> None:
