@@ -70,7 +70,8 @@ def reservations(plan: Plan, rule: RayRule, have: Sequence[float]) -> dict[Addre
         peers = sum(t for a, t in threads.items() if len(have) == 1 or host_of(plan, a) == host)
         cpus = rule.worker_cpus if address[0] == "worker" else rule.expert_cpus
         scale = min(1.0, have[host] / peers)
-        reserved[address] = float(cpus) if cpus != "auto" else max(0.01, int(count * scale * 100) / 100)
+        # Ray takes no bundle of nothing.
+        reserved[address] = max(0.01, float(cpus) if cpus != "auto" else int(count * scale * 100) / 100)
     return reserved
 
 

@@ -48,6 +48,9 @@ def test_reservations_scale_down_to_what_there_is() -> None:
     assert reservations(two, RayRule(), [4.0]) == {("worker", 0): 2.0, ("experts", 0): 2.0}
     asked = reservations(two, RayRule(worker_cpus=1, expert_cpus=0.5), [4.0])
     assert asked == {("worker", 0): 1.0, ("experts", 0): 0.5}
+    # Ray takes no bundle of nothing.
+    none = reservations(two, RayRule(worker_cpus=0, expert_cpus=0), [4.0])
+    assert none == {("worker", 0): 0.01, ("experts", 0): 0.01}
     # Every host for itself: the second one has an expert actor only.
     apart = plan(device="cpu", nodes=2)
     assert reservations(apart, RayRule(), [4.0, 4.0]) == {
