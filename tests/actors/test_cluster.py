@@ -183,9 +183,11 @@ def test_who_fails_to_connect_may_have_missed_one_that_died(
 def test_who_does_not_say_where_it_is_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor that freezes while another is replaced; but where no node has room, nobody is to blame."""
 
+    answer: dict[str, Exception] = {}
+
     def get(future: str, timeout: float) -> tuple[str, None, None]:
         if future == "frozen":
-            raise GetTimeoutError("no answer")
+            raise answer.get(future) or GetTimeoutError("no answer")
         return "node", None, None
 
     table = {"state": "CREATED"}
@@ -206,6 +208,12 @@ def test_who_does_not_say_where_it_is_counts_as_lost(monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match="no node has room for expert actor 1") as raised:
         cluster._introduce()
     assert not isinstance(raised.value, ActorLost)
+    # Ray calls an actor dead that its node's Python cannot import: others would not live there, either.
+    answer["frozen"] = RayActorError(error_msg="The actor died: RemoteActor failed to import on the worker.")
+    with pytest.raises(UserError, match="a Ray node cannot run kt_ray; at expert actor 1") as raised:
+        cluster._introduce()
+    assert not isinstance(raised.value, ActorLost)
+    del answer["frozen"]
     # The only node of a Ray of our own: nothing to wait for.
     node["Alive"], cluster.config = False, ClusterConfig(start_timeout=60.0)
     with pytest.raises(TryAgain, match=r"Ray's node is dead.*trainer\.restarts"):

@@ -32,7 +32,7 @@ from kt_ray.actors.ray.ray_address import (
     running_cluster,
 )
 from kt_ray.actors.ray.ray_guard import RayGuard
-from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus, worker_cpus
+from kt_ray.actors.ray.ray_hosts import Hosts, check_nodes, find_hosts, own_cpus, worker_cpus
 from kt_ray.actors.ray.ray_placement import (
     PACKED,
     Seats,
@@ -44,6 +44,7 @@ from kt_ray.actors.ray.ray_placement import (
     gpu_share,
     gpus_behind,
     lane_devices,
+    on_own_node,
     reservations,
     reserved_by_host,
     seats,
@@ -67,6 +68,7 @@ START_AGAIN = (
     "look for the kernel's out-of-memory killer (dmesg), then start again; "
     "trainer.restarts=10 does so by itself"
 )
+NOT_IMPORTED = "failed to import on the worker"  # Ray's words; it takes such an actor for a dead one
 LOOK = 5.0  # seconds between looks at whether Ray still has a node
 
 # Settings of the driver's environment that actors must see as well.
@@ -134,7 +136,6 @@ class RayCluster(ActorCluster):
         self._group: Any = None
         self._actor_specs: dict[Address, RayActorSpec] = {}
         self._keepers: list[Any] = []  # see share_on_hosts
-        self._torn = False  # it was said that a plan for one host is on several nodes
         self._epoch = 0  # how often the actors were introduced to each other
 
     # -- start --------------------------------------------------------------------------------
@@ -379,9 +380,10 @@ class RayCluster(ActorCluster):
             except RayTaskError as error:
                 raise _cause(error) from error
             except RayActorError as error:
+                if NOT_IMPORTED in str(error):
+                    raise _cannot_import(handle, error) from error
                 raise self._death(handle, _died(error)) from error
         meeting = self._meeting(peers, timeout)
-        self._note_nodes(len({peer.node for peer in peers.values()}))
         self._await_introduced(
             {
                 handle.actor.connect.remote(peers, self._epoch, meeting): handle
@@ -389,18 +391,6 @@ class RayCluster(ActorCluster):
             },
             timeout,
         )
-
-    def _note_nodes(self, nodes: int) -> None:
-        """Once: Ray found no node with room for all actors of a plan for one host."""
-        if nodes > 1 and self.hosts is None and self.rule.strategy in PACKED and not self._torn:
-            self._torn = True
-            logger.warning(
-                "the plan is for one host, but Ray put its actors on %d nodes: the others were not compared "
-                "with it, and tensors travel between them. To plan for them: rule.nodes=%d. To wait for room "
-                "on one: rule.ray.strategy=STRICT_PACK",
-                nodes,
-                nodes,
-            )
 
     def _placed(self, future: Any, timeout: float) -> Any:
         """Where an actor is, once it has a place.
@@ -499,11 +489,14 @@ class RayCluster(ActorCluster):
         chosen = seats(self.plan, reserved)
         bundles = list(chosen.bundles)
         if self.hosts is None:
-            self._group = placement_group(bundles, strategy=self.rule.strategy)
+            strategy = self.rule.strategy
+            selectors = on_own_node(bundles) if strategy in PACKED else None
         else:
-            selectors = [self.hosts.selector(host) for host in chosen.host]
-            self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+            strategy, selectors = "PACK", [self.hosts.selector(host) for host in chosen.host]
+        self._group = placement_group(bundles, strategy=strategy, bundle_label_selector=selectors)
         await_group(self._group, bundles, self.config.start_timeout)
+        if self.hosts is None:
+            self._check_nodes(set(placement_group_table(self._group)["bundles_to_node_id"].values()))
         lanes = bool(lane_devices(self.plan))
         if not lanes and not differ(self.plan):
             return chosen, {}
@@ -511,6 +504,24 @@ class RayCluster(ActorCluster):
         if differ(self.plan):
             chosen = by_gpu(self.plan, chosen, behind)
         return chosen, cards_of(chosen, behind) if lanes else {}
+
+    def _check_nodes(self, nodes: set[str]) -> None:
+        """Of a plan for one host: each but the driver's in a Ray of this run's own must see what it sees.
+
+        Raises:
+            UserError: see `check_nodes`.
+        """
+        own = ray.get_runtime_context().get_node_id()
+        others = nodes - {own}
+        if others and self.rule.strategy in PACKED:
+            logger.warning(
+                "the driver's node has no room for all actors: Ray put them on %s. The hardware there was "
+                "not compared with the plan, which is for the driver's host. To plan for several hosts: "
+                "rule.nodes. To keep all on the driver's: make room there (ray status)",
+                "another node" if len(nodes) == 1 else f"{len(nodes)} nodes",
+            )
+        if look_at := others | {own} if self.joined else others:
+            check_nodes(self.specs, self.run_dir, look_at, self.config.start_timeout)
 
     def _ray_handles(self) -> list[RayHandle]:
         return cast(list[RayHandle], self.handles)
@@ -581,6 +592,16 @@ def _name(address: Address) -> str:
 
 def _died(error: Exception) -> ActorDied:
     return ActorDied(" ".join(str(error).split()))
+
+
+def _cannot_import(handle: RayHandle, error: Exception) -> UserError:
+    return UserError(
+        "a Ray node cannot run kt_ray",
+        where=handle.name,
+        observed=_last_line(error),
+        required="the driver's packages on every node of the cluster",
+        remedy="start Ray there with a Python that has kt_ray and its packages, in the driver's versions",
+    )
 
 
 def _cause(error: RayTaskError) -> BaseException:

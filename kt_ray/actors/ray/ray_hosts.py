@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,11 @@ def unfit(plan: Plan, host: int, node: RayNode, cpus: float, own: Sequence[tuple
     if missing or (not forced and sight.hardware.isas[-1:] != plan.hardware.isas[-1:]):
         best = sight.hardware.isas[-1] if sight.hardware.isas else "none"
         return f"its best instruction set is {best}, planned {', '.join(forced) or plan.hardware.isas[-1]}"
+    return _stranger(sight, own)
+
+
+def _stranger(sight: Sight, own: Sequence[tuple[str, str]]) -> str | None:
+    """What a node has or sees otherwise than the driver."""
     other = [
         f"{name} {got}, here {mine}"
         for (name, got), (_, mine) in zip(sight.versions, own, strict=True)
@@ -168,52 +174,87 @@ def find_hosts(
     Raises:
         UserError: see `choose`.
     """
+    nodes = _nodes(specs, run_dir, timeout)
+    return choose(plan, nodes, ray.get_runtime_context().get_node_id(), cpus, versions())
+
+
+def check_nodes(specs: ActorSpecs, run_dir: str | None, ids: AbstractSet[str], timeout: float) -> None:
+    """Nodes that Ray chose for a plan for one host. Args: as in `find_hosts`.
+
+    Raises:
+        UserError: one of them cannot run kt_ray, or has other packages, or does not see the files.
+    """
+    own = versions()
+    nodes = [node for node in ray.nodes() if node["NodeID"] in ids]
+    for node, sight in zip(nodes, _sights(nodes, specs, run_dir, timeout), strict=True):
+        wrong = sight if isinstance(sight, str) else _stranger(sight, own)
+        if wrong is None:
+            continue
+        here = node["NodeID"] == ray.get_runtime_context().get_node_id()
+        raise UserError(
+            "a Ray node is not as the run needs it",
+            where=f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]}), "
+            + ("the driver's" if here else "where Ray put actors: the driver's had no room for all"),
+            observed=wrong,
+            required="the driver's packages, model directory and run directory",
+            remedy="start Ray on this host with the Python and the user of this command, or set "
+            "cluster.address=local"
+            if here
+            else "put the model and run.root on a disk that all nodes share and install the same packages on "
+            "all; or make room on the driver's node (ray status), or set cluster.address=local",
+        )
+
+
+def _nodes(specs: ActorSpecs, run_dir: str | None, timeout: float) -> list[RayNode]:
+    from ray._private.state import available_resources_per_node
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+    return [
+        RayNode(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            float(node["Resources"].get("CPU", 0.0)),
+            float(free.get(node["NodeID"], {}).get("CPU", 0.0)),
+            sight,
+            float(free.get(node["NodeID"], {}).get("GPU", 0.0)),
+        )
+        for node, sight in zip(alive, _sights(alive, specs, run_dir, timeout), strict=True)
+    ]
+
+
+def _sights(
+    nodes: Sequence[Mapping[str, Any]], specs: ActorSpecs, run_dir: str | None, timeout: float
+) -> list[Sight | str]:
+    """What each of these nodes finds when it looks, or why it cannot."""
     paths = {specs.stages[0].model_dir, *(host.experts_path for host in specs.experts if host.experts_path)}
     contents = tuple((path, digest(path)) for path in sorted(map(os.path.abspath, paths)))
     shared = Shared(contents, run_dir, f".kt_ray-{secrets.token_hex(8)}")
     mark = Path(run_dir) / shared.mark if run_dir is not None else None
     if mark is not None:
         mark.touch()
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(look)
     try:
-        nodes = _nodes(shared, timeout)
+        answers = [
+            task.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ).remote(shared)
+            for node in nodes
+        ]
+        return [_sight(answer, timeout) for answer in answers]
     finally:
         if mark is not None:
             mark.unlink(missing_ok=True)
-    return choose(plan, nodes, ray.get_runtime_context().get_node_id(), cpus, versions())
 
 
-def _nodes(shared: Shared, timeout: float) -> list[RayNode]:
-    from ray._private.state import available_resources_per_node
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(look)
-    answers = [
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-            shared
-        )
-        for node in alive
-    ]
-    nodes = []
-    for node, answer in zip(alive, answers, strict=True):
-        sight: Sight | str
-        try:
-            sight = ray.get(answer, timeout=timeout)
-        except GetTimeoutError:
-            sight = f"no answer within {timeout:.0f} s"
-        except RayError as error:  # kt_ray is not installed there, for one
-            sight = f"it cannot run kt_ray ({str(error).strip().splitlines()[-1]})"
-        nodes.append(
-            RayNode(
-                node["NodeID"],
-                node["NodeManagerAddress"],
-                float(node["Resources"].get("CPU", 0.0)),
-                float(free.get(node["NodeID"], {}).get("CPU", 0.0)),
-                sight,
-                float(free.get(node["NodeID"], {}).get("GPU", 0.0)),
-            )
-        )
-    return nodes
+def _sight(answer: Any, timeout: float) -> Sight | str:
+    try:
+        sight: Sight = ray.get(answer, timeout=timeout)
+    except GetTimeoutError:
+        return f"no answer within {timeout:.0f} s"
+    except RayError as error:  # kt_ray is not installed there, for one
+        return f"it cannot run kt_ray ({str(error).strip().splitlines()[-1]})"
+    return sight
 
 
 def own_cpus(plan: Plan, specs: ActorSpecs, hosts: Hosts) -> ActorSpecs:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RaySystemError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.config.schema import RayRule
@@ -86,6 +86,24 @@ def cpus_for_one_host(rule: RayRule) -> float:
         return float(sum(of_node.values())) or 1.0
     own = of_node.get(ray.get_runtime_context().get_node_id())
     return float(own or max(of_node.values(), default=0.0)) or 1.0
+
+
+def on_own_node(bundles: Sequence[Mapping[str, float]]) -> list[dict[str, str]] | None:
+    """Ray's label selectors that keep bundles on the driver's node; None where it has no room for all now.
+
+    PACK prefers no node, and the driver's has the run directory and the model.
+    """
+    from ray._private.state import available_resources_per_node
+
+    own = ray.get_runtime_context().get_node_id()
+    try:
+        free = available_resources_per_node().get(own, {})
+    except RaySystemError:  # through ray:// Ray does not say
+        return None
+    for kind in ("CPU", "GPU"):
+        if sum(bundle.get(kind, 0.0) for bundle in bundles) > free.get(kind, 0.0) + 1e-6:
+            return None
+    return [{"ray.io/node-id": own}] * len(bundles)
 
 
 def reserved_by_host(plan: Plan, rule: RayRule) -> list[float]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kt_ray.actors.ray.ray_hosts import Hosts, RayNode, choose, own_cpus, unfit
+from kt_ray.actors.ray import ray_hosts
+from kt_ray.actors.ray.ray_hosts import Hosts, RayNode, check_nodes, choose, own_cpus, unfit
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import OptimConfig
 from kt_ray.errors import UserError
@@ -69,6 +71,33 @@ def test_every_reason() -> None:
     forced = plan(experts={"isa": "avx2"})
     more = node("n", make_hardware(sockets=2, cores=4, isa="amx"))
     assert unfit(forced, 1, more, 8, OWN) is None
+
+
+@pytest.mark.parametrize(
+    ("sight", "id", "found"),
+    [
+        (Sight(HOST, versions(), ()), "own", None),
+        (Sight(HOST, versions(), ("the run directory /runs is not shared with it",)), "other", "not shared"),
+        (Sight(HOST, tuple((name, "0") for name, _ in versions()), ()), "other", "other packages"),
+        ("it cannot run kt_ray (ModuleNotFoundError)", "own", "cannot run kt_ray"),
+    ],
+)
+def test_nodes_of_a_plan_for_one_host(
+    sight: Sight | str, id: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Ray puts its actors, they must find what the driver found."""
+    nodes = [{"NodeID": name, "NodeManagerAddress": "10.0.0.1"} for name in ("own", "other", "idle")]
+    context = SimpleNamespace(get_node_id=lambda: "own")
+    pretended = SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: context)
+    monkeypatch.setattr(ray_hosts, "ray", pretended)
+    monkeypatch.setattr(ray_hosts, "_sights", lambda nodes, *_: [sight for _ in nodes])
+    specs = ActorSpecs((), (), OptimConfig(), 1)
+    if found is None:
+        return check_nodes(specs, "/runs", {id}, 1.0)
+    with pytest.raises(UserError, match="not as the run needs it") as raised:
+        check_nodes(specs, "/runs", {id}, 1.0)
+    assert found in str(raised.value.observed) and "cluster.address=local" in raised.value.remedy
+    assert ("run.root on a disk" in raised.value.remedy) == (id == "other")
 
 
 def spec(actor: Any) -> LocalExpertsSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from kt_ray.actors.ray import ray_placement
 from kt_ray.actors.ray.ray_cluster import RayCluster
 from kt_ray.actors.ray.ray_placement import (
     by_gpu,
@@ -19,6 +21,7 @@ from kt_ray.actors.ray.ray_placement import (
     gpus_behind,
     gpus_of,
     lane_devices,
+    on_own_node,
     reservations,
     reserved_by_host,
     seats,
@@ -69,6 +72,16 @@ def test_a_bundle_per_actor_and_per_gpu() -> None:
     found = seats(three, {("worker", 0): 1.0, ("worker", 1): 1.0, ("worker", 2): 1.0, ("experts", 0): 2.0})
     assert found.of == {("worker", 0): 0, ("worker", 1): 0, ("worker", 2): 1, ("experts", 0): 2}
     assert found.bundles == ({"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}, {"CPU": 2.0})
+
+
+def test_bundles_stay_on_the_drivers_node_where_all_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(get_node_id=lambda: "own")
+    monkeypatch.setattr(ray_placement, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    free = {"own": {"CPU": 4.0, "GPU": 1.0}, "other": {"CPU": 64.0, "GPU": 8.0}}
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: free)
+    fits = [{"CPU": 1.5}, {"CPU": 2.5, "GPU": 1.0}]
+    assert on_own_node(fits) == [{"ray.io/node-id": "own"}] * 2
+    assert on_own_node([*fits, {"CPU": 0.01}]) is on_own_node([*fits, {"GPU": 1.0}]) is None
 
 
 def test_gpus_of_several_hosts_have_bundles_there() -> None:
