@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors import watch
 from kt_ray.actors.cluster import ActorCluster, Handle
-from kt_ray.actors.ray import ray_cluster
+from kt_ray.actors.ray import ray_cluster, ray_hosts
 from kt_ray.actors.ray.ray_cluster import RayActorSpec, RayCluster, RayHandle
-from kt_ray.actors.specs import ActorSpecs
+from kt_ray.actors.ray.ray_hosts import RayNode, choose
+from kt_ray.actors.specs import ActorSpecs, actor_specs
 from kt_ray.actors.watch import Status
 from kt_ray.batch import PassSpec
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import TryAgain, UserError
+from kt_ray.hardware.host_look import Shared, Sight, versions
+from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.transport.messages import Address
+from tests.placement.configs import make_config, make_hardware, small_dims
 
 
 class Loading(Handle):
@@ -180,6 +188,61 @@ def test_who_fails_to_connect_may_have_missed_one_that_died(
     assert cluster._lost == ({("experts", 2)} if dies else set())
 
 
+def test_hosts_whose_nodes_die_get_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two in turn, of three hosts: each gets a node of its own, when one joins, and new CPU numbers."""
+    hosts = make_hardware(sockets=1, cores=4)
+    plan = make_plan(small_dims(), make_config(rule={"nodes": 3, "device": "cpu"}), hosts)
+    nodes = {name: RayNode(name, name, 8, 8, Sight(hosts, versions(), ())) for name in "abc"}
+    alive = list("abc")
+    removed: list[Any] = []
+    shift = replace(hosts, sockets=tuple(replace(s, cpus=(4, 5, 6, 7)) for s in hosts.sockets))
+
+    def joins(_: float) -> None:
+        name = chr(ord("d") + len(removed) - 1)
+        nodes[name] = RayNode(name, name, 8, 8, Sight(shift, versions(), ()))
+        alive.append(name)
+
+    context = SimpleNamespace(get_node_id=lambda: "a")
+
+    def late(future: str, timeout: float) -> None:
+        raise GetTimeoutError(future)
+
+    pretended = SimpleNamespace(
+        nodes=lambda: [{"NodeID": name, "Alive": True} for name in alive],
+        get_runtime_context=lambda: context,
+        get=late,
+    )
+    for module in (ray_cluster, ray_hosts):
+        monkeypatch.setattr(module, "ray", pretended)
+    monkeypatch.setattr(
+        ray_hosts, "_nodes", lambda _, __, known: [nodes[name] for name in alive if name not in known]
+    )
+    monkeypatch.setattr(ray_cluster, "placement_group", lambda _, **how: how["bundle_label_selector"])
+    monkeypatch.setattr(ray_cluster, "await_group", lambda *_: None)
+    monkeypatch.setattr(ray_cluster, "remove_placement_group", removed.append)
+    monkeypatch.setattr(ray_cluster.time, "sleep", joins)
+    cluster = RayCluster(
+        plan, actor_specs(plan, make_config(), "", formulas={}), ClusterConfig(), RayRule(), "test"
+    )
+    cluster._shared = Shared(())
+    cluster.hosts = choose(plan, nodes.values(), "a", [8, 8, 8], versions())
+    reserved = cluster._reservations()
+    cluster._describe(reserved, *cluster._reserve(reserved, range(3)))
+    for host, dead, new in [(1, "b", "d"), (2, "c", "e")]:
+        alive.remove(dead)
+        cluster._lost.clear()
+        cluster._replace_hosts(time.monotonic() + 60)
+        assert cluster._lost == {("experts", host)} and cluster.hosts.nodes[host].id == new
+        spec = cluster._actor_specs["experts", host]
+        assert spec.place.placement_group == [{"ray.io/node-id": new}] and spec.arguments[2] == (4, 5, 6, 7)
+    assert removed == [[{"ray.io/node-id": "b"}], [{"ray.io/node-id": "c"}]]
+    assert [host.id for host in cluster.hosts.nodes] == ["a", "d", "e"] and cluster._gone() == set()
+    # An actor waits for no place on a dead node.
+    alive.remove("e")
+    with pytest.raises(ActorLost, match="expert actor 2 died; found its node is dead"):
+        cluster._placed(RayHandle(("experts", 2), None), "place", 60.0)
+
+
 def test_who_does_not_say_where_it_is_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor that freezes while another is replaced; but where no node has room, nobody is to blame."""
 
@@ -200,11 +263,12 @@ def test_who_does_not_say_where_it_is_counts_as_lost(monkeypatch: pytest.MonkeyP
     for rank, place in enumerate(["fine", "frozen"]):
         remote = SimpleNamespace(place=SimpleNamespace(remote=lambda place=place: place))
         cluster.experts.append(RayHandle(("experts", rank), remote))
+    seat = PlacementGroupSchedulingStrategy(cast(PlacementGroup, None))
+    cluster._actor_specs[("experts", 1)] = RayActorSpec((), seat, 2.0, 0.0)
     with pytest.raises(ActorLost, match="expert actor 1 did not answer for 4 s"):
         cluster._introduce()
     assert cluster._lost == {("experts", 1)}
     table["state"] = "RESCHEDULING"
-    cluster._actor_specs[("experts", 1)] = RayActorSpec((), 0, 2.0, 0.0)
     with pytest.raises(UserError, match="no node has room for expert actor 1") as raised:
         cluster._introduce()
     assert not isinstance(raised.value, ActorLost)

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,7 +32,7 @@ from kt_ray.actors.ray.ray_address import (
     running_cluster,
 )
 from kt_ray.actors.ray.ray_guard import RayGuard
-from kt_ray.actors.ray.ray_hosts import Hosts, check_nodes, find_hosts, own_cpus, worker_cpus
+from kt_ray.actors.ray.ray_hosts import Hosts, check_nodes, find_hosts, own_cpus, shared_by, worker_cpus
 from kt_ray.actors.ray.ray_placement import (
     PACKED,
     Seats,
@@ -43,6 +43,7 @@ from kt_ray.actors.ray.ray_placement import (
     differ,
     gpu_share,
     gpus_behind,
+    host_of,
     lane_devices,
     on_own_node,
     reservations,
@@ -54,6 +55,8 @@ from kt_ray.actors.specs import ActorSpecs
 from kt_ray.actors.watch import ActorDied
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import TryAgain, UserError
+from kt_ray.hardware.host_look import Shared
+from kt_ray.hardware.machine import Gpu
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.transports import several_nodes
 from kt_ray.train.cluster_protocol import ActorLost
@@ -97,7 +100,7 @@ class RayActorSpec:
     """What one Ray actor is started from: arguments of `RayActor`, its bundle, and what it takes of it."""
 
     arguments: tuple[Any, ...]
-    bundle_index: int
+    place: PlacementGroupSchedulingStrategy
     cpus: float
     gpus: float
 
@@ -133,7 +136,9 @@ class RayCluster(ActorCluster):
         self.joined = False  # a cluster that was there before
         self.connected = False  # to Ray, by this object: it then disconnects, too
         self._guard: RayGuard | None = None  # of a Ray that this object started
-        self._group: Any = None
+        self._shared: Shared | None = None  # what all hosts of a plan for several see
+        self._groups: dict[int, Any] = {}  # placement group of every host
+        self._behind: dict[int, tuple[str, Gpu | None]] = {}  # the GPU of every bundle that has one
         self._actor_specs: dict[Address, RayActorSpec] = {}
         self._keepers: list[Any] = []  # see share_on_hosts
         self._epoch = 0  # how often the actors were introduced to each other
@@ -259,30 +264,21 @@ class RayCluster(ActorCluster):
         """Which node is which host of a plan for several; its expert actors get that host's CPUs."""
         if self.plan.hardware.hosts == 1:
             return ()
+        self._shared = shared_by(self.specs, self.run_dir)
         needed = reserved_by_host(self.plan, self.rule)
-        timeout = self.config.start_timeout
-        self.hosts = find_hosts(self.plan, self.specs, self.run_dir, needed, timeout)
+        self.hosts = find_hosts(self.plan, self._shared, needed, self.config.start_timeout)
         self.specs = own_cpus(self.plan, self.specs, self.hosts)
         return self.hosts.lines
 
     def _spawn(self) -> None:
         if not ray.is_initialized() or (self.plan.hardware.hosts > 1 and self.hosts is None):
             self.connect()
-        have = [node.cpus for node in self.hosts.nodes] if self.hosts else [cpus_for_one_host(self.rule)]
-        reserved = reservations(self.plan, self.rule, have)
-        share = gpu_share(self.plan)
-        chosen, cards = self._reserve(reserved)
+        reserved = self._reservations()
+        chosen, cards = self._reserve(reserved, range(self.plan.hardware.hosts))
         self._keepers, self.specs = share_on_hosts(
-            self.plan, self.specs, self._group, chosen, self.config.start_timeout
+            self.plan, self.specs, self._groups, chosen, self.config.start_timeout
         )
-        bundles, specs = chosen.of, self.specs.in_own_processes(cards)
-        for (kind, rank), arguments in specs.arguments(self.plan).items():
-            worker = self.plan.workers[rank] if kind == "worker" else None
-            gpus = share.get(worker.place, 0.0) if worker else 0.0
-            cpus = worker_cpus(self.plan, worker, self.hosts) if worker else specs.experts[rank].cpus
-            self._actor_specs[kind, rank] = RayActorSpec(
-                (kind, rank, cpus, *arguments), bundles[kind, rank], reserved[kind, rank], gpus
-            )
+        self._describe(reserved, chosen, cards)
         for address in self._actor_specs:
             try:
                 handle = self._create(address)
@@ -295,6 +291,22 @@ class RayCluster(ActorCluster):
                 ) from error
             (self.workers if address[0] == "worker" else self.experts).append(handle)
         self._introduce()
+
+    def _reservations(self) -> dict[Address, float]:
+        have = [node.cpus for node in self.hosts.nodes] if self.hosts else [cpus_for_one_host(self.rule)]
+        return reservations(self.plan, self.rule, have)
+
+    def _describe(self, reserved: dict[Address, float], chosen: Seats, cards: dict[str, str]) -> None:
+        """What every actor is started from, now or after a death. Args: see `_reserve`."""
+        share, specs = gpu_share(self.plan), self.specs.in_own_processes(cards)
+        for (kind, rank), arguments in specs.arguments(self.plan).items():
+            worker = self.plan.workers[rank] if kind == "worker" else None
+            gpus = share.get(worker.place, 0.0) if worker else 0.0
+            cpus = worker_cpus(self.plan, worker, self.hosts) if worker else specs.experts[rank].cpus
+            place = chosen.place(self._groups, chosen.of[kind, rank])
+            self._actor_specs[kind, rank] = RayActorSpec(
+                (kind, rank, cpus, *arguments), place, reserved[kind, rank], gpus
+            )
 
     def environment(self) -> dict[str, str]:
         """Variables that processes of this cluster must see."""
@@ -319,19 +331,18 @@ class RayCluster(ActorCluster):
             num_gpus=spec.gpus,
             max_restarts=0,  # we put a new one in its place: decisions/010
             max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=spec.bundle_index
-            ),
+            scheduling_strategy=spec.place,
             **runtime_env,
         )
         return RayHandle(address, factory.remote(*spec.arguments))
 
     def _respawn(self, lost: AbstractSet[Address]) -> None:
-        """Into the bundles of those lost. Ray moves the bundles of a dead node to one that has room."""
+        """Into the bundles of those lost. Of a plan for one host, Ray moves the bundles of a dead node."""
         timeout = self.config.start_timeout
         deadline = time.monotonic() + timeout
         while True:
             self._kill(self._lost | lost)  # none may come back beside its successor
+            self._replace_hosts(deadline)
             for address in sorted(self._lost | lost):
                 handles = self.workers if address[0] == "worker" else self.experts
                 handles[address[1]] = self._create_again(address)
@@ -342,6 +353,43 @@ class RayCluster(ActorCluster):
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(1.0)
+
+    def _replace_hosts(self, deadline: float) -> None:
+        """Another node, now or when one joins, for every host whose node is dead. All actors there are lost.
+
+        Not left to Ray, which would put the actors of two hosts on one node, or on one that nobody looked at.
+
+        Raises:
+            UserError: no node was as planned until `deadline`.
+        """
+        gone = self._gone()
+        if self.hosts is None or self._shared is None or not gone:
+            return
+        self._lost |= {address for address in self._actor_specs if host_of(self.plan, address) in gone}
+        for host in gone & self._groups.keys():
+            remove_placement_group(self._groups.pop(host))
+        kept = {host: node for host, node in enumerate(self.hosts.nodes) if host not in gone}
+        needed = reserved_by_host(self.plan, self.rule)
+        while True:
+            try:
+                self.hosts = find_hosts(self.plan, self._shared, needed, self.config.start_timeout, kept)
+                break
+            except UserError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
+        for line in self.hosts.lines:
+            self.say(line)
+        self.specs = own_cpus(self.plan, self.specs, self.hosts)
+        reserved = self._reservations()
+        self._describe(reserved, *self._reserve(reserved, gone))
+
+    def _gone(self) -> set[int]:
+        """Hosts of a plan for several whose node is dead. With the driver's the driver dies."""
+        if self.hosts is None:
+            return set()
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return {host for host, node in enumerate(self.hosts.nodes) if host and node.id not in alive}
 
     def _kill(self, lost: AbstractSet[Address]) -> None:
         """Ray sends SIGKILL to one that does not follow within seconds: a stopped process, too."""
@@ -374,7 +422,7 @@ class RayCluster(ActorCluster):
         peers: dict[Address, Peer] = {}
         for handle, future in zip(self._ray_handles(), places, strict=True):
             try:
-                peers[handle.address] = Peer(handle.actor, *self._placed(future, timeout))
+                peers[handle.address] = Peer(handle.actor, *self._placed(handle, future, timeout))
             except GetTimeoutError as error:
                 raise self._not_started(handle, str(error)) from error
             except RayTaskError as error:
@@ -392,11 +440,12 @@ class RayCluster(ActorCluster):
             timeout,
         )
 
-    def _placed(self, future: Any, timeout: float) -> Any:
+    def _placed(self, handle: RayHandle, future: Any, timeout: float) -> Any:
         """Where an actor is, once it has a place.
 
         Raises:
             GetTimeoutError: not in time.
+            ActorLost: the node of its host is dead.
             TryAgain: this run's own Ray has lost its only node: none will come.
         """
         deadline = time.monotonic() + timeout
@@ -407,6 +456,8 @@ class RayCluster(ActorCluster):
             except GetTimeoutError:
                 if left <= LOOK:
                     raise
+            if (gone := self._gone()) and host_of(self.plan, handle.address) in gone:
+                raise self._death(handle, ActorDied("its node is dead"))
             if not self.joined and not any(node["Alive"] for node in ray.nodes()):
                 raise TryAgain(
                     "Ray's node is dead",
@@ -418,13 +469,14 @@ class RayCluster(ActorCluster):
     def _not_started(self, handle: RayHandle, error: str) -> UserError:
         """Why an actor does not answer in time: no node has room for it, or it is frozen, or slow."""
         timeout = self.config.start_timeout
-        if placement_group_table(self._group).get("state") == "CREATED":
+        spec = self._actor_specs[handle.address]
+        if placement_group_table(spec.place.placement_group).get("state") == "CREATED":
             how = f"did not answer for {timeout:.0f} s"
             remedy = (
                 "raise cluster.start_timeout if it is only slow, or look into /tmp/ray/session_latest/logs"
             )
             return self._death(handle, ActorDied(error, how, remedy))
-        spec, free = self._actor_specs[handle.address], ray.available_resources()
+        free = ray.available_resources()
         alive = sum(1 for node in ray.nodes() if node["Alive"])
         return UserError(
             f"no node has room for {handle.name}, and none came within {timeout:.0f} s",
@@ -482,28 +534,41 @@ class RayCluster(ActorCluster):
             raise self._death(first, _died(error)) from error
         return meeting
 
-    def _reserve(self, reserved: dict[Address, float]) -> tuple[Seats, dict[str, str]]:
-        """The placement group: the bundle of every actor in it, and the cards that lanes compute on by name
-        (`cards_of`).
+    def _reserve(
+        self, reserved: dict[Address, float], hosts: Collection[int]
+    ) -> tuple[Seats, dict[str, str]]:
+        """Placement groups for these hosts, one each, so that one that is lost is reserved anew by itself.
+
+        Args:
+            reserved: CPUs of every actor.
+
+        Returns:
+            The bundle of every actor, and the cards that lanes compute on by name (`cards_of`).
         """
         chosen = seats(self.plan, reserved)
-        bundles = list(chosen.bundles)
+        bundles = {host: [chosen.bundles[i] for i in chosen.of_host(host)] for host in hosts}
+        for host in hosts:
+            if self.hosts is None:
+                strategy = self.rule.strategy
+                selectors = on_own_node(bundles[host]) if strategy in PACKED else None
+            else:
+                strategy = "PACK"
+                selectors = [{"ray.io/node-id": self.hosts.nodes[host].id}] * len(bundles[host])
+            self._groups[host] = placement_group(
+                bundles[host], strategy=strategy, bundle_label_selector=selectors
+            )
+        for host in hosts:
+            await_group(self._groups[host], bundles[host], self.config.start_timeout)
         if self.hosts is None:
-            strategy = self.rule.strategy
-            selectors = on_own_node(bundles) if strategy in PACKED else None
-        else:
-            strategy, selectors = "PACK", [self.hosts.selector(host) for host in chosen.host]
-        self._group = placement_group(bundles, strategy=strategy, bundle_label_selector=selectors)
-        await_group(self._group, bundles, self.config.start_timeout)
-        if self.hosts is None:
-            self._check_nodes(set(placement_group_table(self._group)["bundles_to_node_id"].values()))
+            self._check_nodes(set(placement_group_table(self._groups[0])["bundles_to_node_id"].values()))
         lanes = bool(lane_devices(self.plan))
         if not lanes and not differ(self.plan):
             return chosen, {}
-        behind = gpus_behind(self._group, chosen, self.config.start_timeout)
+        groups = {host: self._groups[host] for host in hosts}
+        self._behind |= gpus_behind(groups, chosen, self.config.start_timeout)
         if differ(self.plan):
-            chosen = by_gpu(self.plan, chosen, behind)
-        return chosen, cards_of(chosen, behind) if lanes else {}
+            chosen = by_gpu(self.plan, chosen, self._behind)
+        return chosen, cards_of(chosen, self._behind) if lanes else {}
 
     def _check_nodes(self, nodes: set[str]) -> None:
         """Of a plan for one host: each but the driver's in a Ray of this run's own must see what it sees.
@@ -521,7 +586,7 @@ class RayCluster(ActorCluster):
                 "another node" if len(nodes) == 1 else f"{len(nodes)} nodes",
             )
         if look_at := others | {own} if self.joined else others:
-            check_nodes(self.specs, self.run_dir, look_at, self.config.start_timeout)
+            check_nodes(shared_by(self.specs, self.run_dir), look_at, self.config.start_timeout)
 
     def _ray_handles(self) -> list[RayHandle]:
         return cast(list[RayHandle], self.handles)
@@ -557,9 +622,8 @@ class RayCluster(ActorCluster):
         try:
             for actor in (*(handle.actor for handle in self._ray_handles()), *self._keepers):
                 ray.kill(actor, no_restart=True)
-            if self._group is not None:
-                remove_placement_group(self._group)
-                self._group = None
+            while self._groups:
+                remove_placement_group(self._groups.popitem()[1])
         finally:
             if self.connected:
                 # Ends a cluster that `connect` started; leaves one that it joined.

@@ -2,7 +2,8 @@
 
 Before anything is loaded, a small task looks at every node of the cluster: its sockets, instruction sets and
 packages, and whether it sees the model and the run directory. The driver's node is host 0; the others are
-the first nodes, in the order of their ids, that are as planned and have enough free CPUs.
+the first nodes, in the order of their ids, that are as planned and have enough free CPUs. A host whose node
+dies gets another one in the same way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -44,22 +46,10 @@ class RayNode:
 
 @dataclass(frozen=True)
 class Hosts:
-    """nodes: the Ray node of every host, in the plan's order. others: nodes that are none of them."""
+    """nodes: the Ray node of every host, in the plan's order. lines: which these are, and why not others."""
 
     nodes: tuple[RayNode, ...]
-    others: tuple[str, ...]
     lines: tuple[str, ...] = ()
-
-    def selector(self, host: int) -> dict[str, str]:
-        """Ray's label selector for bundles of a host.
-
-        Other hosts than the driver's are "none of the rest", so that a node that is started again after its
-        death, under a new id, takes its place.
-        """
-        if host == 0:
-            return {"ray.io/node-id": self.nodes[0].id}
-        rest = [node.id for i, node in enumerate(self.nodes) if i != host]
-        return {"ray.io/node-id": f"!in({','.join([*rest, *self.others])})"}
 
 
 def unfit(plan: Plan, host: int, node: RayNode, cpus: float, own: Sequence[tuple[str, str]]) -> str | None:
@@ -118,37 +108,44 @@ def _needs(plan: Plan, host: int) -> dict[int, int]:
 
 
 def choose(
-    plan: Plan, nodes: Iterable[RayNode], driver: str, cpus: Sequence[float], own: Sequence[tuple[str, str]]
+    plan: Plan,
+    nodes: Iterable[RayNode],
+    driver: str,
+    cpus: Sequence[float],
+    own: Sequence[tuple[str, str]],
+    kept: Mapping[int, RayNode] = MappingProxyType({}),
 ) -> Hosts:
     """The Ray node of every host of the plan.
 
     Args:
         nodes: those alive. driver: id of the driver's. cpus: that each host's actors reserve.
+        kept: hosts that have their nodes already; these are not in `nodes`.
 
     Raises:
         UserError: the driver's node is not as planned, or too few others are; it says why each is not.
     """
-    first = next(node for node in nodes if node.id == driver)
-    wrong = unfit(plan, 0, first, cpus[0], own)
-    if wrong is not None:
-        raise UserError(
-            "the driver's Ray node is not as planned",
-            where=f"node {first.address} ({first.id[:8]})",
-            observed=wrong,
-            remedy="start Ray there with all CPUs of the host, and end what else runs in the cluster",
-        )
-    chosen, passed, others = [first], [], []
+    chosen = dict(kept)
+    if 0 not in chosen:
+        chosen[0] = next(node for node in nodes if node.id == driver)
+        wrong = unfit(plan, 0, chosen[0], cpus[0], own)
+        if wrong is not None:
+            raise UserError(
+                "the driver's Ray node is not as planned",
+                where=f"node {chosen[0].address} ({chosen[0].id[:8]})",
+                observed=wrong,
+                remedy="start Ray there with all CPUs of the host, and end what else runs in the cluster",
+            )
+    passed = []
+    missing = [host for host in range(plan.hardware.hosts) if host not in chosen]
     for node in sorted((n for n in nodes if n.id != driver), key=lambda n: n.id):
-        if len(chosen) == plan.hardware.hosts:
-            others.append(node.id)
-            continue
-        wrong = unfit(plan, len(chosen), node, cpus[len(chosen)], own)
+        if not missing:
+            break
+        wrong = unfit(plan, missing[0], node, cpus[missing[0]], own)
         if wrong is None:
-            chosen.append(node)
+            chosen[missing.pop(0)] = node
         else:
-            others.append(node.id)
             passed.append(f"node {node.address} ({node.id[:8]}): {wrong}")
-    if len(chosen) < plan.hardware.hosts:
+    if missing:
         raise UserError(
             "the Ray cluster has too few nodes for the plan",
             where=f"rule.nodes={plan.hardware.hosts}",
@@ -157,28 +154,40 @@ def choose(
             remedy="start Ray on more hosts (ray start --address=HEAD:PORT; docs/multi_node.md), or lower "
             "rule.nodes",
         )
-    lines = [f"host {i}: Ray node {n.address} ({n.id[:8]})" for i, n in enumerate(chosen)]
-    return Hosts(tuple(chosen), tuple(others), (*lines, *(f"not used: {line}" for line in passed)))
+    new = [(i, node) for i, node in sorted(chosen.items()) if i not in kept]
+    lines = [f"host {i}: Ray node {node.address} ({node.id[:8]})" for i, node in new]
+    in_order = tuple(chosen[host] for host in range(plan.hardware.hosts))
+    return Hosts(in_order, (*lines, *(f"not used: {line}" for line in passed)))
 
 
 def find_hosts(
-    plan: Plan, specs: ActorSpecs, run_dir: str | None, cpus: Sequence[float], timeout: float
+    plan: Plan,
+    shared: Shared,
+    cpus: Sequence[float],
+    timeout: float,
+    kept: Mapping[int, RayNode] = MappingProxyType({}),
 ) -> Hosts:
     """Look at every node of the connected cluster and choose the plan's hosts among them.
 
     Args:
-        run_dir: directory that all hosts must share; None = not checked.
-        cpus: that each host's actors reserve with Ray.
-        timeout: seconds a node may take to answer.
+        shared: what they must see. cpus: that each host's actors reserve with Ray.
+        timeout: seconds a node may take to answer. kept: hosts that have their nodes already.
 
     Raises:
         UserError: see `choose`.
     """
-    nodes = _nodes(specs, run_dir, timeout)
-    return choose(plan, nodes, ray.get_runtime_context().get_node_id(), cpus, versions())
+    nodes = _nodes(shared, timeout, {node.id for node in kept.values()})
+    return choose(plan, nodes, ray.get_runtime_context().get_node_id(), cpus, versions(), kept)
 
 
-def check_nodes(specs: ActorSpecs, run_dir: str | None, ids: AbstractSet[str], timeout: float) -> None:
+def shared_by(specs: ActorSpecs, run_dir: str | None) -> Shared:
+    """What all nodes must see as the driver sees it now. run_dir: None = not checked."""
+    paths = {specs.stages[0].model_dir, *(host.experts_path for host in specs.experts if host.experts_path)}
+    contents = tuple((path, digest(path)) for path in sorted(map(os.path.abspath, paths)))
+    return Shared(contents, run_dir, f".kt_ray-{secrets.token_hex(8)}")
+
+
+def check_nodes(shared: Shared, ids: AbstractSet[str], timeout: float) -> None:
     """Nodes that Ray chose for a plan for one host. Args: as in `find_hosts`.
 
     Raises:
@@ -186,7 +195,7 @@ def check_nodes(specs: ActorSpecs, run_dir: str | None, ids: AbstractSet[str], t
     """
     own = versions()
     nodes = [node for node in ray.nodes() if node["NodeID"] in ids]
-    for node, sight in zip(nodes, _sights(nodes, specs, run_dir, timeout), strict=True):
+    for node, sight in zip(nodes, _sights(nodes, shared, timeout), strict=True):
         wrong = sight if isinstance(sight, str) else _stranger(sight, own)
         if wrong is None:
             continue
@@ -205,10 +214,10 @@ def check_nodes(specs: ActorSpecs, run_dir: str | None, ids: AbstractSet[str], t
         )
 
 
-def _nodes(specs: ActorSpecs, run_dir: str | None, timeout: float) -> list[RayNode]:
+def _nodes(shared: Shared, timeout: float, known: AbstractSet[str]) -> list[RayNode]:
     from ray._private.state import available_resources_per_node
 
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in known]
     free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
     return [
         RayNode(
@@ -219,20 +228,19 @@ def _nodes(specs: ActorSpecs, run_dir: str | None, timeout: float) -> list[RayNo
             sight,
             float(free.get(node["NodeID"], {}).get("GPU", 0.0)),
         )
-        for node, sight in zip(alive, _sights(alive, specs, run_dir, timeout), strict=True)
+        for node, sight in zip(alive, _sights(alive, shared, timeout), strict=True)
     ]
 
 
-def _sights(
-    nodes: Sequence[Mapping[str, Any]], specs: ActorSpecs, run_dir: str | None, timeout: float
-) -> list[Sight | str]:
+def _sights(nodes: Sequence[Mapping[str, Any]], shared: Shared, timeout: float) -> list[Sight | str]:
     """What each of these nodes finds when it looks, or why it cannot."""
-    paths = {specs.stages[0].model_dir, *(host.experts_path for host in specs.experts if host.experts_path)}
-    contents = tuple((path, digest(path)) for path in sorted(map(os.path.abspath, paths)))
-    shared = Shared(contents, run_dir, f".kt_ray-{secrets.token_hex(8)}")
-    mark = Path(run_dir) / shared.mark if run_dir is not None else None
+    mark = Path(shared.run_dir) / shared.mark if shared.run_dir is not None else None
     if mark is not None:
-        mark.touch()
+        try:
+            mark.touch()
+        except OSError as error:  # after a death: at the start the directory has just been made
+            what, remedy = "run directory cannot be written", "free space, or set run.root to another disk"
+            raise UserError(what, where=str(mark.parent), observed=error, remedy=remedy) from error
     task: Any = ray.remote(num_cpus=0, max_retries=0)(look)
     try:
         answers = [

@@ -31,7 +31,7 @@ PACKED = ("PACK", "STRICT_PACK")  # of rule.ray.strategy: all actors on one node
 
 @dataclass(frozen=True)
 class Seats:
-    """bundles of the placement group; of: the bundle of every actor; host: of every bundle; gpu: the bundle
+    """bundles of the placement groups; of: the bundle of every actor; host: of every bundle; gpu: the bundle
     of every GPU of the plan that is used (`gpu_name`).
     """
 
@@ -39,6 +39,16 @@ class Seats:
     of: dict[Address, int]
     host: tuple[int, ...]
     gpu: dict[str, int]
+
+    def of_host(self, host: int) -> list[int]:
+        """Bundles of a host, in the order of its placement group."""
+        return [bundle for bundle, there in enumerate(self.host) if there == host]
+
+    def place(self, groups: Mapping[int, Any], bundle: int) -> PlacementGroupSchedulingStrategy:
+        """A bundle for Ray. groups: the placement group of its host, by host."""
+        host = self.host[bundle]
+        index = self.of_host(host).index(bundle)
+        return PlacementGroupSchedulingStrategy(groups[host], placement_group_bundle_index=index)
 
 
 def threads_of(plan: Plan) -> dict[Address, float]:
@@ -234,15 +244,15 @@ def cards_of(chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -> dict[str
     }
 
 
-def gpus_behind(group: Any, chosen: Seats, timeout: float) -> dict[int, tuple[str, Gpu | None]]:
-    """The GPU of every bundle that reserves one, as a task inside it sees it."""
+def gpus_behind(
+    groups: Mapping[int, Any], chosen: Seats, timeout: float
+) -> dict[int, tuple[str, Gpu | None]]:
+    """The GPU of every bundle of these hosts' that reserves one, as a task inside it sees it."""
     task: Any = ray.remote(num_cpus=0, num_gpus=1, max_retries=0)(_own_gpu)
     answers = {
-        bundle: task.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        ).remote()
+        bundle: task.options(scheduling_strategy=chosen.place(groups, bundle)).remote()
         for bundle, resources in enumerate(chosen.bundles)
-        if "GPU" in resources
+        if "GPU" in resources and chosen.host[bundle] in groups
     }
     return {bundle: ray.get(answer, timeout=timeout) for bundle, answer in answers.items()}
 

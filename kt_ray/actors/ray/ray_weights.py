@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors.ray.ray_placement import Seats
 from kt_ray.actors.specs import ActorSpecs, shares_files, weights_files, with_weights_files
@@ -23,7 +23,7 @@ class WeightsKeeper:
 
 
 def share_on_hosts(
-    plan: Plan, specs: ActorSpecs, group: Any, chosen: Seats, timeout: float
+    plan: Plan, specs: ActorSpecs, groups: Mapping[int, Any], chosen: Seats, timeout: float
 ) -> tuple[list[Any], ActorSpecs]:
     """Keepers, one on every other host with attention, and specs with which the workers there share weights.
 
@@ -31,7 +31,7 @@ def share_on_hosts(
     elsewhere then have weights of their own, and say so.
 
     Args:
-        group: the placement group of the actors. chosen: their bundles in it. timeout: seconds to start in.
+        groups: placement group of the actors by host. chosen: their bundles. timeout: seconds to start in.
     """
     if not shares_files(plan, specs):
         return [], specs
@@ -39,8 +39,7 @@ def share_on_hosts(
     keepers: list[Any] = []
     for worker in plan.workers:
         if worker.host == len(keepers) + 1:
-            bundle = chosen.of["worker", worker.rank]
-            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            where = chosen.place(groups, chosen.of["worker", worker.rank])
             keepers.append(keeper.options(scheduling_strategy=where).remote(plan.stages))
     answers = ray.get([keeper.paths.remote() for keeper in keepers], timeout=timeout)
     for host, paths in enumerate(answers, 1):

@@ -35,10 +35,19 @@ def node(name: str, hardware: Hardware = HOST, *, free: float = 8, unseen: tuple
 
 def test_the_driver_first_then_by_id() -> None:
     hosts = choose(plan(3), [node("c"), node("a"), node("b"), node("d")], "c", [8, 8, 8], OWN)
-    assert [n.id for n in hosts.nodes] == ["c", "a", "b"] and hosts.others == ("d",)
-    assert hosts.selector(0) == {"ray.io/node-id": "c"}
-    assert hosts.selector(1) == {"ray.io/node-id": "!in(c,b,d)"}
+    assert [n.id for n in hosts.nodes] == ["c", "a", "b"]
     assert hosts.lines[0].startswith("host 0: Ray node 10.0.0.99")
+
+
+def test_a_host_that_was_lost_gets_another_node() -> None:
+    """A spare one or one that has just come, as planned; never a node of another host."""
+    kept = {0: node("c", free=0), 2: node("b", free=0)}  # their own actors have the CPUs
+    hosts = choose(plan(3), [node("e", free=1), node("d"), node("f")], "c", [8, 8, 8], OWN, kept)
+    assert [n.id for n in hosts.nodes] == ["c", "d", "b"]
+    assert [line.partition(":")[0] for line in hosts.lines] == ["host 1"]
+    with pytest.raises(UserError, match="too few nodes") as caught:
+        choose(plan(3), [node("e", free=1)], "c", [8, 8, 8], OWN, kept)
+    assert "2 nodes as planned; node 10.0.0.101 (e): 1 of its 8 CPUs" in str(caught.value.observed)
 
 
 def test_unfit_nodes_are_passed_over_and_named() -> None:
@@ -46,7 +55,6 @@ def test_unfit_nodes_are_passed_over_and_named() -> None:
     hosts = choose(plan(), [node("d"), busy, blind, node("e")], "d", [8, 8], OWN)
     assert [n.id for n in hosts.nodes] == ["d", "e"]
     assert any("not used" in line and "1 of its 8 CPUs are free" in line for line in hosts.lines)
-    assert hosts.selector(1) == {"ray.io/node-id": "!in(d,a,b)"}
     with pytest.raises(UserError, match="too few nodes") as caught:
         choose(plan(), [node("d"), busy, blind], "d", [8, 8], OWN)
     assert "/models/x" in str(caught.value.observed) and caught.value.remedy
@@ -91,11 +99,11 @@ def test_nodes_of_a_plan_for_one_host(
     pretended = SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: context)
     monkeypatch.setattr(ray_hosts, "ray", pretended)
     monkeypatch.setattr(ray_hosts, "_sights", lambda nodes, *_: [sight for _ in nodes])
-    specs = ActorSpecs((), (), OptimConfig(), 1)
+    shared = Shared((), "/runs", "mark")
     if found is None:
-        return check_nodes(specs, "/runs", {id}, 1.0)
+        return check_nodes(shared, {id}, 1.0)
     with pytest.raises(UserError, match="not as the run needs it") as raised:
-        check_nodes(specs, "/runs", {id}, 1.0)
+        check_nodes(shared, {id}, 1.0)
     assert found in str(raised.value.observed) and "cluster.address=local" in raised.value.remedy
     assert ("run.root on a disk" in raised.value.remedy) == (id == "other")
 
@@ -115,7 +123,7 @@ def test_actors_take_the_cpus_of_their_own_host() -> None:
     two = plan(experts={"sockets": 4})
     assert [(a.host, a.node) for a in two.experts] == [(h, n) for h in (0, 1) for n in (0, 0, 1, 1)]
     specs = ActorSpecs((), tuple(spec(a) for a in two.experts), OptimConfig(), 1)
-    changed = own_cpus(two, specs, Hosts((node("a"), node("b", there)), ()))
+    changed = own_cpus(two, specs, Hosts((node("a"), node("b", there))))
     assert changed.experts[:4] == specs.experts[:4]
     assert [(s.node, s.cpus) for s in changed.experts[4:]] == [
         (4, (100, 101)), (4, (102, 103)), (5, (104, 105)), (5, (106, 107))

@@ -67,6 +67,11 @@ def test_reservations_scale_down_to_what_there_is() -> None:
 def test_a_bundle_per_actor_and_per_gpu() -> None:
     cpu = seats(plan(device="cpu", nodes=2), {("worker", 0): 1.0, ("experts", 0): 2.0, ("experts", 1): 3.0})
     assert cpu.bundles == ({"CPU": 1.0}, {"CPU": 2.0}, {"CPU": 3.0}) and cpu.host == (0, 0, 1)
+    # In the placement group of its host.
+    near, far = (SimpleNamespace(host=host) for host in (0, 1))
+    places = [cpu.place({0: near, 1: far}, bundle) for bundle in range(3)]
+    inside = [(place.placement_group, place.placement_group_bundle_index) for place in places]
+    assert inside == [(near, 0), (near, 1), (far, 0)]
     three = plan(2, **SHARED)
     assert gpu_share(three) == {"cuda:0": 0.5, "cuda:1": 1.0}
     found = seats(three, {("worker", 0): 1.0, ("worker", 1): 1.0, ("worker", 2): 1.0, ("experts", 0): 2.0})
@@ -178,11 +183,11 @@ def test_an_expert_actor_is_shown_the_card_that_ray_reserved(
     try:
         cluster._spawn()
         lane = made["experts", 0].arguments[-2].lane
-        seat = made["worker", 0].bundle_index if device == "cuda" else 2
-        behind = gpus_behind(cluster._group, seats(two, dict.fromkeys(made, 0.1)), 60)
+        seat = made["worker", 0].place.placement_group_bundle_index if device == "cuda" else 2
+        behind = gpus_behind(cluster._groups, seats(two, dict.fromkeys(made, 0.1)), 60)
         assert lane.devices == ("cuda:0",) and lane.visible == behind[seat][0] != taken
     finally:
-        remove_placement_group(cluster._group)
+        remove_placement_group(cluster._groups[0])
         ray.kill(job)
 
 
@@ -194,7 +199,7 @@ def test_ray_gives_workers_of_one_device_the_same_gpu() -> None:
     chosen = seats(three, reserved)  # type: ignore[arg-type]
     group = placement_group(list(chosen.bundles), strategy="PACK")
     ray.get(group.ready(), timeout=60)
-    behind = gpus_behind(group, chosen, 60)
+    behind = gpus_behind({0: group}, chosen, 60)
     assert sorted(behind) == [0, 1] and len({gpu for gpu, _ in behind.values()}) == 2
 
     @ray.remote(max_restarts=0)
