@@ -91,10 +91,10 @@ def _run_all(
     """Every item that has no result yet, within its section's part of the minutes; the page after each."""
     old = {item: directory.read(item.section, item.name) for item in items}
     pending = [item for item in items if not (result := old[item]) or not result.counts_for(item)]
-    deadline = time.monotonic() + 60 * config.accept.minutes
+    deadline, ends = time.monotonic() + 60 * config.accept.minutes, dict[str, float]()
     for number, item in enumerate(pending):
         console.print(f"{item.section:6} {item.title} …", markup=False, end="")
-        seconds = _seconds(item, pending[number + 1 :], deadline - time.monotonic())
+        seconds = _seconds(item, pending[number + 1 :], deadline - time.monotonic(), ends)
         try:
             result = complete(item, directory, seconds, str(about["git_commit"] or ""))
             write_pages(directory.path, directory.results(), about)
@@ -109,14 +109,18 @@ def _run_all(
         console.print(f" {result.status} ({result.seconds:.0f} s)", markup=False)
 
 
-def _seconds(item: Item, others: Sequence[Item], left: float) -> float:
+def _seconds(item: Item, others: Sequence[Item], left: float, ends: dict[str, float]) -> float:
     """What an item gets of the seconds that are left.
 
-    Twice an equal part of its section's: what it leaves is the others'.
+    Twice an equal part of what its section has: what it leaves is the others'.
+
+    Args:
+        ends: when each section is over, by time.monotonic(). Filled in when its first item begins.
     """
-    possible = [other for other in others if not other.missing]
+    possible, now = [other for other in others if not other.missing], time.monotonic()
     sections = {item.section, *(other.section for other in possible)}
-    own = left * SHARES[item.section] / sum(SHARES[name] for name in sections)
+    share = SHARES[item.section] / sum(SHARES[name] for name in sections)
+    own = max(0.0, ends.setdefault(item.section, now + left * share) - now)
     beside = sum(other.section == item.section for other in possible)
     return min(left, max(own * 2 / (beside + 2), item.least))
 

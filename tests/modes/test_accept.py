@@ -146,18 +146,33 @@ def test_a_full_disk_is_one_line(run: Run, items, capsys, monkeypatch: pytest.Mo
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_shares_of_the_time() -> None:
+def test_shares_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lone item gets all; what is possible shares; what gives nothing in less time gets it."""
 
     def item(section: str, name: str, **more: object) -> Item:
         return Item(section, name, name, lambda task: Found(), **more)  # type: ignore[arg-type]
 
-    assert accept._seconds(item("fast", "a"), [], 90) == 90
-    assert accept._seconds(item("fast", "a"), [item("fast", "b", missing="no")], 90) == 90
-    assert accept._seconds(item("fast", "a"), [item("fast", "b")], 90) == 60
-    assert accept._seconds(item("fast", "a"), [item("runs", "b")], 60) == 60 * 0.25 / 0.6
-    assert accept._seconds(item("fast", "a", least=50), [item("runs", "b")], 60) == 50
-    assert accept._seconds(item("fast", "a", least=500), [], 60) == 60
+    monkeypatch.setattr(accept.time, "monotonic", lambda: 0.0)
+    assert accept._seconds(item("fast", "a"), [], 90, {}) == 90
+    assert accept._seconds(item("fast", "a"), [item("fast", "b", missing="no")], 90, {}) == 90
+    assert accept._seconds(item("fast", "a"), [item("fast", "b")], 90, {}) == 60
+    assert accept._seconds(item("fast", "a"), [item("runs", "b")], 60, {}) == 60 * 0.25 / 0.6
+    assert accept._seconds(item("fast", "a", least=50), [item("runs", "b")], 60, {}) == 50
+    assert accept._seconds(item("fast", "a", least=500), [], 60, {}) == 60
+
+
+def test_sections_keep_their_shares_where_every_item_takes_all_it_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = {"right": 7, "fast": 6, "runs": 5}
+    items = [Item(s, str(n), "", lambda task: Found()) for s, count in numbers.items() for n in range(count)]
+    clock, ends, taken = 0.0, dict[str, float](), dict.fromkeys(numbers, 0.0)
+    monkeypatch.setattr(accept.time, "monotonic", lambda: clock)
+    for number, item in enumerate(items):
+        seconds = accept._seconds(item, items[number + 1 :], 960 - clock, ends)
+        assert seconds > 10
+        clock, taken[item.section] = clock + seconds, taken[item.section] + seconds
+    assert taken == pytest.approx({"right": 360, "fast": 250, "runs": 350})
 
 
 def test_what_is_refused(run: Run, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
