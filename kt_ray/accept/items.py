@@ -170,7 +170,10 @@ class Directory:
 
 
 def complete(item: Item, directory: Directory, seconds: float, commit: str = "") -> Result:
-    """Run an item and keep its result. An item that breaks fails; the others go on."""
+    """Run an item and keep its result. An item that breaks fails; the others go on.
+
+    Where the clock leaves no time to find anything, what an earlier round has found stays.
+    """
     result = Result(item.section, item.name, item.title, options=item.options, commit=commit)
     if item.missing:
         result = dataclasses.replace(result, status=SKIP, notes=(item.missing,))
@@ -180,6 +183,10 @@ def complete(item: Item, directory: Directory, seconds: float, commit: str = "")
         begun = time.monotonic()
         result = _guarded(item, directory.task(item, seconds), result)
         result = dataclasses.replace(result, seconds=round(time.monotonic() - begun, 1))
+    if result.status == CUT and not result.records:
+        old = directory.read(item.section, item.name)
+        if old is not None and old.cut and old.options == item.options and (old.claims or old.records):
+            result = old
     directory.write(result)
     return result
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from kt_ray.accept.items import (
     REPO,
@@ -101,6 +102,21 @@ def test_what_is_done_again(tmp_path: Path) -> None:
     cut = complete(item_of(lambda task: Found([failed], cut=True)), directory, 5)
     assert (cut.status, cut.cut, cut.counts_for(item)) == ("fail", True, False)
     assert not complete(item._replace(missing="no GPU"), directory, 5).counts_for(item)
+
+
+@pytest.mark.parametrize("seconds", [0, 5])
+def test_no_time_takes_away_nothing_that_was_found(tmp_path: Path, seconds: float) -> None:
+    """Neither before an item nor before it has found anything; of other options nothing stays."""
+
+    def late(task: Task) -> Found:
+        raise OutOfTimeError("too late")
+
+    directory = Directory(tmp_path)
+    failed = Claim("fail", "a", "1", "2", "README.md")
+    first = complete(item_of(lambda task: Found([failed], records=[1], cut=True)), directory, 5)
+    assert complete(item_of(late), directory, seconds) == first == directory.read("fast", "thing")
+    assert not first.counts_for(item_of(late)), "it is done again"
+    assert not complete(item_of(late)._replace(options="kt"), directory, seconds).claims
 
 
 def test_programs_die_with_the_acceptance(tmp_path: Path) -> None:
