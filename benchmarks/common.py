@@ -72,10 +72,12 @@ def frame(records: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str
 
 
 def write_json(path: str | Path, records: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
-    """`frame` into a file, whose directories are made."""
+    """`frame` into a file, whole or not at all; its directories are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(frame(records, about), encoding="utf-8")
+    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    beside.write_text(frame(records, about), encoding="utf-8")
+    beside.replace(target)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,10 @@ def kt_python(folder: Path, wheel: Path | None = None) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     made.write_text(f"beside {sys.executable}\n", encoding="utf-8")  # first: what follows may be cut off
-    venv.create(folder, with_pip=True)
+    try:
+        venv.create(folder, with_pip=True)
+    except subprocess.CalledProcessError as error:  # Debian and Ubuntu ship ensurepip apart
+        raise RuntimeError("it cannot have pip: install python3-venv") from error
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "benchmarks.pth").write_text(f"{Path(torch.__file__).parents[1]}\n", encoding="utf-8")
     what = [f"kt-kernel=={VERSION}"] if wheel is None else ["--no-index", str(wheel)]

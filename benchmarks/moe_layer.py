@@ -11,14 +11,17 @@ per direction. Records and peers: README.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import frame, machine, wait_quiet, write_json
+from common import commit, frame, machine, wait_quiet, write_json
 from kt_venv import VERSION, kt_python
 from layer_inputs import FORMATS, SHAPES, Case
 from layer_session import PEERS, Group, make_group, quiet_cpus, records, run_group
@@ -94,6 +97,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kt-venv", type=Path, default=cache, metavar="DIR", help="made when missing")
     parser.add_argument("--kt-wheel", type=Path, metavar="FILE", help="kt-kernel's, instead of PyPI's")
     parser.add_argument("--json", type=Path, help="file to write; standard output otherwise")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what --json holds of the same machine, commit and options"
+    )
     args = parser.parse_args(arguments)
     most = SHAPES[args.shape][2]
     args.experts = most if args.experts is None else args.experts
@@ -101,12 +107,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--experts: 1 to {most}")
     if args.rank < 0 or args.rounds < 1:
         parser.error("--rank: at least 0; --rounds: at least 1")
+    if args.resume and args.json is None:
+        parser.error("--resume: of which --json?")
     return args
 
 
 def is_quiet(seconds: float) -> bool:
     """Whether others leave the machine alone; waits up to `seconds` for it."""
     return wait_quiet(seconds, below=quiet_cpus(), window=min(20.0, max(1.0, seconds / 10)))
+
+
+def kept(args: argparse.Namespace, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Records of an earlier call with the same machine, commit and options: those of whole groups.
+
+    about: the machine; gets the options.
+    """
+    names = ("shape", "experts", "rank", "isas", "against", "rounds", "profile", "int8_products")
+    about["options"] = {name: getattr(args, name) for name in names}
+    if args.resume:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            old = json.loads(args.json.read_text(encoding="utf-8"))
+            same = all(old["machine"][key] == about[key] for key in about if key != "load_before")
+            if same and old["commit"] == commit():
+                found: list[dict[str, Any]] = old["records"]
+                return found
+    return []
 
 
 def table(group: Group, rates: Rates) -> str:
@@ -145,9 +170,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (OSError, RuntimeError) as error:
             kt = f"no environment: {error}"
     groups: list[Group] = []
+    old = kept(args, about)
+    done = {(r["threads"], r["tokens"], r["format"]) for r in old}
+    if args.resume:  # what is left is of these options
+        write_json(args.json, old, about)
 
     def result() -> list[dict[str, Any]]:
-        return [record for group in groups for record in records(group, about["peak"])]
+        return old + [record for group in groups for record in records(group, about["peak"])]
 
     with Peak() as peak, tempfile.TemporaryDirectory(prefix="kt_ray_bench_") as logs:
         about["quiet_before"] = is_quiet(args.wait_quiet)
@@ -161,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for threads in args.threads
             for tokens in args.tokens
             for name in args.formats
+            if (threads, tokens, name) not in done
         ):
             if args.wait_quiet and groups:
                 is_quiet(args.wait_quiet)
@@ -183,4 +213,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # temporary folders and children go
     raise SystemExit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -61,7 +62,7 @@ def _script(name: str) -> list[str]:
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
-    """Records of a benchmark; [] where it wrote none, or was ended while it wrote."""
+    """Records of a benchmark; [] where it wrote none."""
     with suppress(OSError, ValueError, KeyError):
         found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["records"]
         return found
@@ -155,8 +156,11 @@ def _layer(shape: Shape, accept: AcceptConfig, hardware: Hardware, free: int, qu
             folder = str(task.file.with_name("kt_venv"))
             given = Path(accept.kt).is_dir()
             command += ["--kt-venv", accept.kt] if given else ["--kt-venv", folder, "--kt-wheel", accept.kt]
+        command += ["--resume"]  # formats and tokens that an earlier round has measured stay
         # Threads and weights of one socket: between two, the memory's way would be measured.
-        code = task.run(command, cpus=hardware.sockets[0].cpus if len(hardware.sockets) > 1 else ())
+        cpus = hardware.sockets[0].cpus if len(hardware.sockets) > 1 else ()
+        with tempfile.TemporaryDirectory(prefix=f"{name}_", dir=out.parent) as scratch:
+            code = task.run(command, {"TMPDIR": scratch}, cpus)
         records = _records(out)
         claims = list(_claims(records, peers))
         if code not in (0, None) or (code == 0 and not records):

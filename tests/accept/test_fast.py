@@ -112,6 +112,24 @@ def test_a_benchmark_that_breaks_is_a_failure(tmp_path: Path, monkeypatch: pytes
     assert layer(tmp_path / "b", monkeypatch, []).status == "fail", "it wrote nothing"
 
 
+def test_a_layer_goes_on_and_leaves_no_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+
+    def run(self: Task, command: list[str], environment: dict[str, str], cpus: object) -> int:
+        assert "--resume" in command
+        seen.append(Path(environment["TMPDIR"]))
+        assert seen[0].is_dir() and tmp_path in seen[0].parents
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Task, "run", run)
+    items = {i.name: i for i in fast.items(make_config(), make_hardware(), 1 << 40, quick=False)}
+    with pytest.raises(KeyboardInterrupt):
+        complete(items["layer_deepseek_v3"], Directory(tmp_path), 60)
+    assert seen and not seen[0].exists()
+
+
 def test_little_memory_takes_fewer_experts() -> None:
     items = {i.name: i for i in fast.items(make_config(), make_hardware(), 4 << 30, quick=False)}
     assert not items["layer_qwen3_30b"].missing

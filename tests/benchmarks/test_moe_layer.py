@@ -68,6 +68,50 @@ def test_failures_are_records(tmp_path: Path) -> None:
     assert "abacus" in printed
 
 
+def test_going_on_measures_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole groups of the same options stay; of other options nothing does."""
+    import moe_layer
+
+    measured: list[tuple[int, str]] = []
+
+    def run_group(group: Any, *_: object) -> None:
+        measured.append((group.case.tokens, group.case.format))
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        for participant in (*group.participants, *group.baselines):
+            participant.times = {"forward": [1.0], "backward": [2.0]}
+
+    monkeypatch.setattr(moe_layer, "run_group", run_group)
+    monkeypatch.setattr(moe_layer, "is_quiet", lambda seconds: True)
+    monkeypatch.setenv("CXX", "false")
+    out = tmp_path / "moe.json"
+    common = ["--shape", "tiny", "--against", "none", "--json", str(out), "--resume"]
+    sizes = ["--tokens", "4,1", "--formats", "bf16,fp8"]
+    with pytest.raises(KeyboardInterrupt):
+        moe_layer.main([*common, *sizes])
+    assert moe_layer.main([*common, *sizes]) == 0
+    assert measured == [(4, "bf16"), (4, "fp8"), (1, "bf16"), (1, "bf16"), (1, "fp8")]
+    records = json.loads(out.read_text())["records"]
+    groups = [(tokens, name) for tokens in (4, 1) for name in ("bf16", "fp8")]
+    assert [(r["tokens"], r["format"]) for r in records] == [g for g in groups for _ in range(2)]
+    moe_layer.main([*common, "--rounds", "1", "--tokens", "4"])
+    assert measured[5:] == [(4, "bf16")] and len(json.loads(out.read_text())["records"]) == 2
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_kt_kernel_without_ensurepip_is_an_absent_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kt_venv
+
+    def create(folder: Path, with_pip: bool) -> None:
+        raise subprocess.CalledProcessError(1, "ensurepip")
+
+    monkeypatch.setattr(kt_venv.venv, "create", create)
+    with pytest.raises(RuntimeError, match="install python3-venv"):
+        kt_venv.kt_python(tmp_path / "kt")
+
+
 @pytest.mark.parametrize("option", [("--formats", "bf17"), ("--experts", "9"), ("--tokens", "0")])
 def test_wrong_arguments(option: tuple[str, str]) -> None:
     command = [sys.executable, str(BENCHMARKS / "moe_layer.py"), "--shape", "tiny", *option]
