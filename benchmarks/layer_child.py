@@ -141,22 +141,25 @@ class FactoredTorch(Autograd):
         self.note = f"adapters {str(self.case.dtype).removeprefix('torch.')}"
         self.adapters = [t.to(self.case.dtype).requires_grad_() for t in inputs.lora or []]
 
-    def project(self, z: Tensor, projection: int, e: int) -> Tensor:
-        out = linear(z, self.matrices[projection][e])
-        if not self.adapters:
-            return out
-        a, b = self.adapters[2 * projection][e], self.adapters[2 * projection + 1][e]
-        return out + linear(linear(z, a), b)
-
     def layer(self, ids: Tensor, router: Tensor) -> Tensor:
+        # Once per call: backward of each expert's own selection would fill zeros for all of them.
+        adapters = [t.unbind(0) for t in self.adapters]
+
+        def project(z: Tensor, projection: int, e: int) -> Tensor:
+            out = linear(z, self.matrices[projection][e])
+            if not adapters:
+                return out
+            a, b = adapters[2 * projection][e], adapters[2 * projection + 1][e]
+            return out + linear(linear(z, a), b)
+
         y = torch.zeros(self.x.shape, dtype=self.case.dtype)
         for e in range(self.case.experts):
             token, slot = torch.where(ids == e)
             if not len(token):
                 continue
             z = self.x[token]
-            act = silu(self.project(z, 0, e)) * self.project(z, 1, e)
-            y = y.index_add(0, token, self.project(act, 2, e) * router[token, slot, None].to(y.dtype))
+            act = silu(project(z, 0, e)) * project(z, 1, e)
+            y = y.index_add(0, token, project(act, 2, e) * router[token, slot, None].to(y.dtype))
         return y
 
 

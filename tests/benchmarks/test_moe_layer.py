@@ -181,7 +181,15 @@ def test_peers_compute_the_same_layer() -> None:
     ids, router = ours.inputs.routings[0]
     with Engine("reference", threads=1) as engine:
         y, _ = engine.forward(ours.weights, ours.inputs.x, ids, router, lora=ours.lora, save=False)
-    torch.testing.assert_close(y, theirs.layer(ids, router).detach(), rtol=1e-4, atol=1e-4)
+    layer = theirs.layer(ids, router)
+    torch.testing.assert_close(y, layer.detach(), rtol=1e-4, atol=1e-4)
+    names, left = set[str](), [layer.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None:
+            names.add(node.name())
+            left += [following for following, _ in node.next_functions]
+    assert "UnbindBackward0" in names and "SelectBackward0" not in names, "zeros of all experts, for each"
     for engine in ours.engines.values():
         engine.close()
 
