@@ -63,6 +63,7 @@ def packages(config: Config) -> list[Callable[[], Check]]:
     ranges = requirements()
     unused = {"ray"} if config.cluster.name == "local" else set()
     unused |= set() if "wandb" in config.tracking.names else {"wandb"}
+    unused |= set() if config.mode in ("doctor", "serve", "train_server") else {"fastapi", "starlette"}
     # An extra: what is not there lets nobody in, and hf:// itself says that it is missing.
     shown = [name for name in SHOWN if name != "datasets" or importlib.util.find_spec(name)]
     return [partial(package, name, ranges.get(name, ""), needed=name not in unused) for name in shown]

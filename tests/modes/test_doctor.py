@@ -186,6 +186,19 @@ def test_packages() -> None:
     verdict(software.package("no-such-package-here", ">=1", needed=False), WARN, "not installed")
 
 
+@pytest.mark.parametrize(("mode", "status"), [("accept", WARN), ("doctor", FAIL), ("serve", FAIL)])
+def test_what_only_servers_need(monkeypatch: pytest.MonkeyPatch, mode: str, status: str) -> None:
+    """fastapi and starlette are absent on a machine without a network: mode=accept does without."""
+
+    def version(name: str) -> str:
+        raise software.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(software.importlib.metadata, "version", version)
+    found = {check.name: check for check in (c() for c in software.packages(make_config(mode=mode)))}
+    assert found["fastapi"].status == found["starlette"].status == status
+    assert found["torch"].status == FAIL
+
+
 # The newest version that lets others in, and the first that does not.
 @pytest.mark.parametrize(
     ("name", "open_to_others", "mended"),
