@@ -138,23 +138,24 @@ def html(results: Sequence[Result], about: Mapping[str, Any]) -> str:
 
 def write_archive(path: Path) -> Path:
     """Results, page and the ends of logs, without names of the host, the user and directories."""
-    target = path / ARCHIVE
+    target, names = path / ARCHIVE, _names()
     with tarfile.open(target, "w:gz") as archive:
         for file in sorted(path.rglob("*")):
             inside = file.relative_to(path)
             # A run's own directory holds timelines and checkpoints: large, and of no use from afar.
             if file.suffix not in SENT or any(part.endswith("_run") for part in inside.parts[:-1]):
                 continue
-            text = file.read_text(encoding="utf-8", errors="replace")[-LOG_BYTES:]
-            data = anonymous(text, path).encode()
+            text = file.read_text(encoding="utf-8", errors="replace")
+            text = text[-LOG_BYTES:] if file.suffix == ".log" else text
+            data = anonymous(text, path, names).encode()
             entry = tarfile.TarInfo(f"acceptance/{inside}")
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     return target
 
 
-def anonymous(text: str, path: Path) -> str:
-    """`text` without secrets, the host's and the user's name, home and working directories, and addresses."""
+def anonymous(text: str, path: Path, names: Mapping[str, str]) -> str:
+    """`text` without secrets, `names`, home and working directories, and addresses."""
     text = hide(text)
     places = {
         str(path.resolve()): "ACCEPTANCE",
@@ -169,15 +170,20 @@ def anonymous(text: str, path: Path) -> str:
     for place in sorted(places, key=len, reverse=True):
         if len(place) > 1:
             text = text.replace(place, places[place])
-    host, user = socket.gethostname(), _user()
-    names = {socket.getfqdn(): "HOST", host: "HOST", host.partition(".")[0]: "HOST", user: "USER"}
-    names.pop("root", None)  # who says nothing, and is part of our keys
-    names.pop("localhost", None)
     for name in sorted(names, key=len, reverse=True):
         if len(name) > 2:
             text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", names[name], text)
     text = re.sub(r"\b(?!127\.0\.0\.1\b)(?:\d{1,3}\.){3}\d{1,3}\b", "ADDRESS", text)
     return re.sub(r"(?i)(?<![\w:])(?:[0-9a-f]{1,4}:){3,7}(?::?[0-9a-f]{1,4})+(?![\w:])", "ADDRESS", text)
+
+
+def _names() -> dict[str, str]:
+    """The host's and the user's names, and what stands for each. May ask a name server: once per archive."""
+    host, user = socket.gethostname(), _user()
+    names = {socket.getfqdn(): "HOST", host: "HOST", host.partition(".")[0]: "HOST", user: "USER"}
+    names.pop("root", None)  # who says nothing, and is part of our keys
+    names.pop("localhost", None)
+    return names
 
 
 def _user() -> str:

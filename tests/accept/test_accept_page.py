@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,9 @@ def test_what_is_sent_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("getpass.getuser", lambda: "rudolph")
     monkeypatch.setattr(page.Path, "home", lambda: Path("/home/rudolph"))
     path = tmp_path / "prancer-2026"
-    Directory(path).write(RESULTS[1])
-    monkeypatch.setattr("socket.getfqdn", lambda: "prancer.example.org")
+    Directory(path).write(replace(RESULTS[1], records=[{"ms": n} for n in range(12_000)]))
+    asked: list[str] = []
+    monkeypatch.setattr("socket.getfqdn", lambda: asked.append("") or "prancer.example.org")
     private = "\n".join(
         (
             f"/home/rudolph/x on prancer at 10.1.2.3 as rudolph, {path}/right, {Path.cwd()}/launch.py",
@@ -78,7 +80,9 @@ def test_what_is_sent_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "acceptance/right/engine.log",
         "acceptance/right/short.log",
     }
-    assert json.loads(texts["acceptance/right/engine.json"])["item"] == "engine"
+    result = texts["acceptance/right/engine.json"]
+    assert len(result) > page.LOG_BYTES and json.loads(result)["item"] == "engine"
+    assert len(asked) == 1, "a name server may be slow"
     assert (
         texts["acceptance/right/engine.log"].endswith("end")
         and len(texts["acceptance/right/engine.log"]) <= 200_000
