@@ -73,11 +73,18 @@ PY
     du -sh "$folder"
 }
 
+# Acceptances of this host, as mode=accept names them.
+acceptances() {
+    echo "accept/$(uname -n | tr -c 'A-Za-z0-9_.\n-' '-')-*"
+}
+
 bring_back() {
     local latest
     [ -z "$(jobs -p)" ] || kill -TERM $(jobs -p) 2>/dev/null || true
     wait
-    latest=$(ls -td accept/*/ 2>/dev/null | head -1)
+    # Word splitting is meant: a pattern.
+    # shellcheck disable=SC2046
+    latest=$(ls -td $(acceptances)/ 2>/dev/null | head -1)
     mkdir -p "$OUT"
     for file in page.md page.html report.tar.gz; do
         if [ -e "$latest/$file" ]; then cp "$latest/$file" "$OUT"; fi
@@ -107,7 +114,7 @@ accept() {
         echo "$state" >"$built"
     fi
     export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
-    if compgen -G 'accept/*/machine.json' >/dev/null; then resume=(accept.resume=latest); fi
+    if compgen -G "$(acceptances)/machine.json" >/dev/null; then resume=(accept.resume=latest); fi
     local code=0 kt
     kt=$(find "$(realpath "$folder")" -name 'kt_kernel*.whl' | head -1)
     if [ -n "$kt" ]; then set -- "accept.kt=$kt" "$@"; fi
