@@ -29,8 +29,9 @@ GPU_MEMORY, HOST_MEMORY, PREDICTION = 0.05, 0.05, 0.15  # how far from the plan 
 STEPS = 4  # the first warms up
 LEAST = 64  # tokens of a row
 LEAST_SHARE = 0.25  # of its tokens a row must keep: else it is another one
-# Items of a budget that grow with the number of layers.
-GROWING = ("experts", "weights", "LoRA", "optimizer", "kept activations", "caches")
+# Items of a budget that grow with the number of layers with experts, and with that of all layers.
+OF_EXPERTS = ("experts", "LoRA", "optimizer")
+OF_LAYERS = ("weights", "kept activations", "caches")
 CHARACTERS = 6  # of text per token, at least
 SPARE = 0.9  # of the memory that nobody uses
 TRAINING = 0.35  # of an item's time: weights, start, loading and a plan that is wrong take the rest
@@ -144,7 +145,7 @@ def _fit(task: Task, run: Run, config: Config, hardware: Hardware, folder: Path)
         plan = choose_plan(dims, composed, hardware)
         if plan.fits:
             break
-        layers = min(_layers_for(budget, dims.num_layers) for budget in plan.budgets if not budget.fits)
+        layers = min(_layers_for(budget, dims) for budget in plan.budgets if not budget.fits)
         if dims.num_layers <= least:
             worst = max(plan.budgets, key=lambda b: b.total - b.capacity)
             need = (
@@ -189,10 +190,13 @@ def _weights(task: Task, run: Run, layers: int | None, folder: Path) -> ModelDim
     return dims_from_dir(str(weights))
 
 
-def _layers_for(budget: Budget, layers: int) -> int:
-    """How many of so many layers a device has room for, as far as its items grow with them."""
-    growing = sum(size for item, size in budget.items.items() if item in GROWING)
-    return int(layers * (budget.capacity - (budget.total - growing)) / max(1, growing))
+def _layers_for(budget: Budget, dims: ModelDims) -> int:
+    """How many layers a device has room for, as far as its items grow with them; dense ones come first."""
+    layers, sparse = dims.num_layers, len(dims.moe_layers)
+    experts = sum(size for item, size in budget.items.items() if item in OF_EXPERTS)
+    rest = sum(size for item, size in budget.items.items() if item in OF_LAYERS)
+    room = budget.capacity - budget.total + experts + rest + (layers - sparse) * experts / sparse
+    return int(room / max(1.0, rest / layers + experts / sparse))
 
 
 def _options(run: Run, config: Config, folder: Path, rows: int, length: int) -> list[str]:

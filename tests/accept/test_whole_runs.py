@@ -15,6 +15,7 @@ from kt_ray.accept.whole_runs import STEPS, TINY, Fitted, Run, long_rows
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Budget
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 RUN = Run("small", "deepseek_v2_lite", "bf16", 4, 256)
@@ -72,6 +73,13 @@ def test_a_model_that_cannot_fit_is_left_out_and_weights_that_cannot_be_made_fai
         120,
     )
     assert result.status == "fail" and "making its weights" in result.claims[0].found
+
+
+def test_dense_layers_take_no_room_of_experts() -> None:
+    """Three dense layers and two with experts of 10 GiB each: five fit."""
+    dims = replace(small_dims(), num_layers=9, moe_layers=tuple(range(3, 9)))
+    budget = Budget("socket 0", {"experts": 60 * GIB, "caches": 9 * GIB, "fixed": GIB}, 27 * GIB)
+    assert whole_runs._layers_for(budget, dims) == 5
 
 
 def test_what_others_use_is_not_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
