@@ -271,7 +271,7 @@ class LayerLoop:
                     out.append(self._run(layer, micro, h))
                 except _Stop:
                     out.append(h)
-                if self.watch is not None and self.spec.routing:
+                if self.watch is not None and self.spec.routing and layer in self.watch.layers:
                     self.watch.count(micro.rows)
         if len(collected) != len(state.micro):
             raise RuntimeError(
@@ -380,9 +380,7 @@ class LayerLoop:
 
         with torch.enable_grad(), known, context.handled_by(handler), self.clock.device("attention"):
             graph.out = self._run(layer, micro, h)
-            if self.watch is not None and self.spec.router_slopes is not None:
-                slopes_E = torch.tensor(self.spec.router_slopes, dtype=torch.float32, device=self.device)
-                graph.balance = (self.watch.take(micro.rows) * slopes_E).sum()
+            graph.balance = self._balance(layer, micro)
         assert graph.weights_TK is not None
         again = Routes(ids, graph.weights_TK.detach())
         self.recomputed.compare(layer, group, state.routes[layer][number], again)
@@ -486,6 +484,13 @@ class LayerLoop:
         self._use(layer, micro)
         with self._rows_of(micro), turn(self.device):
             return micro.calls[layer].run(self.model.layers[layer], hidden)
+
+    def _balance(self, layer: int, micro: MicroState) -> Tensor | None:
+        """The part of the routers' loss of a layer just called; None = it has none."""
+        if self.watch is None or self.spec.router_slopes is None or layer not in self.watch.layers:
+            return None
+        slopes_E = torch.tensor(self.spec.router_slopes, dtype=torch.float32, device=self.device)
+        return (self.watch.take(micro.rows) * slopes_E).sum()
 
     def _use(self, layer: int, micro: MicroState) -> None:
         """A layer's LoRA is the one that a micro-batch trains."""

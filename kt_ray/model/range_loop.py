@@ -231,7 +231,7 @@ class RangeLoop(LayerLoop):
             else:
                 with given, self.model.experts[layer].handled_by(sent.handler(part)):
                     values = self._run(layer, part.micro, self._up(flat[part.rows])[None])
-                if self.watch is not None and self.spec.routing:
+                if self.watch is not None and self.spec.routing and layer in self.watch.layers:
                     self.watch.count(part.micro.rows)
             driver().copy_out(out.flatten(0, 1)[part.rows], values[0])
         return out
@@ -339,9 +339,8 @@ class RangeLoop(LayerLoop):
                 ]
                 before = Routes(*(values[part.valid] for values in routes))
                 self.recomputed.compare(layer, group, before, Routes(ids, weights_TK.detach()))
-                if self.watch is not None and self.spec.router_slopes is not None:
-                    slopes_E = torch.tensor(self.spec.router_slopes, dtype=torch.float32, device=self.device)
-                    balance = (self.watch.take(part.micro.rows) * slopes_E).sum()
+                balance = self._balance(layer, part.micro)
+                if balance is not None:
                     pairs.append((balance, torch.ones_like(balance)))
             pairs = [(t, g.to(t.dtype)) for t, g in pairs if t.requires_grad]
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])

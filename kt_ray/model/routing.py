@@ -23,12 +23,14 @@ class RouterWatch:
     """What the routers of a stage's layers gave out last, as transformers' loss reads it.
 
     Attributes:
+        layers: those whose routers it reads; not those of routers that hash tokens (DeepSeek-V4).
         counts, probabilities: float64 [E], summed since `reset`.
     """
 
     def __init__(self, causal: Any, layers: Mapping[int, nn.Module], top_k: int, num_experts: int) -> None:
         self.top_k = top_k
         self.num_experts = num_experts
+        self.layers: set[int] = set()
         self._last: Tensor | None = None
         recorder = router_recorder(causal)
 
@@ -36,10 +38,11 @@ class RouterWatch:
             if self._watching:
                 self._last = output[recorder.index] if isinstance(output, tuple | list) else output
 
-        for layer in layers.values():
+        for index, layer in layers.items():
             for name, module in layer.named_modules():
                 if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
                     module.register_forward_hook(note)
+                    self.layers.add(index)
         self.reset(False)
 
     def reset(self, watching: bool) -> None:

@@ -71,9 +71,10 @@ class Eager:
             self.experts[layer] = found[0]
 
     def run(
-        self, rows: Sequence[Row], adapters: dict[str, Any], scale: float
+        self, rows: Sequence[Row], adapters: dict[str, Any], scale: float, aux: float = 0.0
     ) -> tuple[float, dict[str, Tensor]]:
-        """Mean token loss, and the gradient of every LoRA B by canonical name."""
+        """Mean token loss, and the gradient of every LoRA B by canonical name; `aux`: coefficient of the
+        routers' loss, with a single row."""
         weights = {}
         for name in adapters:
             if name.endswith(".lora_B.weight"):
@@ -81,13 +82,14 @@ class Eager:
                 weights[path] = self.causal.get_submodule(path).weight.requires_grad_()
         total, count = torch.zeros(()), 0
         for row in rows:
-            out = self.causal(input_ids=torch.tensor([row.ids]), use_cache=False)
+            asked = {"output_router_logits": True} if aux else {}
+            out = self.causal(input_ids=torch.tensor([row.ids]), use_cache=False, **asked)
             labels = torch.tensor(row.labels)
             total = total + torch.nn.functional.cross_entropy(
                 out.logits[0, :-1].float(), labels[1:], ignore_index=-100, reduction="sum"
             )
             count += int((labels[1:] != -100).sum())
-        loss = total / count
+        loss = total / count + (aux * out.aux_loss if aux else 0.0)
         grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         result = {}
         for (path, weight), grad in zip(weights.items(), grads, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from kt_ray.model.build import build_on_meta
 from kt_ray.model.routing import balance, router_recorder
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.train.trainer import StepBatches, Trainer
+from tests.helpers.eager_experts import Eager, EagerExchange
 from tests.helpers.exhaustive import spread
+from tests.helpers.families import LAYERS, save_whole, write_config
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, relative, waves_of
+from tests.helpers.stages import backward, forward, make_stages, pass_spec
 
 COEFFICIENT = 3.0  # large, so that its part of the gradients is seen
 LAYOUTS = {
@@ -82,6 +86,23 @@ def test_equals_transformers_on_the_whole_batch(
     assert loss == pytest.approx(float(aux.detach()), rel=1e-5)
     errors = relative(gradients, wanted)
     assert max(errors.values()) <= 1e-4, max(errors.items(), key=lambda item: item[1])
+
+
+def test_hash_routers_have_no_part_in_it(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "deepseek_v4")  # its first layer has one
+    save_whole(path)
+    (stage,) = make_stages(path, (0, LAYERS), LoraConfig(rank=4, alpha=8.0), attn_implementation="eager")
+    reference, rows = Eager(path, stage.model), random_rows(1)
+    spec, exchange = pass_spec(rows), EagerExchange(reference.experts)
+    routing = forward([stage], replace(spec, kind="eval", routing=True), exchange)[0].routing()  # type: ignore[arg-type]
+    assert routing is not None
+    aux, slopes = balance(*routing, stage.top_k, COEFFICIENT)
+    loops = forward([stage], replace(spec, router_slopes=slopes), exchange)  # type: ignore[arg-type]
+    backward([stage], loops)
+    loss, grads = reference.run(rows, stage.parameters, 8.0 / 4, aux=COEFFICIENT)
+    assert loops[0].loss_sum / spec.loss_tokens + COEFFICIENT * aux == pytest.approx(loss, rel=2e-5)
+    errors = relative({name: stage.parameters[name].grad for name in grads}, grads)  # type: ignore[misc]
+    assert max(errors.values()) <= 2e-4, max(errors.items(), key=lambda item: item[1])
 
 
 def test_even_routing_has_the_smallest_loss() -> None:
