@@ -76,11 +76,15 @@ def load_non_experts(
     targets, tied, sources = _targets(module, layers, need_embedding, need_head)
     mapping, report = map_keys(index, module, ExpertLayout.detect(index), sources, layers)
 
-    placed: dict[str, torch.Tensor] = {}
     kept: dict[str, QuantizedLinear] = {}
     plan = _dtype_plan(module, dtype)
     # A model built in `dtype` says by its own tensors which ones the family keeps in another type.
     built = {n: t.dtype for n, t in module.state_dict().items()} if module.dtype == dtype else {}
+    placed = {  # which no checkpoint needs to store
+        name: torch.empty(tensor.shape, dtype=built.get(name, dtype), device=place(name))
+        for name, tensor in targets.items()
+        if not tensor.numel()
+    }
 
     def fill(names: list[str]) -> None:
         parameters: dict[int, torch.nn.Parameter] = {}  # of values that names share
@@ -149,6 +153,7 @@ def check_non_experts(
             _check_floating(index, keys)
         if converter is None and target in targets:
             _check_shape(index, target, index.shape(keys[-1][0]), targets[target].shape)
+    present |= {name for name, tensor in targets.items() if not tensor.numel()}
     _check_complete(index, targets, {n for n in targets if n in present or tied.get(n) in present})
     if report.unexpected:
         raise damaged(

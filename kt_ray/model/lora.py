@@ -131,7 +131,8 @@ def linear_names(layers: Mapping[str, nn.Module], model_type: str = "") -> list[
     """Names of every linear module inside these decoder layers (name of the layer -> layer).
 
     Only modules that compute x Wᵀ + b: subclasses with a forward of their own (DeepSeek-V4's grouped
-    output) are none, nor modules whose forward is never called, or whose adapter PEFT would refuse.
+    output) are none, nor modules whose forward is never called, that have no weights (no shared experts), or
+    whose adapter PEFT would refuse.
     """
     without = _BYPASSED | _REFUSED.get(model_type, frozenset())
     return [
@@ -140,6 +141,7 @@ def linear_names(layers: Mapping[str, nn.Module], model_type: str = "") -> list[
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
         and type(module).forward in (nn.Linear.forward, QuantizedLinear.forward)
+        and module.in_features * module.out_features
         and name.rpartition(".")[2] not in without
     ]
 

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
+from kt_ray.checkpoint.non_experts import check_non_experts
 from kt_ray.config.schema import LoraConfig
 from kt_ray.dims.packable import packing_obstacle
 from kt_ray.errors import UserError
@@ -170,6 +172,20 @@ def test_hyper_connections_on_several_stages(tmp_path: Path, cuts: tuple[int, ..
     (whole,) = make_stages(path, (0, LAYERS))
     assert all(stage.state_shape == (2, 32) for stage in stages)
     assert_equals_transformers(stages, Eager(path, whole.model))
+
+
+def test_without_shared_experts(tmp_path: Path) -> None:
+    """Their modules have no weights; it does not matter whether the checkpoint stores them."""
+    path = write_config(tmp_path, "deepseek_v3", n_shared_experts=0)
+    build(path)
+    (stage,) = make_stages(path, (0, LAYERS))
+    assert not any("shared" in name for name in stage.parameters)
+    assert_equals_transformers([stage], Eager(path, stage.model))
+    file = path / "model.safetensors"
+    some = {name: tensor for name, tensor in load_file(file).items() if tensor.numel()}
+    save_file(some, file, metadata={"format": "pt"})
+    check_non_experts(CheckpointIndex.open(path), build_causal(read_family(path), torch.float32, "eager")[0])
+    make_stages(path, (0, LAYERS))
 
 
 if __name__ == "__main__":
