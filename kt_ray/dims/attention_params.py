@@ -44,9 +44,8 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
     parts.project(f"{at}.v_proj", hidden, kv_out, bias)
     o_bias = bias and family not in ("qwen2_moe", "glm4_moe")
     parts.project(f"{at}.o_proj", q_out, hidden, o_bias)
-    if family in ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "minimax_m3_vl_text") or (
-        family == "glm4_moe" and keys.flag("use_qk_norm")
-    ):
+    normed = ("hunyuan_v1_moe", "minimax_m3_vl_text", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
+    if family in normed or (family == "glm4_moe" and keys.flag("use_qk_norm")):
         parts.attention += 2 * head
         parts.normed = q_out + kv_out
     elif family == "olmoe" or (family == "minimax_m2" and keys.flag("use_qk_norm", True)):

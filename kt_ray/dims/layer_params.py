@@ -184,6 +184,8 @@ def _gated_mlp(parts: LayerParts, name: str, hidden: int, intermediate: int, fus
 def _moe_mlp(keys: Keys, parts: LayerParts) -> None:
     """Router and shared experts of a MoE layer."""
     hidden, experts = keys.size("hidden_size"), num_experts(keys)
+    if keys.family == "hunyuan_v1_moe":
+        _gated_mlp(parts, "mlp.shared_mlp", hidden, keys.size("intermediate_size"))
     parts.dense += hidden * experts + (experts if keys.family == "gpt_oss" else 0)
     parts.dense += 2 * hidden * latent_width(keys)
     shared = keys.size(

@@ -58,6 +58,13 @@ _LINEAR = {
 SMALL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_MLA, "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": {**_MLA, "model_type": "deepseek_v3"},
+    "hunyuan_v1_moe": {
+        **{k: v for k, v in _BASE.items() if k not in ("moe_intermediate_size", "num_experts_per_tok")},
+        "model_type": "hunyuan_v1_moe",
+        "num_experts": 8,
+        "moe_topk": 2,
+        "head_dim": 16,
+    },
     "deepseek_v32": {**_MLA, **_INDEXER, "model_type": "deepseek_v32"},
     "glm_moe_dsa": {**_MLA, **_INDEXER, "model_type": "glm_moe_dsa"},
     "deepseek_v4": {
