@@ -169,9 +169,13 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
 
 
 def _longest_row(keys: Keys) -> int:
-    """`ModelDims.longest_row`: transformers takes PhiMoE's short factors (LongRoPE) for every row."""
+    """`ModelDims.longest_row`: transformers takes PhiMoE's short factors (LongRoPE) for every row; otherwise
+    LongRoPE and dynamic scaling change all rows' frequencies beyond a length. Hunyuan's alpha is constant."""
     rope = keys.inner("rope_parameters" if keys.config.get("rope_parameters") else "rope_scaling")
-    if keys.family != "phimoe" or "longrope" not in (rope.config.get("rope_type"), rope.config.get("type")):
+    kinds = (rope.config.get("rope_type"), rope.config.get("type"))
+    if "dynamic" in kinds and not rope.config.get("alpha"):
+        return keys.size("max_position_embeddings")
+    if "longrope" not in kinds:
         return 0
     name = "original_max_position_embeddings"
     return rope.size(name, default=0) or keys.size(name, "max_position_embeddings")

@@ -334,10 +334,13 @@ def _check_longest_row(dims: ModelDims, data: DataConfig) -> None:
     longest = dims.longest_row
     if longest and data.widest_row > longest:
         raise UserError(
-            f"transformers computes long rows of {dims.model_type} with the factors of short ones (LongRoPE)",
+            "transformers computes long rows of phimoe with the factors of short ones (LongRoPE)"
+            if dims.model_type == "phimoe"
+            else f"beyond a length {dims.model_type} computes a row by the rows beside and before it "
+            "(its RoPE is dynamic or LongRoPE)",
             where="data.max_length",
             observed=data.widest_row,
-            required=f"at most {longest} (original_max_position_embeddings of config.json)",
+            required=f"at most {longest} (config.json)",
             remedy=f"set data.max_length={longest}"
             + (" and data.pad_to_multiple_of=1" if longest % data.pad_to_multiple_of else ""),
         )

@@ -267,7 +267,10 @@ def test_long_rows_of_phimoe(tmp_path: Path) -> None:
     assert small_dims("phimoe").longest_row == 0
     rope["rope_type"] = rope.pop("type")
     assert small_dims("phimoe", rope_parameters=rope, rope_scaling=None).longest_row == 32
-    assert small_dims("qwen3_moe", rope_parameters=rope).longest_row == 0
+    assert small_dims("qwen3_moe", rope_parameters=rope).longest_row == 32
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    assert small_dims("qwen3_moe", rope_parameters=dynamic).longest_row == 128
+    assert small_dims("hunyuan_v1_moe", rope_parameters=dynamic | {"alpha": 1000.0}).longest_row == 0
 
 
 def test_unknown_family_is_read_by_its_keys_and_says_so() -> None:

@@ -185,6 +185,9 @@ def test_rows_longer_than_transformers_computes_as_trained() -> None:
         with pytest.raises(UserError, match="LongRoPE") as caught:
             make_plan(dims, make_config(mode="train", data=data), make_hardware())
         assert remedy in str(caught.value.remedy)
+    dims = dataclasses.replace(small_dims(), longest_row=16)
+    with pytest.raises(UserError, match="by the rows beside and before it"):
+        make_plan(dims, make_config(mode="train", data={"max_length": 17}), make_hardware())
 
 
 def test_backend_without_amx_says_so() -> None:
