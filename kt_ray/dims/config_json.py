@@ -230,8 +230,9 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], where: str) -> tu
 
 def _refusal(keys: Keys, missing: str | None, latent: int) -> str | None:
     """Why the model can be planned but not trained, with what to do; None = it can be trained."""
-    activation = next((str(keys.config[key]) for key in _ACTIVATION if keys.config.get(key)), "silu")
     family, ungated = keys.family, keys.family in UNGATED
+    default = "relu2" if ungated else "silu"
+    activation = next((str(keys.config[key]) for key in _ACTIVATION if keys.config.get(key)), default)
     known = ("relu2",) if ungated else ACTIVATIONS
     reasons = []
     if family in UNDISPATCHED:

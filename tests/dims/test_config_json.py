@@ -211,6 +211,7 @@ def test_multimodal_config_plans_its_text_part() -> None:
         ("gpt_oss", {}),
         ("minimax_m3_vl_text", {"hidden_act": "swigluoai"}),
         ("nemotron_h", {}),
+        ("nemotron_h", {"mlp_hidden_act": None}),
     ],
 )
 def test_activations_that_are_trained(family: str, changes: dict[str, Any]) -> None:
