@@ -7,12 +7,13 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
+from pydantic_core import SchemaValidator
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -98,6 +99,25 @@ def _refusal(what: str) -> Any:
     return refuse
 
 
+@cache
+def validator(kind: type[BaseModel]) -> SchemaValidator:
+    """Of the SDK's type, but the first wrong entry refuses a list: the errors of all would fill memory."""
+    # Prebuilt are the types within it, which do not fail fast.
+    return SchemaValidator(_failing_fast(kind.__pydantic_core_schema__), _use_prebuilt=False)
+
+
+def _failing_fast(schema: Any) -> Any:
+    """A copy."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_failing_fast, schema))
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _failing_fast(value) for key, value in schema.items()}
+    if made.get("type") in ("list", "set", "frozenset", "tuple", "dict"):
+        made["fail_fast"] = True
+    return made
+
+
 async def _body(request: Request, kind: type[KindT]) -> KindT:
     """The request's body, checked.
 
@@ -107,7 +127,7 @@ async def _body(request: Request, kind: type[KindT]) -> KindT:
     # A web page can send what claims to be text anywhere, without its reader being asked first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise bad("the body must be a JSON object, sent as application/json")
-    return await asyncio.to_thread(kind.model_validate_json, await request.body())
+    return await asyncio.to_thread(validator(kind).validate_json, await request.body())
 
 
 async def _numbered_body(service: TrainService, request: Request, kind: type[KindT]) -> KindT:
@@ -119,15 +139,21 @@ async def _numbered_body(service: TrainService, request: Request, kind: type[Kin
     try:
         return await _body(request, kind)
     except ValidationError as error:
+        fields = None
         with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(await request.body())
             if isinstance(fields, dict):
                 service.refuse(fields.get("model_id"), fields.get("seq_id"))
-        numbers = (fault for fault in error.errors() if fault["type"] == "float_type")
-        null = next((str(fault["loc"][-1]) for fault in numbers if fault["input"] is None), None)
-        if null is not None:
-            message = f"{null} is null, which the SDK sends for NaN and infinity; required a finite number"
-            raise bad(message, null) from None
+        for fault in error.errors(include_url=False, include_input=False):
+            value = fields
+            for part in fault["loc"]:  # with the names of a union's branches, which are no fields
+                value = value.get(part, value) if isinstance(value, dict) else value
+            if fault["type"] == "float_type" and value is None:
+                null = str(fault["loc"][-1])
+                message = (
+                    f"{null} is null, which the SDK sends for NaN and infinity; required a finite number"
+                )
+                raise bad(message, null) from None
         raise
 
 

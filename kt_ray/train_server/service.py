@@ -34,7 +34,7 @@ from kt_ray.train_server.saved_models import (
     now,
 )
 from kt_ray.train_server.sessions import Model, Session
-from kt_ray.train_server.wire import adam_of, bad, data_of, loss_of, pass_reply, plain
+from kt_ray.train_server.wire import adam_of, bad, data_of, loss_of, metadata_of, pass_reply, plain
 from kt_ray.train_server.work_queue import SAMPLES, Work, WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class TrainService:
         with self._open():
             if len(self._sessions) >= MOST_SESSIONS:
                 raise ApiError(429, f"{MOST_SESSIONS} sessions are open already")
-            session = Session(secrets.token_hex(16), request.user_metadata, request.display_name)
+            session = Session(secrets.token_hex(16), metadata_of(request), request.display_name)
             self._sessions[session.name] = session
         return {"type": "create_session", "session_id": session.name, "warning_message": UNEMBED}
 
@@ -500,6 +500,7 @@ class TrainService:
             raise bad(f"the optimizer '{config.type}' is not supported by this server; use adamw")
 
     def _new_model(self, request: Any, part: LoraPart, create: Callable[[Model], Reply]) -> Promise:
+        notes = metadata_of(request)
         with self._open():
             session = self.hear(request.session_id)
             if request.model_seq_id < 0:
@@ -513,7 +514,7 @@ class TrainService:
             if len(self._models) >= self.backend.slots:
                 self._make_slot()
             assert part.rank is not None
-            about = (part.rank, now(), request.user_metadata, part.attn, part.mlp)
+            about = (part.rank, now(), notes, part.attn, part.mlp)
             run = Run(name, self.backend.base_model, *about)
             model = self._models[name] = Model(run, session)
             session.models.append(name)

@@ -199,6 +199,22 @@ def adam_of(params: Any) -> AdamParams:
     return AdamParams(**values)
 
 
+def metadata_of(request: Any) -> dict[str, Any] | None:
+    """The client's notes, which are kept and sent as JSON.
+
+    Raises:
+        ApiError: they cannot be.
+    """
+    notes: dict[str, Any] | None = request.user_metadata
+    try:
+        json.dumps(notes, allow_nan=False)
+    except ValueError:
+        raise bad(
+            "user_metadata has NaN or infinity, which JSON has not; leave it out", "user_metadata"
+        ) from None
+    return notes
+
+
 # -- answers -----------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from pydantic import ValidationError
+from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
 
+from kt_ray.train_server.endpoints import validator
 from tests.helpers.train_server import MAX_BODY, PROTOBUF, Raw, Running, running
 
 
@@ -192,6 +196,34 @@ def test_a_sample_that_is_wrong(raw: Raw, sampler: str, change: dict[str, Any], 
     body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": PROMPT, "sampling_params": {}, **change}
     answer = raw.http.post("asample", json=body)
     assert answer.status_code == 400 and wanted in answer.json()["error"]["message"], answer.text
+
+
+def test_a_wrong_body_makes_few_errors_and_not_millions(raw: Raw, sampler: str) -> None:
+    """All those of 400 KB of chunks took 1.2 GB."""
+    body = {"sampling_session_id": sampler, "seq_id": 1, "sampling_params": {}}
+    wrong = json.dumps({**body, "prompt": {"chunks": [0] * 200_000}}).encode()
+    with pytest.raises(ValidationError) as error:
+        validator(types.SampleRequest).validate_json(wrong)
+    assert error.value.error_count() <= 10
+    answer = raw.http.post("asample", content=wrong, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "prompt.chunks[0]" in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("path", ["create_session", "create_model"])
+def test_metadata_that_is_no_json(raw: Raw, path: str) -> None:
+    body = {
+        "session_id": raw.session,
+        "model_seq_id": 6,
+        "base_model": "demo/model",
+        "lora_config": {"rank": 1},
+    }
+    body = body if path == "create_model" else {"tags": [], "sdk_version": "0"}
+    content = json.dumps({**body, "user_metadata": {"lr": [float("nan")]}}).encode()
+    answer = raw.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "user_metadata has NaN" in answer.json()["error"]["message"], (
+        answer.text
+    )
+    assert raw.http.get("training_runs").status_code == 200
 
 
 OTHERS: list[tuple[str, str, Any, int, str]] = [
