@@ -18,7 +18,7 @@ import secrets
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -234,7 +234,7 @@ class SavedModels:
     def _tidy(self, directory: Path) -> None:
         """What a server that was killed left hidden: a checkpoint is found again where its name is free."""
         hidden = [left for left in directory.glob(".*") if _HIDDEN.fullmatch(left.name)]
-        found = {left: self._read(*left.parts[-3:]) for left in hidden}
+        found = {left: self._described(left / "checkpoint.json", Saved) for left in hidden}
         for left, saved in sorted(
             found.items(), key=lambda one: one[1].created if one[1] else "", reverse=True
         ):
@@ -257,7 +257,9 @@ class SavedModels:
         return self.root / saved.run / saved.kind / saved.name
 
     def _read(self, run: str, kind: str, name: str) -> Saved | None:
-        return self._described(self.root / run / kind / name / "checkpoint.json", Saved)
+        found = self._described(self.root / run / kind / name / "checkpoint.json", Saved)
+        # A copy that somebody made is where it lies, and not what it is a copy of.
+        return found and replace(found, run=run, kind=kind, name=name)
 
     def _described(self, file: Path, kind: type[KindT]) -> KindT | None:
         """None = the file is not there, or says nothing, of which the log is told once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +110,15 @@ def test_files_that_say_nothing_are_passed_over(
     models.sweep()
     assert [sum(str(file) in line.getMessage() for line in caplog.records) for file in files] == [1, 1]
     assert [one.name for one in SavedModels(tmp_path).all("run")] == ["a"]
+
+
+def test_a_copy_made_by_hand_is_what_its_directory_says(tmp_path: Path) -> None:
+    models = SavedModels(tmp_path)
+    place = tmp_path / "run" / "weights"
+    kept(models, "a", "text")
+    shutil.copytree(place / "a", place / "b")
+    models.delete(models.find("tinker://run/weights/b"))
+    assert [one.name for one in models.all()] == ["a"] and text_of(models, "a") == "text"
 
 
 def test_a_file_in_a_directorys_place_is_no_checkpoint(tmp_path: Path) -> None:
