@@ -20,6 +20,8 @@ _NAME = re.compile(rf"{_WORD}|token", re.IGNORECASE)
 # serve.api_key=VALUE, serve={api_key: VALUE}, --password=VALUE
 _VALUE = r"'[^']*'|\"[^\"]*\"|[^\s,}\]]+"
 _STATED = re.compile(rf"(?P<stated>\b{_WORD}\s*[=:]\s*)(?:{_VALUE})", re.IGNORECASE)
+# An argument that is one secret: its value goes to the end, with its spaces and escapes.
+_WHOLE = re.compile(rf"(?P<stated>\A[-+.\w]*\b{_WORD}=)(?![{{\[]).+", re.IGNORECASE | re.DOTALL)
 _SHORTEST = 8  # characters; what is shorter is no secret, and part of other words
 _known: set[str] = set()
 
@@ -45,7 +47,12 @@ def hide(text: str) -> str:
 
 def hidden_arguments(arguments: Iterable[str]) -> list[str]:
     """A command line without the values of secrets."""
-    return [hide(_STATED.sub(rf"\g<stated>{MASK}", argument)) for argument in arguments]
+    return [_hidden_argument(hide(argument)) for argument in arguments]
+
+
+def _hidden_argument(argument: str) -> str:
+    stated = _WHOLE if _WHOLE.match(argument) else _STATED
+    return stated.sub(rf"\g<stated>{MASK}", argument)
 
 
 def without_secrets(tree: Any) -> Any:

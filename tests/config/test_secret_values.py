@@ -58,6 +58,8 @@ def test_names() -> None:
     [
         (f"serve.api_key={VALUE}", f"serve.api_key={MASK}"),
         (f"+serve.api_key='a b {VALUE}'", f"+serve.api_key={MASK}"),
+        ("serve.api_key=correct horse battery", f"serve.api_key={MASK}"),
+        (r"serve.api_key='ab\'cd efgh'", f"serve.api_key={MASK}"),
         (f"serve={{port: 80, api_key: {VALUE}, host: a}}", f"serve={{port: 80, api_key: {MASK}, host: a}}"),
         (f"--hf-password={VALUE}", f"--hf-password={MASK}"),
         ("generate.max_new_tokens=5", "generate.max_new_tokens=5"),
