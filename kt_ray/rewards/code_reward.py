@@ -177,7 +177,7 @@ def run_tests(
 
 
 def _run(command: list[str], directory: str, asked: Any, report: Any, limits: Limits) -> None:
-    """Runs a command to its end or for the wall time, and ends all that it has started in its session."""
+    """Runs a command to its end or for the wall time, and ends its session and all that descends from it."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": directory, "TMPDIR": directory}
     process = subprocess.Popen(
@@ -194,6 +194,10 @@ def _run(command: list[str], directory: str, asked: Any, report: Any, limits: Li
         finally:
             os.close(ended)
     finally:
+        with suppress(psutil.Error):  # also those that have left its session
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    child.kill()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -220,7 +224,7 @@ def _best_launcher(limits: Limits) -> tuple[str, ...]:
         )
     launchers = _AS_ROOT if os.getuid() == 0 else _AS_USER
     launcher = next((one for one in launchers if one and run_tests("", probe, limits, one) == usual), ())
-    left = []
+    left = ["write this user's files"] if os.getuid() and _AS_NOBODY not in launcher else []
     if _NO_NETWORK not in launcher:
         left += ["reach the network", "leave processes behind"]
     if os.getuid() == 0 and _AS_NOBODY not in launcher:

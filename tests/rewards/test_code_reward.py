@@ -138,6 +138,21 @@ def left(folder: Path) -> list[int]:
     return found
 
 
+def test_code_that_leaves_its_session_is_ended(tmp_path: Path) -> None:
+    """It is a child of what the launcher started, which alone was ended."""
+    seen = tmp_path / "pid"
+    code = f"""
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    open({str(seen)!r}, "w").write(str(os.getpid()))
+time.sleep(20)
+"""
+    assert run_tests(code, ["pass"], Limits(wall_seconds=1.5)) == set()
+    with suppress(psutil.NoSuchProcess):  # it may wait for init to take note
+        assert psutil.Process(int(seen.read_text())).status() == psutil.STATUS_ZOMBIE
+
+
 def test_files_are_taken_away(reward: CodeReward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tmp_path.chmod(0o755)
@@ -158,7 +173,8 @@ def test_what_the_machine_leaves_open_is_said(
     monkeypatch.setattr(code_reward, "_AS_USER", [("false",), ()])
     monkeypatch.setattr(code_reward, "_AS_ROOT", [("false",), ()])
     CodeReward(LIMITS).close()
-    assert "can reach the network, leave processes behind" in caplog.text
+    assert "reach the network, leave processes behind" in caplog.text
+    assert ("can write this user's files" in caplog.text) == (os.getuid() != 0)
 
 
 def test_a_machine_without_room_for_python_is_refused() -> None:
