@@ -2,7 +2,8 @@
 
 The count is written into the template's source, behind the head of every loop and macro and into a loop's own
 condition, so that whoever renders it keeps to it. The rendering of a template that stays within its steps
-does not change.
+does not change. Steps are bounded and not the work of one: a number that is squared in every turn, or a text
+that is doubled, can still take the time and the memory of whoever renders it.
 """
 
 from __future__ import annotations
