@@ -18,21 +18,34 @@ INSTALL = f"{__name__}:install"
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """One connection; closed when the headers of a request are not complete in time."""
+    """One connection; closed when the headers of a request are not complete in time, or its body is not
+    complete when the connection would be closed for silence behind the answer."""
 
     _timer: asyncio.TimerHandle | None = None
+    _coming = False  # a request
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_headers()
 
     def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()  # one that waited for the body of the request before
+        self._coming = True
         super().on_message_begin()
         self._await_headers()
 
     def on_headers_complete(self) -> None:
         self._stop()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._coming = False
+        super().on_message_complete()
+
+    def _unset_keepalive_if_required(self) -> None:
+        # uvicorn, at every byte that comes; nothing would set it again behind the answer.
+        if not (self._coming and self.cycle is not None and self.cycle.response_complete):
+            super()._unset_keepalive_if_required()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()

@@ -81,6 +81,7 @@ def server() -> Iterator[Running]:
         (port,) = free_ports(1)
         ready = threading.Event()
         made = Server(service, "127.0.0.1", port, ready.set, lambda error: pytest.fail(str(error)))
+        made.config.timeout_keep_alive = 1
         log = Kept()
         logging.getLogger().addHandler(log)
         for name in ("uvicorn.error", "uvicorn"):
@@ -315,6 +316,19 @@ def test_half_a_request_is_not_waited_for(server: Running) -> None:
     assert server.send(head) == b""
     body = head + b"Content-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
     assert server.send(body).startswith(b"HTTP/1.1 408")
+    # nor is the body of one that is answered already, byte by byte
+    late = head.replace(KEY.encode(), b"other") + b"Content-Length: 1000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(late)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401")
+        connection.sendall(b"x")
+        assert connection.recv(65536) == b""
+    # and one that comes whole leaves the connection to the next
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(late)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401")
+        connection.sendall(b" " * 1000 + body)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408")
     # nor behind a whole one
     whole = head + b"Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
     answer = server.send(whole + head)
