@@ -132,6 +132,7 @@ def test_it_is_made_once_and_again_when_the_release_changes(
     kept = tiktoken_file.with_tokenizer_json(release)
     assert sorted(p.name for p in kept.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
     assert [p.name for p in kept.parent.iterdir()] == [kept.name]  # nothing half made beside it
+    assert kept.stat().st_mode & 0o777 == 0o755  # a cache that several users share
     with monkeypatch.context() as patch:
         patch.setattr(tiktoken_file, "_convert", lambda *given: pytest.fail("made twice"))
         assert tiktoken_file.with_tokenizer_json(release) == kept
