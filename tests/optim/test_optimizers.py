@@ -279,6 +279,7 @@ def test_masters_as_matrices_step_as_the_flat_vector() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # DeepSpeed compiles its own
 def test_deepspeed_cpu_adam_equals_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel is compiled here, once and without optimisation, which halves the minutes that takes."""
     builder = pytest.importorskip("deepspeed.ops.op_builder.cpu.cpu_adam").CPUAdamBuilder

@@ -34,6 +34,7 @@ from kt_ray.train_server.backend import Datum, Pass, PassResult
 from kt_ray.train_server.futures import Promises
 from kt_ray.train_server.work_queue import Work, WorkQueue
 from tests.helpers.devices import CARD, CUDA, by_name
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.float32_copy import in_float32
 from tests.helpers.generation import one_rounding
 from tests.helpers.train_backend import ADAM, ENTROPY, backend_on, data_of, rows
@@ -541,7 +542,7 @@ def several() -> list[Pass]:
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        *(("two", "float32"), ("two", "bfloat16"), ("replicas", "bfloat16"), ("copies", "float32")),
+        *(("two", "float32"), exhaustive(("two", "bfloat16")), ("replicas", "bfloat16"), ("copies", "float32")),
         pytest.param(CARD, "bfloat16", marks=CUDA),
     ],
 )

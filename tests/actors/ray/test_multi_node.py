@@ -102,6 +102,7 @@ def test_no_cluster_is_no_place_for_several_hosts(tmp_path: Path) -> None:
     assert not ray.is_initialized()
 
 
+@pytest.mark.exhaustive
 def test_replicas_of_a_host_share_streamed_weights(tmp_path: Path, address: str) -> None:
     """Two replicas on each host, whose layers are streamed: one copy of the weights per host."""
     checkpoint = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=3)
