@@ -53,8 +53,8 @@ def _driver_text(name: str) -> str:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("vectors", [False, exhaustive(True)])
 def test_no_bad_access_and_no_undefined_behaviour(tmp_path: Path, vectors: bool) -> None:
-    """The engine and the reference kernels; with all other kernels of this CPU, which take minutes to compile,
-    but for AMX, whose tiles the compiler's checks do not see.
+    """The engine and the reference kernels; with all others of this CPU, which compile for minutes, but for
+    AMX, whose tiles the compiler's checks do not see.
 
     Undefined behaviour in what all instruction sets share (and in the engine around it) is looked for once,
     in the reference kernels.
@@ -75,7 +75,7 @@ def test_no_bad_access_and_no_undefined_behaviour(tmp_path: Path, vectors: bool)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("isa", ["reference", exhaustive("avx2")])
 def test_no_race_between_threads(tmp_path: Path, isa: str) -> None:
-    """Tasks and what they share are the same on every instruction set: the one that compiles fastest will do."""
+    """Tasks and what they share are the same on every instruction set: one that compiles fast will do."""
     if isa not in available_isas():
         pytest.skip(f"this CPU has no {isa}")
     program = build(tmp_path, [isa], ["-fsanitize=thread"])

@@ -542,7 +542,12 @@ def several() -> list[Pass]:
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        *(("two", "float32"), exhaustive(("two", "bfloat16")), ("replicas", "bfloat16"), ("copies", "float32")),
+        *(
+            ("two", "float32"),
+            exhaustive(("two", "bfloat16")),
+            ("replicas", "bfloat16"),
+            ("copies", "float32"),
+        ),
         pytest.param(CARD, "bfloat16", marks=CUDA),
     ],
 )
