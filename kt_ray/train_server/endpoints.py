@@ -102,8 +102,12 @@ def _refusal(what: str) -> Any:
 @cache
 def validator(kind: type[BaseModel]) -> SchemaValidator:
     """Of the SDK's type, but the first wrong entry refuses a list: the errors of all would fill memory."""
-    # Prebuilt are the types within it, which do not fail fast.
-    return SchemaValidator(_failing_fast(kind.__pydantic_core_schema__), _use_prebuilt=False)
+    schema = _failing_fast(kind.__pydantic_core_schema__)
+    try:
+        # Prebuilt are the types within it, which do not fail fast.
+        return SchemaValidator(schema, _use_prebuilt=False)
+    except TypeError:  # an older pydantic, which has none
+        return SchemaValidator(schema)
 
 
 def _failing_fast(schema: Any) -> Any:
