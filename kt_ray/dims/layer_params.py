@@ -50,6 +50,17 @@ MIXED = frozenset(("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear",
 # Families whose layers are not affine in the output of their experts (a norm follows, or an attention).
 NOT_AFFINE = frozenset(("afmoe", "axk1", "beam", "kolibri1"))
 
+# Dense layers before the first one with experts, where config.json does not say; 0 in other families.
+FIRST_DENSE = {
+    **dict.fromkeys(("afmoe", "axk1", "axk2", "dots3_note_text", "ernie4_5_moe", "ernie4_5_vl_moe_text"), 1),
+    **dict.fromkeys(("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "hy_v3", "hy_v4"), 1),
+    **dict.fromkeys(
+        ("kimi_linear", "laguna", "mimo_v2_flash", "mistral_large4_text", "unlimited_ocr_text"), 1
+    ),
+    **dict.fromkeys(("bailing_hybrid", "flint", "lfm2_moe"), 2),
+    **dict.fromkeys(("beam", "deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa"), 3),
+}
+
 HELD_BYTES = 1 << 26  # of scores, or of a window's mask, that attention may hold for one call on a CPU
 
 EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
@@ -107,15 +118,16 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
     chosen = keys.listed("moe_layers")
     if chosen is not None:  # llama4
         return layer in chosen
-    if keys.config.get("expert_layer_period"):  # jamba
-        offset = keys.size("expert_layer_offset", default=0, least=0)
-        return layer % keys.size("expert_layer_period") == offset
+    if keys.family == "jamba" or keys.config.get("expert_layer_period"):
+        offset = keys.size("expert_layer_offset", default=1, least=0)
+        return layer % keys.size("expert_layer_period", default=2) == offset
     if "moe_layer_start_index" in keys.config:  # ernie4_5_moe
         end = keys.size("moe_layer_end_index", default=-1, least=-1)
         last = num_layers(keys) - 1 if end == -1 else end
         start = keys.size("moe_layer_start_index", least=0)
         return start <= layer <= last and (layer + 1) % keys.size("moe_layer_interval", default=1) == 0
-    if layer < keys.size("first_k_dense_replace", "num_dense_layers", default=0, least=0):
+    dense = FIRST_DENSE.get(keys.family, 0)
+    if layer < keys.size("first_k_dense_replace", "num_dense_layers", default=dense, least=0):
         return False
     if layer in (keys.listed("mlp_only_layers") or ()):
         return False

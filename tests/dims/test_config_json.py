@@ -117,7 +117,31 @@ def test_heads_are_tied_as_in_transformers(tmp_path: Path) -> None:
                 theirs = getattr(family.whole or family.config, "tie_word_embeddings", False)
                 if dims_from_config(said).tie_embeddings != bool(theirs):
                     wrong.append((model_type, key, value))
-    assert not wrong
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+def test_layers_with_experts_are_as_in_transformers(tmp_path: Path) -> None:
+    """Where config.json does not say, the family decides."""
+    torch = pytest.importorskip("torch")
+    from kt_ray.checkpoint.names import layer_of
+    from kt_ray.model.family import build_causal, read_family
+    from tests.helpers.families import dispatched, tiny_config
+
+    wrong = []
+    for model_type in dispatched():
+        config = tiny_config(model_type, first_k_dense_replace=None, num_dense_layers=None)
+        if model_type != "deepseek_v4":  # its class wants them listed
+            config.get("text_config", config).pop("mlp_layer_types", None)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        try:
+            causal, _, _ = build_causal(read_family(tmp_path), torch.float32, "eager")
+        except UserError:  # a family that does not train
+            continue
+        theirs = {layer_of(name) for name, module in causal.named_modules() if hasattr(module, "_apply_gate")}
+        if {*dims_from_config(config).moe_layers} != theirs:
+            wrong.append((model_type, theirs))
+    assert not wrong, wrong
 
 
 def test_deepseek_v3() -> None:
