@@ -275,10 +275,13 @@ class ChatEncoder:
         Raises:
             UserError: the template refuses it.
         """
-        try:
-            return self._render(messages, prompt, tools)
-        except Exception as error:  # what a template does, and so what it raises, is anybody's
-            raise self._refused(where, error) from error
+        refusal: Exception | None = None
+        for form in _forms(messages):
+            try:
+                return self._render(form, prompt, tools)
+            except Exception as error:  # what a template does, and so what it raises, is anybody's
+                refusal = refusal or error
+        raise self._refused(where, refusal) from refusal
 
     def _render(
         self, messages: Sequence[Turn], prompt: bool = False, tools: Sequence[dict[str, Any]] | None = None
@@ -328,14 +331,10 @@ class ChatEncoder:
 
     def _spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         spanned = self._marked_spans if self.marked else self._rendered_spans
-        forms = [conversation.messages]
-        if any(m.get("tool_calls") for m in conversation.messages):
-            # Most templates write a call's arguments with tojson; some expect them written already.
-            forms.append(arguments_as_text(conversation.messages))
         refusal: Exception | None = None
-        for messages in forms:
+        for messages in _forms(conversation.messages):
             try:
-                text, spans = spanned(replace(conversation, messages=messages))
+                text, spans = spanned(replace(conversation, messages=tuple(messages)))
                 break
             except UserError:
                 raise
@@ -537,6 +536,12 @@ def answers_wanted(conversation: Conversation, train_on: str) -> list[bool]:
         same = zip(messages, conversation.rejected, strict=False)
         after = next((i for i, (a, b) in enumerate(same) if a != b), len(messages)) - 1
     return [i > after and m.get("weight", 1) != 0 for i, m in enumerate(messages) if m["role"] == "assistant"]
+
+
+def _forms(messages: Sequence[Turn]) -> list[Sequence[Turn]]:
+    """Most templates write a call's arguments with tojson; some expect them written already."""
+    called = any(message.get("tool_calls") for message in messages)
+    return [messages, arguments_as_text(messages)] if called else [messages]
 
 
 def arguments_as_text(messages: Sequence[Turn]) -> tuple[Turn, ...]:

@@ -189,14 +189,29 @@ def _end_tokens(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
             tokens.update(check_shape(listed, [int], path, name, remedy, "eos_token_id"))
     if encoder.tokenizer.eos_token_id is not None:
         tokens.add(int(encoder.tokenizer.eos_token_id))
-    messages: tuple[Turn, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-    ids, labels = encoder.encode(Conversation(messages, 0, "a conversation of two turns"))
-    last = next(
-        (int(token) for token, label in zip(ids[::-1], labels[::-1], strict=True) if label >= 0), None
-    )
-    if last is not None and last in encoder.tokenizer.added_tokens_decoder:
+    if (last := _last_of_answer(encoder)) is not None:
         tokens.add(last)
     return tuple(sorted(tokens))
+
+
+def _last_of_answer(encoder: ChatEncoder) -> int | None:
+    """The special token that the template ends an answer with; None = there is none."""
+    special = encoder.tokenizer.added_tokens_decoder
+    turns: tuple[Turn, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    system: Turn = {"role": "system", "content": "c"}  # some want one
+    for messages in (turns, (system, *turns)):
+        with contextlib.suppress(UserError):
+            ids, labels = encoder.encode(Conversation(messages, 0, "a conversation of two turns"))
+            last = next(
+                (int(i) for i, label in zip(ids[::-1], labels[::-1], strict=True) if label >= 0), None
+            )
+            return last if last in special else None
+        # Where the generation prompt opens a thought, the answer cannot be located without one.
+        with contextlib.suppress(UserError):
+            text = encoder.render(messages).rstrip()
+            ids = encoder.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return int(ids[-1]) if ids and ids[-1] in special else None
+    return None
 
 
 @contextlib.contextmanager

@@ -119,7 +119,9 @@ def _options(generation: PreparedGeneration, row: Conversation) -> Options:
     answers = option_answers(last["content"], generation.config.eval.letters)
     ids: dict[str, list[int]] = {}  # as training sees the row with each answer
     for letter, text in answers.items():
-        encoded, _ = generation.encoder.encode(replace(row, messages=(*before, {**last, "content": text})))
+        # Not with the row's own thoughts, which may name the right one.
+        turns = (*before, Turn(role="assistant", content=text))
+        encoded, _ = generation.encoder.encode(replace(row, messages=turns))
         ids[letter] = encoded.tolist()
     same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*ids.values(), strict=False))
     prompt = tuple(tokens[0] for tokens in same)

@@ -200,6 +200,8 @@ def test_arguments_as_text_where_the_template_wants_them_so() -> None:
     tokenizer = make_tokenizer(AS_TEXT)
     ids, labels = ChatEncoder(tokenizer).encode(TOOL_TALK)
     assert trained_texts(tokenizer, ids, labels) == ['add{"a": 1}<|im_end|>', "Three.<|im_end|>"]
+    prompt = ChatEncoder(tokenizer).render(TOOL_TALK.messages[:-1], prompt=True, tools=TOOLS)
+    assert 'add{"a": 1}' in prompt, "what is asked behind the call, too"
 
 
 def test_a_template_that_drops_tools_or_system_prompts_is_refused() -> None:
