@@ -73,7 +73,7 @@ modes: terminal errors disk native timeline config dims hardware placement timin
     [numpy torch]
 recipe: terminal errors parse config dims data
 cli: terminal errors torch_environment config modes recipe runs supervisor
-tools: terminal errors disk parse config checkpoint model adapter data demo [numpy torch]
+tools: terminal errors disk parse config dims checkpoint model adapter data demo [numpy torch]
 """
 
 # Modules that load less than their package: what reads files or plans starts without torch.

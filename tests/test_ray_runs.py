@@ -110,6 +110,7 @@ def test_an_interrupted_run_leaves_no_process(place: Place, tmp_path: Path) -> N
     assert "SIGINT: stopped after step" in output and "Traceback" not in output, output
 
 
+@pytest.mark.exhaustive  # tests/actors/ray/test_ray_recovery.py kills actors, too
 def test_a_run_survives_a_killed_actor(place: Place, tmp_path: Path) -> None:
     """kill -9 from outside in mid-step: exit code 0, each step once, the adapter of an undisturbed run."""
     # So many steps that a loaded machine has not done them all by the time it looks.

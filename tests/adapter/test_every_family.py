@@ -72,7 +72,7 @@ class Trained:
     rounded: np.ndarray  # in bfloat16
 
 
-@pytest.fixture(params=spread(FAMILIES, 6))
+@pytest.fixture(params=spread(FAMILIES, 10))
 def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trained]:
     yield train(request.param, tmp_path)
 

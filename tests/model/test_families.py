@@ -174,6 +174,7 @@ def test_hyper_connections_on_several_stages(tmp_path: Path, cuts: tuple[int, ..
     assert_equals_transformers(stages, Eager(path, whole.model))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_without_shared_experts(tmp_path: Path) -> None:
     """Their modules have no weights; it does not matter whether the checkpoint stores them."""
     path = write_config(tmp_path, "deepseek_v3", n_shared_experts=0)

@@ -25,7 +25,7 @@ from kt_ray.placement.range_memory import TOKEN_BYTES, range_counts, range_works
 from kt_ray.timing.lane_rates import from_rates
 from tests.helpers.allocations import layer_peaks
 from tests.helpers.devices import on_cuda
-from tests.helpers.exhaustive import exhaustive, spread
+from tests.helpers.exhaustive import spread
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 ROW = 131_072
@@ -130,7 +130,8 @@ def test_a_card_keeps_to_it(
     assert all(0 < allocated <= counted for allocated, counted in found.values())
 
 
-@pytest.mark.parametrize(("gpus", "rows"), [exhaustive((2, 2)), (1, 1)])
+@pytest.mark.parametrize(("gpus", "rows"), [(2, 2), (1, 1)])
+@pytest.mark.exhaustive
 def test_deepseek_v3_trains_rows_of_131072_in_16_gib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, rows: int
 ) -> None:

@@ -93,6 +93,7 @@ def test_everything_ends_as_if_nobody_had_died(
         assert len(backend._revivals._begun) >= len(deaths)
 
 
+@pytest.mark.exhaustive
 def test_a_death_in_a_joined_pass_repeats_it_for_all(model: Path, tmp_path: Path) -> None:
     works = [Pass(name, data_of(rows(seed)), ENTROPY) for seed, name in enumerate("abc")]
     with backend_on(model, tmp_path, *LAYOUT, *RAY) as backend:
@@ -122,6 +123,7 @@ def test_a_death_in_a_joined_pass_repeats_it_for_all(model: Path, tmp_path: Path
         assert seen[0] == seen[1]
 
 
+@pytest.mark.exhaustive
 def test_a_session_that_a_death_ended_is_followed_by_another(model: Path, tmp_path: Path) -> None:
     request = Request(tuple(range(10, 20)), Sampling(max_new_tokens=30, temperature=1.0, seed=3), "sampler")
     with backend_on(model, tmp_path, *LAYOUT, *RAY) as backend:

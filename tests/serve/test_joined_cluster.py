@@ -40,6 +40,7 @@ def test_a_server_outlives_its_ray(tmp_path: Path) -> None:
         until(lambda: place.left() == [], 30)
 
 
+@pytest.mark.exhaustive
 def test_a_server_on_a_running_cluster_ends_without_it(tmp_path: Path) -> None:
     (port, other) = free_ports(2)
     log, second = tmp_path / "log.txt", tmp_path / "second.txt"

@@ -582,7 +582,7 @@ class RayCluster(ActorCluster):
             logger.warning(
                 "the driver's node has no room for all actors: Ray put them on %s. The hardware there was "
                 "not compared with the plan, which is for the driver's host. To plan for several hosts: "
-                "rule.nodes. To keep all on the driver's: make room there (ray status)",
+                "rule.nodes. To keep all on the driver's: free CPUs and GPUs there (ray status)",
                 "another node" if len(nodes) == 1 else f"{len(nodes)} nodes",
             )
         if look_at := others | {own} if self.joined else others:

@@ -210,7 +210,7 @@ def check_nodes(shared: Shared, ids: AbstractSet[str], timeout: float) -> None:
             "cluster.address=local"
             if here
             else "put the model and run.root on a disk that all nodes share and install the same packages on "
-            "all; or make room on the driver's node (ray status), or set cluster.address=local",
+            "all; or free CPUs and GPUs on the driver's (ray status), or set cluster.address=local",
         )
 
 

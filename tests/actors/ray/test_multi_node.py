@@ -129,6 +129,7 @@ def weights_of(pid: int) -> set[str]:
     return {line.split("memfd:")[1].split()[0] for line in lines if "memfd:kt_ray-weights" in line}
 
 
+@pytest.mark.exhaustive
 def test_bit_identical_over_two_nodes(tmp_path: Path, address: str) -> None:
     """Without a rule for several nodes: bytes in the message between nodes, shared memory within one."""
     # Wide enough that messages within a node go through shared memory.
