@@ -56,6 +56,7 @@ from kt_ray.timing.sampling_seconds import SamplingTime
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker, read_jsonl, series
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console, say, setup_logging
+from kt_ray.tracking.metrics import loss_unit
 from kt_ray.tracking.progress import Summary, TrainProgress, show_summary
 from kt_ray.train import policy_steps
 from kt_ray.train.cluster_protocol import ActorLost
@@ -190,7 +191,7 @@ def _run(
             if config.tracking.upload_adapter:
                 tracker.artifact(rundir.adapter)
             if config.tracking.plot:
-                _plot(rundir)
+                _plot(rundir, loss_unit(config.trainer.stage))
             show_summary(summary)
             return 0
         except Stopped as stopped:
@@ -224,11 +225,11 @@ def _evaluations(rundir: RunDir, figure: str, until: int) -> list[tuple[int, flo
     return [(step, value) for step, value in evaluated if first < step <= until]
 
 
-def _plot(rundir: RunDir) -> None:
+def _plot(rundir: RunDir, unit: str) -> None:
     from kt_ray.tracking.plot import plot_loss
 
     try:
-        plot_loss(rundir.path / "metrics.jsonl", rundir.path / "loss.png")
+        plot_loss(rundir.path / "metrics.jsonl", rundir.path / "loss.png", unit)
     except Exception as error:  # the adapter is there
         logger.warning("loss.png was not drawn: %s", error)
 

@@ -18,6 +18,7 @@ from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_json
 from kt_ray.runs.rundir import find_checkpoints, flatten, is_run, plain, read_config
 from kt_ray.tracking.jsonl import read_jsonl, series
+from kt_ray.tracking.metrics import loss_unit
 
 Points = list[tuple[int, float]]
 """(step, value), in order of steps."""
@@ -27,8 +28,6 @@ _MOVE = "restore it, or move it away: the report then leaves it out"
 _ENVIRONMENT = {"actors?": [{"layers?": (int, int)}], "argv?": [str]}
 _SCORES = {"metrics?": {str: float}}
 _EVALUATION = {"base?": _SCORES, "adapter?": _SCORES}
-LOSS_UNITS = {"dpo": "mean of a pair", "orpo": "mean of a pair", "kto": "mean of a row", "grpo": "loss"}
-"""Of the stages whose loss is not the mean over tokens."""
 LAST = 10  # steps that a "final" figure is the mean of
 
 
@@ -70,7 +69,7 @@ class RunData:
     @property
     def loss_unit(self) -> str:
         """What the stage's loss is a mean over."""
-        return LOSS_UNITS.get(str(self.settings().get("trainer.stage")), "nats per token")
+        return loss_unit(str(self.settings().get("trainer.stage")))
 
     def settings(self) -> dict[str, Any]:
         """Every key of the configuration by its command-line name."""

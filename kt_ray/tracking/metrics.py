@@ -20,6 +20,13 @@ Value = float | int | str
 
 Direction = Literal["forward", "backward"]
 
+_LOSS_UNITS = {"dpo": "mean of a pair", "orpo": "mean of a pair", "kto": "mean of a row", "grpo": "loss"}
+
+
+def loss_unit(stage: str) -> str:
+    """What the loss of a trainer.stage is a mean over, for the axis of a chart."""
+    return _LOSS_UNITS.get(stage, "nats per token")
+
 
 @dataclass(frozen=True)
 class StepMetrics:

@@ -15,12 +15,13 @@ _REACH = 20  # neighbours on each side that smoothing looks at
 _TRAIN, _HELD_OUT, _INK, _GRID = "#2a6fb0", "#c2571a", "#444444", "#dddddd"
 
 
-def plot_loss(metrics_file: Path, image: Path, *, title: str | None = None) -> bool:
+def plot_loss(metrics_file: Path, image: Path, unit: str, *, title: str | None = None) -> bool:
     """Draw training loss (raw and smoothed) and held-out loss over steps; of trainer.stage=grpo the rewards.
 
     Args:
         metrics_file: metrics.jsonl; lines without a finite loss are skipped.
         image: the PNG to write; an older one is replaced when the new one is whole.
+        unit: of the loss (`kt_ray.tracking.metrics.loss_unit`).
         title: None = the run's name, as its directory has it.
 
     Returns:
@@ -36,9 +37,6 @@ def plot_loss(metrics_file: Path, image: Path, *, title: str | None = None) -> b
             log.info("no loss to plot yet in %s", metrics_file)
             return False
         title = metrics_file.parent.name if title is None else title
-        # Of preference stages it is a mean over pairs or rows.
-        preference = any(key.startswith("preference_") for record in records for key in record)
-        unit = "loss" if preference else "loss per trained token (nats)"
         _draw(train, held_out, beside, title, "reward" if rewards else "loss", unit)
         os.replace(beside, image)
         return True
@@ -109,7 +107,7 @@ def _draw(
             steps, losses, color=_HELD_OUT, marker="o", markersize=5, linewidth=1.5, label=f"held-out {name}"
         )
     axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel("mean reward" if name == "reward" else unit, color=_INK)
+    axes.set_ylabel("mean reward" if name == "reward" else f"loss, {unit}", color=_INK)
     axes.set_title(title, loc="left", color=_INK, fontsize=11)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
