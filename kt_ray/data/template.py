@@ -4,16 +4,19 @@ Trained is what the model itself must say: every answer and the token that ends 
 those are comes from the template's own {% generation %} blocks where it has them. Where it has none,
 the conversation is rendered up to each answer and through it; the difference is the answer's span.
 Characters become tokens by the tokenizer's offsets over the one full rendering, so what is trained on is
-exactly what apply_chat_template gives, and the mask never depends on which ids stand for pad or end.
+what apply_chat_template gives, and the mask never depends on which ids stand for pad or end. Only where a
+token would hold a prompt's end and its answer's beginning are the two tokenized apart, as generation does.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,12 +27,14 @@ from kt_ray.data import tiktoken_file
 from kt_ray.data.bounded_template import TOO_MANY, bounded, broken
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.errors import UserError
+from kt_ray.generate.detokenize import CHANNEL
 from kt_ray.parse import read_json, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _DATE_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"\\]*)"|'([^'\\]*)')\s*\)""")
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANOTHER_TEMPLATE = "give model.chat_template a template that works, or name one in data.template"
 Span = tuple[int, int]  # characters of the rendering, half-open
@@ -160,8 +165,9 @@ class ChatEncoder:
         self.train_on = train_on
         self.source = "the tokenizer's own"
         self.notes: list[str] = []
-        added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True)
+        self._special_ids = [*added]
         self.template = named_template(name, tokenizer) if name else self._choose(template)
         if name:
             self.source = f"{name} (data.template)"
@@ -208,11 +214,15 @@ class ChatEncoder:
         """
         if conversation.text is not None:
             return self._encode_text(conversation.text, conversation.where)
+        conversation = self._conversation(conversation)
         text, spans = self._spans(conversation)
-        options = {"add_special_tokens": False, "return_offsets_mapping": True}
-        encoding = self._tokenized(text, conversation.where, **options)
-        ids = np.asarray(encoding["input_ids"], dtype=np.int64)
-        begin, end = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        ids, begin, end = self._located(text, conversation.where)
+        starts = [start for start, _ in spans]
+        joined = [start for start in starts if ((begin < start) & (end > start)).any()]
+        if joined and self._splits_anywhere:
+            borders = [0, *joined, len(text)]
+            parts = [self._located(text[a:b], conversation.where, a) for a, b in itertools.pairwise(borders)]
+            ids, begin, end = (np.concatenate(each) for each in zip(*parts, strict=True))
         trained = np.zeros(len(ids), dtype=bool)
         for start, stop in spans:
             # Overlap, not containment: "▁word" may reach back over the space before an answer. A token of
@@ -220,7 +230,32 @@ class ChatEncoder:
             trained |= np.where(
                 end > begin, (end > start) & (begin < stop), (begin > start) & (begin <= stop)
             )
+        if joined:  # a special token may take in the space behind it; it is the prompt's all the same
+            reaching = (begin[:, None] < joined) & (end[:, None] > joined)
+            trained &= ~(reaching.any(axis=1) & np.isin(ids, self._special_ids))
         return ids, np.where(trained, ids, IGNORE)
+
+    def _conversation(self, given: Conversation) -> Conversation:
+        rejected = None if given.rejected is None else self._with_thoughts(given.rejected)
+        return replace(given, messages=self._with_thoughts(given.messages), rejected=rejected)
+
+    def _with_thoughts(self, messages: Sequence[Turn]) -> tuple[Turn, ...]:
+        """Where the template writes channels, a thought that an answer begins with in <think> is taken out of
+        it, for the channel that it belongs into. Other templates know <think> themselves."""
+        return tuple(map(_with_thought, messages) if CHANNEL in self.template else messages)
+
+    def _located(self, text: str, where: str, at: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids, begin, end) int64 [s] each: tokens and their characters, counted from `at`."""
+        options = {"add_special_tokens": False, "return_offsets_mapping": True}
+        encoding = self._tokenized(text, where, **options)
+        offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2) + at
+        return np.asarray(encoding["input_ids"], dtype=np.int64), offsets[:, 0], offsets[:, 1]
+
+    @cached_property
+    def _splits_anywhere(self) -> bool:
+        """Whether texts tokenized apart stay one text: the tokenizer begins none with a space of its own."""
+        ids = self._tokenized("a", "model.tokenizer", add_special_tokens=False)["input_ids"]
+        return str(self.tokenizer.decode([*ids, *ids])) == "aa"
 
     def prompt_ids(
         self,
@@ -232,7 +267,7 @@ class ChatEncoder:
         """Token ids of a conversation with the header of the answer to come; `where` is for the error.
 
         Raises:
-            UserError: the template refuses it.
+            UserError: the template refuses it, or leaves a part out.
         """
         text = self.render(messages, prompt=True, tools=tools, where=where)
         return list(self._tokenized(text, where, add_special_tokens=False)["input_ids"])
@@ -273,15 +308,21 @@ class ChatEncoder:
             where: whose it is, for the error.
 
         Raises:
-            UserError: the template refuses it.
+            UserError: the template refuses it, or leaves a part of a prompt out.
         """
+        messages = self._with_thoughts(messages)
         refusal: Exception | None = None
         for form in _forms(messages):
             try:
-                return self._render(form, prompt, tools)
+                text = self._render(form, prompt, tools)
+                break
             except Exception as error:  # what a template does, and so what it raises, is anybody's
                 refusal = refusal or error
-        raise self._refused(where, refusal) from refusal
+        else:
+            raise self._refused(where, refusal) from refusal
+        if prompt:
+            _check_rendered(text, messages, tools, where)
+        return text
 
     def _render(
         self, messages: Sequence[Turn], prompt: bool = False, tools: Sequence[dict[str, Any]] | None = None
@@ -342,7 +383,7 @@ class ChatEncoder:
                 refusal = refusal or error
         else:
             raise self._refused(conversation.where, refusal) from refusal
-        self._check_rendered(conversation, text)
+        _check_rendered(text, conversation.messages, conversation.tools, conversation.where)
         spans = self._with_end(text, spans)
         trained = answers_wanted(conversation, self.train_on)
         if any(trained) and not any(stop > start for start, stop in spans):
@@ -362,27 +403,6 @@ class ChatEncoder:
                 self._note(
                     "the chat template leaves out thoughts (reasoning_content) of answers, which are trained "
                     "without them"
-                )
-
-    def _check_rendered(self, conversation: Conversation, text: str) -> None:
-        """Refuse a template that leaves out, without a word, what the answers depend on."""
-        parts: list[tuple[str, str]] = []  # (text, what it is)
-        for number, message in enumerate(conversation.messages, start=1):
-            if message["role"] in ("system", "tool"):
-                parts.append((message["content"].strip(), f"the {message['role']} turn (messages[{number}])"))
-            calls = (call["function"]["name"].strip() for call in message.get("tool_calls", ()))
-            parts += [(name, f"the call of {name} (messages[{number}])") for name in calls]
-        tools = (tool["function"]["name"].strip() for tool in conversation.tools or ())
-        for part, what in (*parts, *((name, f"the tool {name}") for name in tools)):
-            if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
-                raise UserError(
-                    "the chat template leaves a part of the row out",
-                    where=conversation.where,
-                    observed=f"{what} is not in the rendering",
-                    required="a template that renders system prompts, tools and their results where rows "
-                    "have them",
-                    remedy="set data.template=qwen (ChatML with tools), give model.chat_template one that "
-                    "does, or delete such rows",
                 )
 
     def _marked_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
@@ -514,6 +534,38 @@ def with_date(template: str, day: str) -> str:
 def dated(template: str) -> bool:
     """Whether a template depends on the date."""
     return "strftime_now(" in template
+
+
+def _check_rendered(
+    text: str, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None, where: str
+) -> None:
+    """Refuse a template that leaves out, without a word, what the answers depend on."""
+    parts: list[tuple[str, str]] = []  # (text, what it is)
+    for number, message in enumerate(messages, start=1):
+        if message["role"] in ("system", "tool"):
+            parts.append((message["content"].strip(), f"the {message['role']} turn (messages[{number}])"))
+        calls = (call["function"]["name"].strip() for call in message.get("tool_calls", ()))
+        parts += [(name, f"the call of {name} (messages[{number}])") for name in calls]
+    names = (tool["function"]["name"].strip() for tool in tools or ())
+    for part, what in (*parts, *((name, f"the tool {name}") for name in names)):
+        if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
+            raise UserError(
+                "the chat template leaves a part of the row out",
+                where=where,
+                observed=f"{what} is not in the rendering",
+                required="a template that renders system prompts, tools and their results if there are any",
+                remedy="set data.template=qwen (ChatML with tools), give model.chat_template one that does, "
+                "or delete such rows",
+            )
+
+
+def _with_thought(message: Turn) -> Turn:
+    if message["role"] != "assistant" or message.get("reasoning_content"):
+        return message
+    found = _THOUGHT.match(message["content"])
+    if found is None:
+        return message
+    return {**message, "content": message["content"][found.end() :], "reasoning_content": found[1].strip()}
 
 
 def plain_turns(messages: Sequence[Turn]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kt_ray.errors import UserError
 from kt_ray.evaluate.answer_file import AnswerFile, AnswerRow
-from kt_ray.evaluate.choice import argmax_letter, exact_match, extract_letter, label_letter
+from kt_ray.evaluate.choice import argmax_letter, exact_match, extract_letter, label_letter, without_thinking
 from kt_ray.evaluate.loss_sums import LossSum, perplexity
 from kt_ray.evaluate.text_metrics import TEXT_METRICS, text_scores
 
@@ -75,7 +75,7 @@ def score(answers: AnswerFile, *, choice: str = "auto", letters: str = "ABCD") -
 
 def _score_row(row: AnswerRow, option: str | None, letters: str) -> dict[str, float]:
     scores = text_scores(row.answer, row.label)
-    scores["exact_match"] = 100.0 * exact_match(row.answer, row.label)
+    scores["exact_match"] = 100.0 * exact_match(without_thinking(row.answer), without_thinking(row.label))
     if option is not None:
         letter = extract_letter(row.answer, letters)
         scores["letter_accuracy"] = 100.0 * (letter == option)

@@ -8,9 +8,17 @@ _UNFINISHED = "�"  # what a tokenizer makes of bytes that are no whole charact
 
 _LONGEST_CONTEXT = 64  # tokens that are decoded again for the next one, if none of them has text
 
+# Harmony's tokens (gpt-oss): a message is <|start|>ROLE<|channel|>CHANNEL<|message|>TEXT.
+CHANNEL = "<|channel|>"
+_START, _MESSAGE = "<|start|>", "<|message|>"
+_LONGEST_HEADER = 64  # tokens; what goes on is no header
+
 
 class TextStream:
     """The text of one answer, piece by piece, in whole characters: bytes that make none are left out.
+
+    Of Harmony's messages the headers are no text, and those of the channel `analysis` stand in <think>, as
+    other models write what they think. A header that names a tool stays: it is part of the call.
 
     Args:
         tokenizer: of the model; None = there is no text.
@@ -32,6 +40,9 @@ class TextStream:
         self._settled = 0  # tokens before this one are decoded for good
         self._context = 0  # decoding begins here: some tokenizers drop the first token's space
         self._held = ""  # decoded, but may be the beginning of a stop string
+        self._marks = _marks(tokenizer)  # token id -> one of Harmony's tokens
+        self._header: list[int] | None = None  # tokens of the header that is being read
+        self._thinking = False  # whether a <think> is open
 
     @property
     def decoded(self) -> int:
@@ -42,6 +53,17 @@ class TextStream:
         """The text that can be given out after one more token; often "" or more than one character."""
         if self.stopped or token in self._skip:
             return ""
+        mark = self._marks.get(token, "")
+        if mark == _MESSAGE and self._header is not None:
+            return self._end_header(self._header)
+        if mark in (_START, CHANNEL) and self._header is None:
+            self._header = [token]
+            return self._end_message()
+        if self._header is not None and len(self._header) < _LONGEST_HEADER:
+            self._header.append(token)
+            return ""
+        if self._header is not None:
+            self._ids, self._header = self._header, None
         self._ids.append(token)
         piece = self._unsettled()
         if piece.endswith(_UNFINISHED) and len(self._ids) - self._settled < 8:
@@ -63,6 +85,22 @@ class TextStream:
         self._held = ""
         return piece
 
+    def _end_message(self) -> str:
+        """The rest of a message's text: what follows is decoded apart from it."""
+        rest, thinking = self._unsettled(), self._thinking
+        self._ids, self._settled, self._context, self._thinking = [], 0, 0, False
+        return self._give(rest + ("</think>" if thinking else ""))
+
+    def _end_header(self, header: list[int]) -> str:
+        """What a header adds to the text."""
+        self._header = None
+        role, _, channel = self._decode(header, special=True).partition(CHANNEL)
+        self._thinking = channel.startswith("analysis")
+        if " to=" in role or " to=" in channel:
+            role = role.removeprefix(_START).removeprefix("assistant")
+            return self._give(" ".join(f"{role} {channel}".split()) + "\n")
+        return self._give("<think>" if self._thinking else "")
+
     def _give(self, piece: str) -> str:
         waiting = self._held + piece.replace(_UNFINISHED, "")
         places = [place for place in map(waiting.find, self._stop) if place >= 0]
@@ -82,7 +120,19 @@ class TextStream:
         before = self._decode(self._ids[self._context : self._settled])
         return self._decode(self._ids[self._context :])[len(before) :]
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int], special: bool = False) -> str:
         if self._tokenizer is None or not ids:
             return ""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        )
+
+
+def _marks(tokenizer: Any) -> dict[int, str]:
+    """Token id -> Harmony's token, if the tokenizer has all of them."""
+    names = (_START, CHANNEL, _MESSAGE)
+    if tokenizer is None:
+        return {}
+    ids = [tokenizer.convert_tokens_to_ids(name) for name in names]
+    known = all(id is not None and id != tokenizer.unk_token_id for id in ids)
+    return dict(zip(ids, names, strict=True)) if known else {}

@@ -9,14 +9,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory, settings_of
-from kt_ray.config.schema import Config, LoraConfig
+from kt_ray.config.schema import Config, LoraConfig, ModelConfig
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.errors import UserError
@@ -25,7 +25,7 @@ from kt_ray.generate.requests import Request, Sampling
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.model.caches import can_join
 from kt_ray.model.family import read_family
-from kt_ray.parse import check_shape, read_json
+from kt_ray.parse import check_shape, read_json, read_text
 from kt_ray.placement.generation_memory import generates, room
 from kt_ray.runs.prepare import PreparedModel, model_directory, prepare_model
 from kt_ray.runs.start_cluster import started
@@ -36,6 +36,7 @@ from kt_ray.train.cluster_protocol import ActorLost
 logger = logging.getLogger(__name__)
 
 _HOUR = 3600.0  # seconds
+TEMPLATE = "chat_template.jinja"  # beside an adapter's tokenizer
 NO_LORA = LoraConfig(target_modules="none", experts=False)
 
 
@@ -147,7 +148,30 @@ def prepare_generation(config: Config, adapters: Mapping[str, str] | None = None
     tokenizer = load_tokenizer(
         config.model.tokenizer or model_dir, "model.tokenizer" if config.model.tokenizer else "model.path"
     )
-    return generation_of(model, tokenizer, adapter, directories)
+    named = [adapter] if adapter is not None else list(directories.values())
+    config = replace(model.config, model=_with_template(model.config, tokenizer, named))
+    return generation_of(replace(model, config=config), tokenizer, adapter, directories)
+
+
+def _with_template(config: Config, tokenizer: Any, adapters: Sequence[str]) -> ModelConfig:
+    """The model's options with the chat template that its adapters were trained with.
+
+    A template that the user names stays, and the tokenizer's own where adapters differ.
+    """
+    model = config.model
+    if model.chat_template is not None or config.data.template is not None:
+        return model
+    files = [Path(adapter) / TEMPLATE for adapter in adapters]
+    files = [file for file in files if file.is_file()]
+    texts = {read_text(file, "the adapter's chat template", f"delete {file}") for file in files}
+    if not texts or [*texts] == [tokenizer.chat_template]:
+        return model
+    if len(texts) > 1:
+        listed = ", ".join(map(str, files))
+        say(f"note: the adapters' chat templates differ, so the tokenizer's is used: {listed}")
+        return model
+    say(f"chat template: the adapter's ({files[0]})")
+    return replace(model, chat_template=str(files[0]))
 
 
 def generation_of(
@@ -164,7 +188,11 @@ def generation_of(
     can_join(read_family(model.model_dir).config)  # refuses a family without a cache
     config = model.config
     encoder = ChatEncoder(
-        tokenizer, config.model.chat_template, name=config.data.template, date=config.data.date
+        tokenizer,
+        config.model.chat_template,
+        name=config.data.template,
+        date=config.data.date,
+        train_on=config.data.train_on,
     )
     shared = {name: getattr(model, name) for name in PreparedModel.__dataclass_fields__}
     return PreparedGeneration(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 
+from kt_ray.batch import IGNORE
 from kt_ray.config.schema import Config
 from kt_ray.data.held_out_split import nothing_held_out
 from kt_ray.data.load import read_split
@@ -12,8 +13,9 @@ from kt_ray.data.prompts import as_prompts, with_answer
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.errors import UserError
 from kt_ray.evaluate.answer_file import AnswerFile, AnswerRow
-from kt_ray.evaluate.choice import option_answers
+from kt_ray.evaluate.choice import option_answers, without_thinking
 from kt_ray.evaluate.scores import choice_labels
+from kt_ray.generate.detokenize import TextStream
 from kt_ray.generate.generator import Answer
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.runs.generation import PreparedGeneration
@@ -70,9 +72,11 @@ def questions_of(generation: PreparedGeneration) -> list[Question]:
     """
     rows = held_out_rows(generation.config)
     config = generation.config.eval
-    labels = AnswerFile("the held-out rows", tuple(AnswerRow("", "", _label(row)) for row in rows))
+    texts = [_label(generation, row) for row in rows]
+    labels = AnswerFile("the held-out rows", tuple(AnswerRow("", "", text) for text in texts))
     is_choice = bool(rows) and choice_labels(labels, config.choice, config.letters) is not None
-    return [_question(generation, row, _options(generation, row) if is_choice else None) for row in rows]
+    options = [_options(generation, row) if is_choice else None for row in rows]
+    return [_question(generation, *each) for each in zip(rows, texts, options, strict=True)]
 
 
 def held_out_rows(config: Config) -> list[Conversation]:
@@ -102,16 +106,28 @@ def held_out_rows(config: Config) -> list[Conversation]:
     return [row for row in answered if row.label is not False][: config.generate.limit]
 
 
-def _question(generation: PreparedGeneration, row: Conversation, options: Options | None) -> Question:
+def _question(
+    generation: PreparedGeneration, row: Conversation, label: str, options: Options | None
+) -> Question:
     messages = row.messages[:-1]
     ids = generation.prompt(messages, row.tools, row.where)
     generation.request(ids, row.where, adapter=False, seed=0)  # refused now, not after hours
     prompt = generation.encoder.render(messages, prompt=True, tools=row.tools)
-    return Question(row.sample_id, prompt, messages, _label(row), ids, row.where, options)
+    return Question(row.sample_id, prompt, messages, label, ids, row.where, options)
 
 
-def _label(row: Conversation) -> str:
-    return row.messages[-1]["content"]
+def _label(generation: PreparedGeneration, row: Conversation) -> str:
+    """The row's answer; one that calls tools as the model would write it."""
+    before, last = row.messages[:-1], row.messages[-1]
+    if not last.get("tool_calls"):
+        return last["content"]
+    unthought = Turn(role="assistant", content=last["content"], tool_calls=last["tool_calls"])
+    encoder = generation.encoder
+    _, labels = encoder.encode(replace(row, messages=(*before, unthought)))
+    text = TextStream(generation.tokenizer, skip=generation.eos)
+    trained = list(reversed(labels.tolist()))
+    answer = takewhile(lambda label: label != IGNORE, dropwhile(lambda label: label == IGNORE, trained))
+    return without_thinking("".join([*map(text.add, reversed([*answer])), text.end()])).strip()
 
 
 def _options(generation: PreparedGeneration, row: Conversation) -> Options:

@@ -178,6 +178,78 @@ def test_tokens_that_reach_over_the_border_belong_to_the_answer() -> None:
     assert (labels != IGNORE).tolist() == [False] * 3 + [True] * 3
 
 
+def test_a_prompt_is_never_in_one_token_with_its_answer() -> None:
+    """Qwen3-Thinking's prompt ends with a line break, and an answer without a thought begins with one."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<think>", "\n", "\n\n", "</think>", "Hi", "user", "assistant", "[", "]", "</s>", "?", "a"]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"\n+|<think>|</think>|</s>|\[|\]|[^\n\[\]<]+"), "isolated"
+    )
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    template = (
+        "{% for m in messages %}{{ '[' + m.role + ']' }}{% if m.role == 'assistant' %}"
+        "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>' }}{% endif %}{{ m.content + '</s>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]<think>\n' }}{% endif %}"
+    )
+    tokenizer.chat_template = template
+    encoder = ChatEncoder(tokenizer)
+    ids, labels = encoder.encode(conversation("Hi", "Hi"))
+    prompt = encoder.prompt_ids(conversation("Hi", "Hi").messages[:1])
+    assert tokenizer.convert_ids_to_tokens(prompt)[-2:] == ["<think>", "\n"]
+    assert ids[: len(prompt)].tolist() == prompt and (labels[: len(prompt)] == IGNORE).all()
+    said = tokenizer.convert_ids_to_tokens(labels[len(prompt) :].tolist())
+    assert said == ["\n", "</think>", "Hi", "</s>"]
+    assert encoder.render(conversation("Hi", "Hi").messages) == "".join(tokenizer.convert_ids_to_tokens(ids))
+
+
+def test_a_header_that_takes_in_the_space_behind_it_is_not_the_answers() -> None:
+    """Phi-3's special tokens do, and its tokenizer begins each text with a space of its own."""
+    from tokenizers import AddedToken, pre_tokenizers
+
+    header = AddedToken("<|assistant|>", rstrip=True, special=True, normalized=False)
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content + '<|assistant|>' }}{% else %}"
+        "{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    tokenizer = make_tokenizer(template, extra_special_tokens=[header])
+    for spaced in (False, True):
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
+        ids, labels = ChatEncoder(tokenizer).encode(conversation("Hi", " yes"))
+        (said,) = trained_texts(tokenizer, ids, labels)
+        assert said.strip() == "yes" + END, "neither the header nor less than the answer"
+
+
+def test_prompts_keep_what_their_answers_depend_on() -> None:
+    """As training asks of rows: GRPO, mode=predict, chat and serve read prompts."""
+    dropping = (
+        "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content + eos_token }}{% endfor %}"
+    )
+    encoder = ChatEncoder(make_tokenizer(dropping))
+    system, tool = Turn(role="system", content="Be brief."), {"function": {"name": "look"}}
+    assert encoder.prompt_ids([ASK])
+    with pytest.raises(UserError, match=r"leaves a part of the row out; at line 3; found the system turn"):
+        encoder.prompt_ids([system, ASK], where="line 3")
+    with pytest.raises(UserError, match="the tool look is not in the rendering"):
+        encoder.prompt_ids([ASK], tools=[tool])
+
+
+def test_a_thought_written_into_an_answer_goes_into_its_channel() -> None:
+    """As chat, serve and data made by other models have it; templates that know <think> are left alone."""
+    tokens = ["<|im_start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer = make_tokenizer(CHANNELS, eos_token="<|return|>", extra_special_tokens=tokens)
+    written = Turn(role="assistant", content="<think>\nWho keeps it?\n</think>\n\nTilda.")
+    apart = Turn(role="assistant", content="Tilda.", reasoning_content="Who keeps it?")
+    encoder = ChatEncoder(tokenizer)
+    assert spoken(encoder, ASK, written) == spoken(encoder, ASK, apart)
+    assert spoken(encoder, ASK, written, ASK, SAID) == spoken(encoder, ASK, SAID, ASK, SAID)
+    assert encoder.render([ASK, written, ASK], prompt=True) == encoder.render([ASK, SAID, ASK], prompt=True)
+    assert written["content"] in ChatEncoder(make_tokenizer(PLAIN)).render([ASK, written])
+
+
 def test_without_a_template_the_default_is_used_and_said_once() -> None:
     tokenizer = make_tokenizer(None)
     encoder = ChatEncoder(tokenizer)

@@ -178,6 +178,13 @@ def test_scores_are_means_over_rows():
     assert "letter_accuracy" not in scores.metrics and "loss" not in scores.metrics
 
 
+@pytest.mark.parametrize("said", ["<think>\nwhy\n</think>\n\n7", "why</think>7", "<think>why</think> 7"])
+def test_exact_match_leaves_thoughts_out(said: str) -> None:
+    for label in ("7", "<think>another</think>7"):
+        assert score(answers((said, label))).metrics["exact_match"] == 100
+    assert score(answers((said, "8"))).metrics["exact_match"] == 0
+
+
 def test_letter_accuracy_from_answers_and_from_logits():
     rows = (
         AnswerRow("q", "The answer is B", "B", {"A": 2.0, "B": 1.0}),

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from kt_ray.generate.detokenize import TextStream
 
 
-class Bytes:
+class Fake:
+    """A tokenizer without special tokens of Harmony's."""
+
+    unk_token_id = None
+
+    def convert_tokens_to_ids(self, _: str) -> None:
+        return None
+
+
+class Bytes(Fake):
     """A tokenizer of single bytes, which splits characters."""
 
     def decode(self, ids: list[int], **_: object) -> str:
@@ -71,7 +80,7 @@ def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
     assert len(prefixes) <= len("a") + len("x") + len("xb")
 
 
-class Words:
+class Words(Fake):
     """A tokenizer that drops the first word's space, as SentencePiece does; 0 is a special token."""
 
     def decode(self, ids: list[int], **_: object) -> str:
@@ -96,6 +105,63 @@ def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
 
     stream = TextStream(Counted())
     assert "".join(map(stream.add, [1, *[0] * 1000, 2])).startswith("1") and longest < 100
+
+
+class Harmony(Bytes):
+    """Bytes, and Harmony's tokens above them."""
+
+    special: ClassVar = {
+        256: "<|start|>",
+        257: "<|channel|>",
+        258: "<|message|>",
+        259: "<|end|>",
+        260: "<|call|>",
+    }
+
+    def convert_tokens_to_ids(self, token: str) -> int:  # type: ignore[override]
+        return {name: id for id, name in self.special.items()}[token]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True, **_: object) -> str:
+        special = {} if skip_special_tokens else self.special
+        runs = [special.get(id, "").encode() if id > 255 else bytes([id]) for id in ids]
+        return b"".join(runs).decode("utf-8", errors="replace")
+
+
+def harmony(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+    """Pieces of an answer in which A to E stand for the tokens start, channel, message, end and call."""
+    stream = TextStream(Harmony(), stop)
+    ids = [id for c in text for id in ([256 + "ABCDE".index(c)] if c in "ABCDE" else c.encode())]
+    return [*map(stream.add, ids), stream.end()], stream
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ("BfinalCno.", "no."),
+        ("BanalysisCwhy?DAassistantBfinalCno.", "<think>why?</think>no."),
+        ("BanalysisCwhy? Bec", "<think>why? </think>"),
+        ("BcommentaryCfirst DAassistantBfinalC猫", "first 猫"),
+        (
+            "BanalysisCwhy?DAassistantBcommentary to=functions.f jsonC{}E",
+            "<think>why?</think>commentary to=functions.f json\n{}",
+        ),
+        ("BanalysisCwhy?DAassistant to=f BcommentaryC{}", "<think>why?</think>to=f commentary\n{}"),
+        ("plain", "plain"),
+        ("C no header", " no header"),
+        ("B" + "x" * 70, "x" * 70),
+    ],
+)
+def test_headers_of_channels_are_no_text_and_analysis_is_thought(said: str, text: str) -> None:
+    out, stream = harmony(said)
+    assert "".join(out) == stream.text == text
+
+
+def test_a_thought_comes_piece_by_piece_and_stop_strings_end_it() -> None:
+    out, stream = harmony("BanalysisCsoDAassistantBfinalCno. halt", ("halt",))
+    assert [piece for piece in out if piece][:5] == ["<think>", "s", "o", "</think>", "n"]
+    assert stream.stopped and stream.text == "<think>so</think>no. "
+    _, stream = harmony("BanalysisCa halt bDAassistantBfinalCno.", ("halt",))
+    assert stream.stopped and stream.text == "<think>a "
 
 
 def test_end_tokens_are_no_text() -> None:

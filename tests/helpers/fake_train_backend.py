@@ -36,6 +36,10 @@ class Letters:
     """Token n is the n-th letter from "A" on."""
 
     pad_token_id = 0
+    unk_token_id = None
+
+    def convert_tokens_to_ids(self, _: str) -> None:
+        return None
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join(chr(65 + i) for i in ids)

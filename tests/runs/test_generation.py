@@ -1,4 +1,4 @@
-"""What ends an answer, and what the options of a question are compared behind."""
+"""What ends an answer, whose template it is, and a row's answer and options as the model sees them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from kt_ray.config.compose import compose
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder
-from kt_ray.runs.generation import _end_tokens
-from kt_ray.runs.questions import _options
-from tests.data.conftest import make_tokenizer
+from kt_ray.runs.generation import _end_tokens, _with_template
+from kt_ray.runs.questions import _label, _options
+from tests.data.conftest import PLAIN, THINKING, make_tokenizer
 
 HEAD = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
 TURNS = "{% for m in messages %}" + HEAD + "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -47,3 +48,53 @@ def test_options_are_not_seen_with_the_thoughts_behind_the_right_one() -> None:
     row = Conversation((Turn(role="user", content="A or B?"), answer), 0, "row 1")
     assert _options(cast(Any, generation), row).tokens == {"A": ord("A"), "B": ord("B")}
     assert [messages[-1] for messages in seen] == [{"role": "assistant", "content": c} for c in "AB"]
+
+
+def test_the_label_of_a_call_is_the_call_as_the_model_writes_it() -> None:
+    tokenizer = make_tokenizer(THINKING)
+    encoder = ChatEncoder(tokenizer)
+    generation = cast(
+        Any, SimpleNamespace(encoder=encoder, tokenizer=tokenizer, eos=(tokenizer.eos_token_id,))
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    asked = Turn(role="user", content="1 + 2?")
+    for thought in ({}, {"reasoning_content": "I have a tool."}):
+        answer = cast(Turn, {"role": "assistant", "content": "", "tool_calls": [call], **thought})
+        row = Conversation((asked, answer), 0, "row 1")
+        assert _label(generation, row) == '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+    said = Conversation((asked, Turn(role="assistant", content=" 3 ")), 0, "row 2")
+    assert _label(generation, said) == " 3 "
+
+
+def test_an_adapter_brings_the_template_it_was_trained_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def used(*adapters: str, own: Any = PLAIN, **options: str) -> str | None:
+        """model.chat_template where the tokenizer has `own`; adapters are named by their templates."""
+        directories = []
+        for text in adapters:
+            directories.append(tmp_path / f"adapter{len(text)}")
+            directories[-1].mkdir(exist_ok=True)
+            if text:
+                (directories[-1] / "chat_template.jinja").write_text(text)
+        config = compose(
+            ["mode=chat", f"model.path={tmp_path}", *(f"{key}={value}" for key, value in options.items())]
+        )
+        tokenizer = SimpleNamespace(chat_template=own)
+        return _with_template(config, tokenizer, [*map(str, directories)]).chat_template
+
+    assert used() is used("") is used(PLAIN) is used("", PLAIN) is None
+    assert not capsys.readouterr().out
+    other = str(tmp_path / "adapter3" / "chat_template.jinja")
+    assert (
+        used("abc")
+        == used("abc", "")
+        == used("abc", own=None)
+        == used("abc", own={"default": PLAIN})
+        == other
+    )
+    assert f"chat template: the adapter's ({other})" in capsys.readouterr().out
+    assert used("abc", PLAIN) is None
+    assert "differ, so the tokenizer's is used" in capsys.readouterr().out
+    assert used("abc", **{"data.template": "qwen"}) is None
+    assert used("abc", **{"model.chat_template": "/x.jinja"}) == "/x.jinja"
