@@ -25,6 +25,7 @@ from kt_ray.hardware.rate_files import rates_for
 from kt_ray.modes.plan import model_dims
 from kt_ray.timing.choose import choose_plan
 from kt_ray.timing.prediction import predict
+from tests.helpers.exhaustive import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "docs" / "hardware.md", *(ROOT / "docs" / "families").glob("*.md")])
@@ -119,10 +120,10 @@ def renewed(text: str, wanted: Callable[[str, str], bool] = lambda model, machin
 
 
 @pytest.mark.timeout(900)  # minutes, more on a busy machine
-@pytest.mark.parametrize("machine", HARDWARE)
+@pytest.mark.parametrize("machine", spread([*HARDWARE]))
 def test_the_figures_are_what_the_plan_says(machine: str) -> None:
     """All pages in one test: models stand on two of them, and are simulated once. Every eighth figure
-    of each machine: a change of what plans count shows there. `main` makes all of them anew."""
+    of two machines: a change of what plans count shows there. `main` makes all of them anew."""
     turns = itertools.count()
 
     def wanted(model: str, name: str) -> bool:

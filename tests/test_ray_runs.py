@@ -150,6 +150,7 @@ def test_a_run_survives_a_killed_actor(place: Place, tmp_path: Path) -> None:
     assert own.read_bytes() == local.read_bytes()
 
 
+@pytest.mark.exhaustive  # a run that joins a cluster is in tests/actors/ray/test_ray_address.py
 def test_a_submitted_job_joins_its_cluster(place: Place, tmp_path: Path) -> None:
     with head_node(place, tmp_path / "head") as url:
         submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", url, "--"]

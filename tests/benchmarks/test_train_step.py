@@ -26,6 +26,7 @@ def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_frame_and_equal_losses(tmp_path: Path) -> None:
     """One measured step: every field is there, and kt_ray's float32 losses are the factored peer's."""
     out = tmp_path / "out.json"

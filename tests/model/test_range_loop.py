@@ -21,7 +21,7 @@ from kt_ray.model.range_loop import RangeLoop, TokenRange
 from kt_ray.model.stage import Stage
 from kt_ray.model.state import MicroState
 from kt_ray.placement.range_memory import range_counts, without_ranges
-from tests.helpers.exhaustive import spread
+from tests.helpers.exhaustive import exhaustive, spread
 from tests.helpers.families import LAYERS, dispatched, save_whole, write_config
 from tests.helpers.hf_reference import Reference, micro_batch, random_rows
 from tests.helpers.stages import Run, make_stages, pass_spec, run
@@ -66,7 +66,7 @@ def _of_all_experts(name: str) -> str:
     return re.sub(r"\.experts\.\d+\.", ".experts.", name)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", EXACT), ("bfloat16", ROUNDED)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", EXACT), exhaustive(("bfloat16", ROUNDED))])
 @pytest.mark.parametrize(
     "family", spread(["deepseek_v3", "deepseek_v2", "gpt_oss", "glm4_moe", "qwen3_moe", "granitemoe"], 2)
 )

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.exhaustive import exhaustive
+
 H, I, T, K, RANK = 1024, 1024, 256, 2, 8
 EXPERTS = {"bf16": 25, "q4_k": 75}  # 150 and 127 MiB
 
@@ -105,7 +107,7 @@ def checkpoint(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("kind", ["bf16", exhaustive("q4_k")])
 def test_weights_once_and_what_is_stated(kind: str, tmp_path: Path) -> None:
     seen = measure(kind, checkpoint(tmp_path) if kind == "bf16" else tmp_path)
     assert seen["loaded"] <= 1.02 * seen["weights"] + CONSTANT

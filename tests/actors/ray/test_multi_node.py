@@ -44,7 +44,7 @@ def started(checkpoint: Path, config: Config, run_dir: Path) -> RayCluster:
 
 @pytest.mark.parametrize(
     ("attention", "copies"),
-    [("driver", 1), exhaustive(("all", 1)), ("all", 2)],
+    [exhaustive(("driver", 1)), exhaustive(("all", 1)), ("all", 2)],
 )
 def test_bit_identical_and_in_their_places(tmp_path: Path, address: str, attention: str, copies: int) -> None:
     checkpoint = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=4)
