@@ -147,12 +147,32 @@ def nominal_hardware(rule: RuleConfig) -> Hardware:
 
 
 def gpus_wanted(rule: RuleConfig) -> int:
-    """GPUs that `rule` names by itself: 0 for CPU rules, and for "auto", which takes what there is."""
+    """GPUs of a host that `rule` names by itself: 0 for CPU rules, and "auto", which takes what there is."""
     if isinstance(rule.gpus, int) and rule.device != "cpu":
         return rule.gpus
     if rule.device != "cuda":
         return 0
-    return stages_named(rule, default=1) * rule.replica_count
+    divided = rule.attention_hosts != "driver" and rule.replica_count % rule.nodes == 0
+    replicas = rule.replica_count // rule.nodes if divided else rule.replica_count
+    return gpus_of_workers(rule, stages_named(rule, default=1), replicas)
+
+
+def gpus_of_workers(rule: RuleConfig, stages: int, replicas: int) -> int:
+    """Different GPUs that a host's workers take, of so many replicas of so many stages."""
+    named = len(set(named_devices(rule)))
+    entries = [entry for entry in rule.layers or () if isinstance(entry, Mapping)]
+    if any(isinstance(entry.get("device"), list | tuple) for entry in entries):
+        return named  # a device per replica: workers may share one
+    return (named or stages) * replicas
+
+
+def named_devices(rule: RuleConfig) -> list[str]:
+    """Every device that rule.layers names, as often as it does."""
+    names: list[str] = []
+    for entry in rule.layers or ():
+        device = entry.get("device") if isinstance(entry, Mapping) else None
+        names += map(str, device) if isinstance(device, list | tuple) else [str(device)] if device else []
+    return names
 
 
 def stages_named(rule: RuleConfig, default: int) -> int:

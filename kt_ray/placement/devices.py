@@ -7,7 +7,7 @@ Workers have a GPU each unless the rule says in so many words that they share on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kt_ray.config.limits import INT8_BACKENDS
@@ -15,7 +15,7 @@ from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
-from kt_ray.hardware.describe import stages_named
+from kt_ray.hardware.describe import gpus_of_workers, named_devices, stages_named
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.generation_memory import generates
 from kt_ray.placement.lane_plan import lane_wanted
@@ -71,15 +71,6 @@ def resolve_device(rule: RuleConfig, hardware: Hardware) -> str:
     if named:
         return "cuda" if any(name.startswith("cuda") for name in named) else "cpu"
     return "cuda" if hardware.gpus else "cpu"
-
-
-def named_devices(rule: RuleConfig) -> list[str]:
-    """Every device that rule.layers names, as often as it does."""
-    names: list[str] = []
-    for entry in rule.layers or ():
-        device = entry.get("device") if isinstance(entry, Mapping) else None
-        names += map(str, device) if isinstance(device, list | tuple) else [str(device)] if device else []
-    return names
 
 
 def attention_hosts(rule: RuleConfig, device: str, hosts: int) -> int:
@@ -138,10 +129,7 @@ def count_stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelD
     present = len(hardware.gpus)
     replicas = rule.replica_count // hosts  # of each host
     stages = stages_named(rule, default=max(1, min(present // replicas, dims.num_layers)))
-    named = named_devices(rule)
-    entries = rule.layers or ()
-    listed = any(isinstance(entry, Mapping) and isinstance(entry["device"], list) for entry in entries)
-    wanted = len(set(named)) if listed else (len(set(named)) or stages) * replicas
+    wanted = gpus_of_workers(rule, stages, replicas)
     if wanted > present:
         fewer = f"rule.stages={max(1, present // replicas)}"
         other = "rule=auto"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +25,8 @@ from kt_ray.hardware.describe import (
     parse_gpus,
     this_host,
 )
+from kt_ray.hardware.machine import on_hosts
+from kt_ray.placement.devices import count_stages
 from kt_ray.placement.memory import GIB
 from tests.placement.configs import make_config
 
@@ -235,6 +240,30 @@ def test_nominal_hardware() -> None:
     assert gpus_wanted(RuleConfig("r", device="cuda", stages=2, replicas=2)) == 4
     assert gpus_wanted(RuleConfig("r", device="cuda", layers=[3, 3, 2])) == 3
     assert gpus_wanted(RuleConfig("r", device="auto", stages=2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"nodes": 2, "replicas": 2}, 1),
+        ({"nodes": 2, "replicas": 2, "attention_hosts": "all", "stages": 2}, 2),
+        ({"nodes": 2, "replicas": 2, "attention_hosts": "driver"}, 2),
+        ({"nodes": 2, "replicas": 3}, 3),
+        ({"replicas": 2, "layers": [{"layers": 4, "device": ["cuda:0", "cuda:0"]}]}, 1),
+        ({"replicas": 2, "layers": [{"layers": 4, "device": "cuda:0"}]}, 2),
+    ],
+)
+def test_a_host_has_the_gpus_of_its_own_workers(keys: dict[str, Any], wanted: int) -> None:
+    """As the plan counts them: with fewer it is refused, and on another host it would not be asked for."""
+    rule, dims = RuleConfig("r", device="cuda", **keys), cast(Any, SimpleNamespace(num_layers=8))
+    assert gpus_wanted(rule) == wanted
+    found = [
+        replace(nominal_hardware(rule), gpus=nominal_hardware(rule).gpus[:n]) for n in (wanted, wanted - 1)
+    ]
+    enough, short = (replace(one, sockets=on_hosts(one.sockets, rule.nodes)) for one in found)
+    assert count_stages(rule, "cuda", enough, dims)
+    with pytest.raises(UserError, match="needs more GPUs than there are"):
+        count_stages(rule, "cuda", short, dims)
 
 
 def test_hardware_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
