@@ -96,7 +96,11 @@ def test_a_server_from_beginning_to_end(tmp_path: Path, clients_end: None) -> No
         arguments = (
             *("cluster.address=local", "cluster.dashboard=false", "model.dtype=float32", "lora.rank=4"),
             *(f"model.path={model}", "serve.name=demo", "data.max_length=64", "generate.max_new_tokens=16"),
-            *("rule=cpu_2workers_2sockets", f"train_server.directory={tmp_path / 'saved'}"),
+            *(
+                "rule=cpu_1worker_1socket",
+                "rule.experts.sockets=2",
+                f"train_server.directory={tmp_path / 'saved'}",
+            ),
         )
         log = tmp_path / "log.txt"
         (tmp_path / "saved" / "snapshots").mkdir(parents=True)  # not the server's

@@ -158,7 +158,7 @@ def test_bit_identical_over_two_nodes(tmp_path: Path, address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"), [((), 1), (("rule.ray.worker_cpus=2", "rule.ray.expert_cpus=2"), 2)]
+    ("asked", "found"), [((), 1), exhaustive((("rule.ray.worker_cpus=2", "rule.ray.expert_cpus=2"), 2))]
 )
 def test_a_plan_for_one_host_is_on_one_node_where_it_fits(
     tmp_path: Path, address: str, asked: tuple[str, ...], found: int, caplog: pytest.LogCaptureFixture

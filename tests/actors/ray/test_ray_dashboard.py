@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -71,12 +72,12 @@ def test_a_run_shows_its_figures_and_its_actors_and_ends_clean(tiny_run: list[st
         second = until(lambda: (f := figures()) and f["kt_ray_step", ""] > first["kt_ray_step", ""] and f, 30)
 
         begin = time.monotonic()
-        run.send_signal(signal.SIGTERM)
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal's Ctrl-C, which reaches all processes of the group
         assert run.wait(30) == STOPPED
         assert time.monotonic() - begin < 30
         assert place.left() == []
     output = log.read_text()
-    assert "SIGTERM: stopped after step" in output and "Traceback" not in output, output
+    assert "SIGINT: stopped after step" in output and "Traceback" not in output, output
     token = place.path / "token"
     assert f"dashboard {dashboard} (asks for a token: 'ray get-auth-token' prints it, from {token})" in output
 
