@@ -155,22 +155,23 @@ def run_tests(
         "seconds": int(limits.wall_seconds) + 1,
         "secret": secret,
     }
-    directory = tempfile.mkdtemp(prefix="kt_ray_code_")
+    directory = None
     try:
+        directory = tempfile.mkdtemp(prefix="kt_ray_code_")
         if nobody:
             os.chown(directory, _NOBODY, _NOBODY)
         with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as report:
             asked.write(json.dumps(job).encode())
             asked.seek(0)
-            try:
-                _run([*launcher, sys.executable, "-I", str(_CHILD)], directory, asked, report, limits)
-            except OSError:
-                return None
+            _run([*launcher, sys.executable, "-I", str(_CHILD)], directory, asked, report, limits)
             report.seek(0)
             lines = report.read().decode(errors="replace").splitlines()
+    except OSError:  # the temporary directory may be full: other answers' files go with them
+        return None
     finally:
-        with suppress(RecursionError):
-            shutil.rmtree(directory, ignore_errors=True)
+        if directory is not None:
+            with suppress(RecursionError):
+                shutil.rmtree(directory, ignore_errors=True)
     if f"{secret} ready" not in lines:
         return None
     return {number for number in range(len(tests)) if f"{secret} {number}" in lines}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import inspect
 import math
@@ -128,6 +129,7 @@ class FunctionReward:
         return parameters
 
     def _arguments(self, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        """Copies: a function may change what it is given, and prompts and columns serve the whole run."""
         arguments: dict[str, list[Any]] = {
             "prompts": [c.prompt for c in completions],
             "completions": [
@@ -139,7 +141,9 @@ class FunctionReward:
         columns = dict.fromkeys(name for c in completions for name in c.row if name not in _NOT_PASSED)
         arguments |= {name: [c.row.get(name) for c in completions] for name in columns}
         return {
-            name: values for name, values in arguments.items() if self._every_column or name in self._names
+            name: [copy.deepcopy(value) for value in values]
+            for name, values in arguments.items()
+            if self._every_column or name in self._names
         }
 
     def _reward(self, value: Any, number: int, completion: Completion) -> float:

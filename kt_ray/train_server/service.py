@@ -598,7 +598,9 @@ class TrainService:
             self.model(model.name)
             promise = Promise(name, model.name)
             if self._queue.passed(model.name, number):
-                promise.settle(Failure(f"request {number} of this model ended long ago, or was refused"))
+                told = Failure(f"request {number} of this model ended long ago, or was refused")
+                self.promises.add(promise)
+                self.promises.settle(promise, told)
             else:
                 self._queue.submit(model.name, number, Work(promise, run, ends_turn, part))
                 self.promises.add(promise)

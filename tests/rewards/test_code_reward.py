@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import subprocess
@@ -166,6 +167,20 @@ def test_no_reward_where_python_did_not_start(monkeypatch: pytest.MonkeyPatch, r
     assert run_tests("", ["pass"], LIMITS, ("a_command_that_is_not_there",)) is None
     monkeypatch.setattr(reward, "_launcher", ("false",))
     assert math.isnan(reward.score("", "pass"))
+
+
+def test_no_reward_where_the_temporary_directory_is_full(
+    monkeypatch: pytest.MonkeyPatch, reward: CodeReward
+) -> None:
+    def full(**_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("mkdtemp", "TemporaryFile"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"tempfile.{name}", full)
+            assert math.isnan(reward.score("", "pass"))
+            with pytest.raises(UserError, match="the room in the temporary directory"):
+                CodeReward(LIMITS)
 
 
 def test_what_the_machine_leaves_open_is_said(

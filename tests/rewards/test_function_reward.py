@@ -50,6 +50,21 @@ def test_a_function_with_any_arguments_gets_all_columns_and_chat_completions(tmp
     np.testing.assert_array_equal(reward(samples("a", "b", chat=True)), np.array([np.nan, 1.0]))
 
 
+def test_a_function_that_changes_what_it_is_given_changes_no_data(tmp_path: Path) -> None:
+    """Prompts and columns serve the whole run, and a group's answers share them."""
+    text = (
+        "def reward(prompts, completions, answer):\n"
+        "    for prompt, one in zip(prompts, completions):\n        prompt.append(one[0])\n"
+        "    return [len(prompt) + len(a.pop()) for prompt, a in zip(prompts, answer)]\n"
+    )
+    prompt, row = [{"role": "user", "content": "2 + 2?"}], {"answer": [["four"]]}
+    group = [Completion(prompt, text, (1, 2), True, row) for text in "ab"]
+    function = loaded(tmp_path, text)
+    for _ in range(2):
+        np.testing.assert_array_equal(function(group), np.array([3.0, 3.0]))
+    assert len(prompt) == 1 and row == {"answer": [["four"]]}
+
+
 def test_a_coroutine_is_awaited_in_one_loop(tmp_path: Path) -> None:
     text = (
         "import asyncio\nloops = set()\n"

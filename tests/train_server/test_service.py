@@ -51,6 +51,15 @@ def test_a_repeated_request_is_applied_once(raw: Raw) -> None:
     assert [len(raw.calls(name)) for name in ("create", "backward", "step", "keep")] == [1, 1, 1, 1]
 
 
+def test_a_number_whose_request_was_refused_says_so_again(raw: Raw) -> None:
+    model = raw.model()
+    raw.result(raw.passed(model, 1))
+    raw.server.service.promises._drop(f"{model}:1")  # as long after it was fetched
+    failed = raw.result(raw.passed(model, 1))
+    assert failed["category"] == "user" and "request 1 of this model ended long ago" in failed["error"]
+    assert len(raw.calls("backward")) == 1
+
+
 def test_models_take_turns_step_by_step(raw: Raw) -> None:
     models = [raw.model(0), raw.model(1)]
     raw.server.backend.gate.clear()
