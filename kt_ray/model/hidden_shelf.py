@@ -46,13 +46,16 @@ class HostShelf:
 
     Args:
         remedy: what a user does where so much memory cannot be page-locked.
+        most: bytes up to which it may take more than a pass asks for.
 
     Raises:
         RuntimeError: by `clear`, where CUDA refuses to page-lock it.
     """
 
-    def __init__(self, device: torch.device, remedy: str = "set rule.activations=micro_batch") -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, remedy: str = "set rule.activations=micro_batch", *, most: int = 0
+    ) -> None:
+        self.device, self.most = device, most
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0
         self._lock = PageLock(remedy=f"raise it, or {remedy}")
@@ -76,7 +79,7 @@ class HostShelf:
             return
         self.close()
         # Rows differ in length from pass to pass, and page-locking takes long: a little more than asked for.
-        size = max(size, self.nbytes + self.nbytes // 4)
+        size = max(size, min(self.most, self.nbytes + self.nbytes // 4))
         self._memory = torch.empty(0, dtype=torch.uint8)  # freed before there is more
         memory = whole_pages(size)
         if self.device.type == "cuda":

@@ -86,14 +86,13 @@ class RangeLoop(LayerLoop):
         self._cut = {id(m): [*TokenRange.cut(m, RANGE_TOKENS)] for group in self.groups for m in group.micro}
         shapes = [tuple(m.samples_N.shape) for group in self.groups for m in group.micro]
         hidden = [(*shape, self.model.hidden_size) for shape in shapes]
-        heads = {layer: each.width for layer, each in ranges.items()}
-        last = self.head is not None
+        kept = [each.width for layer, each in ranges.items() if self.keeps(layer)]
+        last = self.head is not None or not self.train
         # A gradient takes the place of a hidden state: of the last one, or it comes from the next stage.
-        states = len(ranges) + (1 if last else 2) if self.train else 1
-        rooms = hidden * states
-        if self.train and retain:
-            rooms += [(*shape, width) for shape in shapes for width in heads.values()]
-        largest = max((n for (n,) in shapes), default=0) * max(heads.values())
+        rooms = hidden * (len(kept) + (1 if last else 2))
+        if retain:
+            rooms += [(*shape, width) for shape in shapes for width in kept]
+        largest = max((n for (n,) in shapes), default=0) * max(each.width for each in ranges.values())
         host.clear([*rooms, (largest,)], self.model.dtype)
         self._heads = host.room((largest,), self.model.dtype)
 

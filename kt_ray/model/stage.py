@@ -106,9 +106,9 @@ class Stage:
         if spec.padded:
             self._look_at_padding()
         self.head = Head(model, spec.loss_chunk) if self.last else None
-        self.shelf = HostShelf(self.device) if spec.activations == "host" else None
+        self.shelf = HostShelf(self.device, most=spec.waiting) if spec.activations == "host" else None
         if self.ranges:
-            self.shelf = HostShelf(self.device, "lower data.max_length")
+            self.shelf = HostShelf(self.device, "lower data.max_length", most=spec.waiting)
         self._watch: RouterWatch | None = None
         self._packing_checked = False
         self.zero_grad()

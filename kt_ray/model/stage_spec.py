@@ -44,6 +44,7 @@ class StageSpec:
     activations: str = "group"  # rule.activations, without "auto"
     attention_output: str = "recompute"  # rule.attention_output, likewise
     head_ranges: int = 0  # ranges of heads that attention goes by, with activations = "ranges"
+    waiting: int = 0  # bytes that the plan has for hidden states in host memory
     streamed: tuple[int, ...] = ()  # layers whose weights wait in host memory (rule.resident_layers)
     slots: int = 0  # places for them on the device
     embedding_on_host: bool = False  # whether the embedding waits there, too, and tokens are looked up there

@@ -110,6 +110,7 @@ ITEMS = (
 ON_HOST = {
     "staging": "staging",
     "hidden states": "kept activations",
+    "passing states": "kept activations",
     "streamed weights": "weights",
     "embedding": "embedding and head",
     "gradients": "staging",
@@ -257,20 +258,22 @@ def staged(
     wave: int,
     groups: int,
     dtype: str,
+    held: Held,
 ) -> tuple[tuple[WorkerPlan, ...], tuple[ExpertActorPlan, ...]]:
-    """The actors with the bytes of `budgets`' item "staging" that are each one's."""
-    load, stages = load_of(config, wave, groups), 1 + max(worker.stage for worker in workers)
+    """The actors with the bytes of `budgets`' item "staging" that are each one's, and those of hidden states
+    that wait on the host."""
+    load, stages = load_of(config, wave, groups, held), 1 + max(worker.stage for worker in workers)
     hosts = 1 + max(worker.host for worker in workers)
 
-    kinds: dict[WorkerPlan, int] = {}
+    kinds: dict[WorkerPlan, tuple[int, int]] = {}
 
-    def own(worker: WorkerPlan) -> int:
+    def own(worker: WorkerPlan) -> WorkerPlan:
         kind = _kind(worker, config, hosts)
         if kind not in kinds:
             items = worker_items(dims, config, load, worker, stages, dtype, hosts)
-            kinds[kind] = math.ceil(items["staging"])
-            kinds[kind] += gradient_staging(dims, config, worker, experts, groups)
-        return kinds[kind]
+            staging = math.ceil(items["staging"]) + gradient_staging(dims, config, worker, experts, groups)
+            kinds[kind] = staging, math.ceil(items["hidden states"])
+        return replace(worker, staging=kinds[kind][0], waiting=kinds[kind][1])
 
     def answers(actor: ExpertActorPlan) -> int:
         tokens = load.of_copy(actor.copies, config.rule.replica_count).total
@@ -279,7 +282,7 @@ def staged(
         return expert_staging(dims, part_of(reached, left.tokens), actor.answers)
 
     return (
-        tuple(replace(worker, staging=own(worker)) for worker in workers),
+        tuple(own(worker) for worker in workers),
         tuple(replace(actor, staging=answers(actor)) for actor in experts),
     )
 
@@ -442,11 +445,11 @@ def worker_items(
     # Of what waits on the host are here hidden states between two layers, and two of each that are copied.
     kept = 2 * load.replica * dims.hidden_streams * hidden * element
     kept += 2 * load.micro * (dims.hidden_streams + outputs) * hidden * element
-    kept = kept if load.on_host else states
+    kept, passing = kept if load.on_host else states, 0
     if load.ranges:
         tokens = (load.replica, load.own_group, load.micro)
         kept = load.replica * TOKEN_BYTES
-        states = math.ceil(range_host(dims, passed, *tokens, element, outputs=load.outputs))
+        states, passing = range_host(dims, passed, *tokens, element, outputs=load.outputs)
     kept += moe * load.replica * dims.experts_per_token * 12
     if dims.hidden_streams > 1:  # not affine in the experts' output, which is then kept as well
         kept += moe * load.replica * hidden * 4
@@ -492,6 +495,7 @@ def worker_items(
         "optimizer": 8 * reduced if root else 0,
         "kept activations": kept,
         "hidden states": states if load.on_host else 0,
+        "passing states": passing,
         "streamed weights": sum(away) if keeps_weights(worker, config, hosts) else 0,
         "embedding": element * dims.embedding_params * looked_up,
         # The probe of the experts' scale copies one MoE layer to float32 before training.

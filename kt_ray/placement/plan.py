@@ -296,7 +296,7 @@ def _laid_out(
         own, placed_workers = with_shelves, with_lanes
         memory = budgets(dims, config, hardware, placed_workers, own, chosen.wave, groups, dtype, chosen.held)
         chosen = chosen._replace(memory=memory)
-    workers, experts = staged(dims, config, placed_workers, own, chosen.wave, groups, dtype)
+    workers, experts = staged(dims, config, placed_workers, own, chosen.wave, groups, dtype, chosen.held)
     if generating:
         notes += _copied_notes(dims, config, workers, dtype)
     plan = Plan(

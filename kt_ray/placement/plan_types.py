@@ -66,7 +66,8 @@ class WorkerPlan:
 
     rank: replica * stages + stage. layers: half-open range [start, stop). device: "cuda:i" (the
     plan's ordinal) or "cpu". threads: torch threads. cpus: CPUs it may use (empty = any). staging: bytes
-    of shared memory for its messages, worst case. streamed: own layers whose weights wait in host memory and
+    of shared memory for its messages, worst case. waiting: bytes of host memory for hidden states that wait
+    for backward there, worst case. streamed: own layers whose weights wait in host memory and
     pass through so many slots on the device (kt_ray.placement.weight_slots). host: where it is; device and
     cpus are numbers of it. lane: experts of its host's actors that it computes for its own tokens
     (rule.experts.stream_to=workers); None = none.
@@ -80,6 +81,7 @@ class WorkerPlan:
     threads: int
     cpus: tuple[int, ...] = ()
     staging: int = 0
+    waiting: int = 0
     streamed: tuple[int, ...] = ()
     slots: int = 0
     host: int = 0

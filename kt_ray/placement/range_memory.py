@@ -124,8 +124,8 @@ def _heads_bytes(dims: ModelDims, layer: int, count: int, element: int) -> float
 
 def range_host(
     dims: ModelDims, layers: range, replica: int, group: int, micro: int, element: int, *, outputs: bool
-) -> float:
-    """Bytes of host memory of what waits, of a worker.
+) -> tuple[int, int]:
+    """Bytes of host memory of what waits, of a worker, and of what passes.
 
     Args:
         layers: its own that backward passes. replica, group, micro: tokens of the replica's wave, and of a
@@ -133,8 +133,8 @@ def range_host(
     """
     hidden = dims.hidden_size * element
     widths = [heads_width(dims, layer) for layer in layers]
-    # Before every layer, after the last, one that comes from or goes to the stages beside; embedded ones.
-    states = (len(widths) + 3) * replica * hidden
+    # Before every layer, after the last, and a gradient from the next stage; one that goes to stages beside.
+    states, passing = (len(widths) + 2) * replica * hidden, replica * hidden
     heads = element * (micro * max(widths, default=0) + (replica * sum(widths) if outputs else 0))
     # Answers of the experts are added up here, in float32; the loss has a gradient of its own for a moment.
-    return states + heads + group * (4 * dims.expert_width + hidden)
+    return states + heads, passing + group * (4 * dims.expert_width + hidden)

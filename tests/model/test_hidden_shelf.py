@@ -39,6 +39,21 @@ def test_memory_is_used_again_and_grows() -> None:
     assert shelf.nbytes == 512
 
 
+def test_spare_memory_is_no_more_than_the_plan_has() -> None:
+    shelf = HostShelf(CPU, most=25600)
+    held = []
+    for rows in (40, 97, 98, 100, 101):
+        shelf.clear([(rows, 64)], torch.float32)
+        held.append(shelf.nbytes)
+    assert held == [10240, 24832, 25600, 25600, 25856]
+    shelf = HostShelf(CPU, most=25600)
+    held = []
+    for rows in (40, 41, 51):
+        shelf.clear([(rows, 64)], torch.float32)
+        held.append(shelf.nbytes)
+    assert held == [10240, 12800, 16000]
+
+
 def test_a_state_that_stays_is_itself() -> None:
     hidden = torch.ones(2)
     kept = KeptOnDevice(hidden)

@@ -20,7 +20,8 @@ from kt_ray.model import range_loop
 from kt_ray.model.range_loop import RangeLoop, TokenRange
 from kt_ray.model.stage import Stage
 from kt_ray.model.state import MicroState
-from kt_ray.placement.range_memory import range_counts, without_ranges
+from kt_ray.placement.plan_types import BackwardPart
+from kt_ray.placement.range_memory import range_counts, range_host, without_ranges
 from tests.helpers.exhaustive import exhaustive, spread
 from tests.helpers.families import LAYERS, dispatched, save_whole, write_config
 from tests.helpers.hf_reference import Reference, micro_batch, random_rows
@@ -92,6 +93,17 @@ def test_keeping_heads_outputs_changes_no_bit(checkpoint: Checkpoint) -> None:
     assert runs[0].loss == runs[1].loss
     for name, grad in runs[0].grads.items():
         assert torch.equal(grad, runs[1].grads[name]), name
+
+
+def test_what_waits_is_what_the_plan_counts(checkpoint: Checkpoint) -> None:
+    """Of layers that backward passes, no others."""
+    path, lora = checkpoint("deepseek_v3"), replace(LORA, layers=[2])
+    dims = dims_from_config(json.loads((path / "config.json").read_text()), name="deepseek_v3")
+    (stage,) = make_stages(path, (0, 3), lora, **RANGES, **RETAIN, backward=BackwardPart(2, 2))
+    (loop,) = result([stage], Reference(path, lora)).loops
+    tokens = [micro.samples_N.numel() for group in loop.groups for micro in group.micro]
+    counted, _ = range_host(dims, range(2, 3), sum(tokens), 0, max(tokens), 4, outputs=True)
+    assert stage.shelf is not None and 0.6 * counted < stage.shelf.nbytes <= counted
 
 
 def test_two_stages_streamed_layers_and_evaluation(checkpoint: Checkpoint) -> None:

@@ -195,6 +195,10 @@ def test_what_waits_is_on_the_host() -> None:
     assert card["workspace"] < held["workspace"]
     states = (dims.num_layers + 3) * tokens * dims.hidden_size * 2
     assert socket["kept activations"] > states
+    one = tokens * dims.hidden_size * 2
+    assert states - one < ranges.workers[0].waiting < socket["kept activations"] - one
+    assert host.workers[0].waiting == (1 + (host.attention_output == "retain")) * (states - 3 * one)
+    assert row_plan(gpu_gib=24, activations="group").workers[0].waiting == 0
 
 
 @pytest.mark.parametrize(
