@@ -112,6 +112,7 @@ class MemoryFile:
         self.inode = os.fstat(self._fd).st_ino
         self.size = 0
         self.huge = True
+        self._process = os.getpid()  # a forked child has the file, too
         self._offsets: dict[int, int] = {}  # address of a live mapping -> where it begins in the file
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -155,6 +156,8 @@ class MemoryFile:
 
     def forget(self, mapping: _Mapping) -> None:
         """The last tensor of a mapping is gone: its memory goes back, whoever else has mapped the file."""
+        if os.getpid() != self._process:
+            return
         del self._offsets[mapping.address]
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_REMOVE, mapping.start, mapping.shown)

@@ -129,6 +129,17 @@ def test_the_memory_of_a_file_goes_back_with_the_last_view() -> None:
     assert not os.path.exists(path)
 
 
+def test_a_forked_child_leaves_the_memory_of_a_file_alone() -> None:
+    file = MemoryFile("kt_ray-test")
+    tensors = [file.allocate((size,), torch.uint8).fill_(1) for size in (100, HUGE_PAGE)]
+    child = os.fork()
+    if child == 0:
+        tensors.clear()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert [int(tensor.sum()) for tensor in tensors] == [100, HUGE_PAGE]
+
+
 @pytest.mark.parametrize("setting", ["as it is", "always within_size advise [never] deny force"])
 def test_a_file_has_huge_pages(setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where shared memory may not have them by itself, too, from Linux 6.1 on."""
