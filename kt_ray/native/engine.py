@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -64,6 +64,30 @@ def _result(name: str, out: Tensor | None, shape: Sequence[int]) -> Tensor:
             f"required contiguous float32 {list(shape)}"
         )
     return out
+
+
+def _check_apart(results: Mapping[str, Tensor], weights: ExpertWeights, **read: Tensor) -> None:
+    """The caller's memory for results holds neither each other's nor tokens or weights, which are read
+    meanwhile."""
+    stored = {name: p if isinstance(p, Tensor) else p.data for name, p in weights.projections().items()}
+    spans: dict[str, tuple[int, int]] = {}
+    for name, tensor in {**read, **stored, **results}.items():
+        start, stop = _span(tensor)
+        for other, (first, end) in spans.items() if name in results else ():
+            if max(start, first) < min(stop, end):
+                raise ValueError(f"{name}: shares memory with {other}, required memory of its own")
+        spans[name] = start, stop
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and after its last; none of what the binding refuses."""
+    if tensor.layout != torch.strided:
+        return 0, 0
+    start, size = tensor.data_ptr(), tensor.nbytes
+    if size and not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        size = (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
+    return start, start + size
 
 
 def _check_integers(weights: ExpertWeights) -> None:
@@ -238,7 +262,7 @@ class Engine:
                 computes the rest again in backward; False keeps nothing. True and "recompute" give the same
                 bits; False may add products of few tokens in another order (`row_tokens`).
             check_finite: look for NaN and infinity in x and y.
-            out: contiguous float32 [T, H] to write y to; None = new memory.
+            out: contiguous float32 [T, H] to write y to, in memory of its own; None = new memory.
             tokens_alone: for a call that joins several, tokens of the largest of them: its order of additions
                 is theirs, as if each were alone; None = T.
 
@@ -254,13 +278,15 @@ class Engine:
             raise ValueError(f"save: {save!r}, required True, 'int8', 'recompute' or False")
         if self.int8_products:
             _check_integers(weights)
-        x_arg = _arg("x", x)
+        x_arg, ids_arg, router_arg = _arg("x", x), _arg("ids", ids), _arg("weights_TK", weights_TK)
         y_TH = _result("out", out, x.shape)
+        if out is not None:
+            _check_apart({"out": out}, weights, x=x, ids=ids, weights_TK=weights_TK)
         saved = self._engine.forward(
             _weights_arg(weights),
             x_arg,
-            _arg("ids", ids),
-            _arg("weights_TK", weights_TK),
+            ids_arg,
+            router_arg,
             _lora_args("lora", lora, weights.gate is not None),
             _optional_arg("adapter_of_token", adapter_of_token),
             None if dropout is None else (dropout.p, dropout.seed, dropout.step),
@@ -295,7 +321,7 @@ class Engine:
             input_grad: whether dx is wanted. Without it the products with gate and up are saved; all else has
                 the same bits.
             check_finite: look for NaN and infinity in dy, dx and the adapters' gradients.
-            out: contiguous float32 to write the results to; None = new memory.
+            out: contiguous float32 to write the results to, in memory of their own; None = new memory.
 
         Returns:
             (dx [T, H] float32, or [T, 0] if it is not wanted; gradient of weights_TK [T, K] float32, 0 where
@@ -312,6 +338,8 @@ class Engine:
         dx_out, dw_out = (None, None) if out is None else out
         dx_TH = _result("out[0]", dx_out, (saved.tokens, weights.H if input_grad else 0))
         dw_TK = _result("out[1]", dw_out, (saved.tokens, saved.slots))
+        if out is not None:
+            _check_apart({"out[0]": dx_TH, "out[1]": dw_TK}, weights, dy=dy)
         self._engine.backward(
             weights_arg,
             saved,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,3 +39,29 @@ def test_other_memory_is_refused(out: torch.Tensor) -> None:
     ids, router = torch.zeros(T, K, dtype=torch.int64), torch.full((T, K), 0.5)
     with Engine(available_isas()[-1], 1) as engine, pytest.raises(ValueError, match="out: "):
         engine.forward(weights, torch.randn(T, 64).to(torch.bfloat16), ids, router, out=out)
+
+
+def test_memory_that_is_read_or_holds_another_result_is_refused() -> None:
+    gate_up, size = torch.randn(E, 64, 64), T * 64
+    weights = replace(random_weights("f32", SHAPE, E), gate=gate_up[:, :32], up=gate_up[:, 32:])
+    ids, router, memory = torch.zeros(T, K).long(), torch.full((T, K), 0.5), torch.randn(3 * size)
+    x, out, dw = memory[:size].view(T, 64), memory[size : 2 * size].view(T, 64), memory[2 * size :][: T * K]
+    with Engine(available_isas()[-1], 1) as engine:
+        _, saved = engine.forward(weights, x, ids, router, out=out)  # side by side
+        engine.backward(weights, saved, x, out=(out, dw.view(T, K)))
+        for name, taken in (
+            ("x", x),
+            ("x", memory[size - 1 : 2 * size - 1]),
+            ("up", gate_up[-1, -T:]),
+        ):
+            with pytest.raises(
+                ValueError, match=f"^out: shares memory with {name}, required memory of its own"
+            ):
+                engine.forward(weights, x, ids, router, out=taken.view(T, 64))
+        for text, grads in (
+            (r"out\[0\]: shares memory with dy", (x, dw)),
+            (r"out\[1\]: shares memory with dy", (out, memory[size - 1 :][: T * K])),
+            (r"out\[1\]: shares memory with out\[0\]", (out, out.view(-1)[-T * K :])),
+        ):
+            with pytest.raises(ValueError, match=f"^{text}"):
+                engine.backward(weights, saved, x, out=(grads[0], grads[1].view(T, K)))
