@@ -162,7 +162,7 @@ def fused_sizes(index: CheckpointIndex, up: str, down: str, *, gated: bool) -> t
 def check_fused(
     index: CheckpointIndex, parts: dict[str, tuple[str, ...]], intermediate: int, transposed: bool
 ) -> None:
-    """Quantised stacks of a layer lie row by row, and no scale belongs to gate and to up."""
+    """Quantised stacks of a layer lie row by row, and no scale belongs to gate and to up, but one of all."""
     for part, (name,) in parts.items():
         matrix = index.matrices.get(name)
         if matrix is None:
@@ -170,12 +170,12 @@ def check_fused(
         if transposed:
             what = "fused quantised experts are stored transposed"
             raise damaged(what, index.path, f"{name} {list(matrix.shape)}", "[E, 2I, H] with [E, H, I]")
-        if part == "gate_up" and intermediate % matrix.block[0]:
+        if part == "gate_up" and intermediate % matrix.block[0] and matrix.block[0] < 2 * intermediate:
             raise damaged(
                 "a scale of the fused experts covers rows of gate and of up",
                 index.path,
                 f"{name}: {intermediate} rows each, blocks of {matrix.block[0]} rows",
-                "an intermediate size that is a multiple of the block",
+                "an intermediate size that is a multiple of the block, or one scale for all rows",
             )
 
 

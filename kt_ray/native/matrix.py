@@ -242,6 +242,8 @@ class ExpertMatrix:
         rows, columns = self.scale_block
         if rows == 1:
             scales, kept = self.scales[:, start:stop:step], 1
+        elif rows >= n:  # as each of any rows, too
+            scales, kept = self.scales, data.shape[1]
         else:
             if rows % step or start % rows >= step:
                 raise ValueError(f"rows: {start}:{stop}:{step}, required whole blocks of {rows} rows")

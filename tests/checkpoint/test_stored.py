@@ -149,18 +149,22 @@ def test_gpt_oss(tmp_path: Path, quantised: bool) -> None:
     assert torch.equal(loaded.down_bias, bias["down_proj"].bfloat16().float()[1:])
 
 
-def test_fused_fp8(tmp_path: Path) -> None:
-    wide = 128  # blocks must not cover rows of gate and of up
-    both = quantize("fp8", torch.randn(E, 2 * wide, H))
-    down = quantize("fp8", torch.randn(E, H, wide))
+# Blocks must not cover rows of gate and of up, unless there is one for all of an expert.
+@pytest.mark.parametrize(("wide", "block"), [(128, (128, 128)), (96, PER_TENSOR)])
+def test_fused_fp8(tmp_path: Path, wide: int, block: tuple[int, int]) -> None:
+    both = quantize("fp8", torch.randn(E, 2 * wide, H), block=block)
+    down = quantize("fp8", torch.randn(E, H, wide), block=block)
     tensors: Tensors = {}
     for leaf, matrix in (("gate_up_proj", both), ("down_proj", down)):
         assert matrix.scales is not None
-        tensors |= {f"{PREFIX}.{leaf}": matrix.data, f"{PREFIX}.{leaf}_scale_inv": matrix.scales}
+        scales = matrix.scales.flatten() if block == PER_TENSOR else matrix.scales
+        tensors |= {f"{PREFIX}.{leaf}": matrix.data, f"{PREFIX}.{leaf}_scale_inv": scales}
     index = CheckpointIndex.open(write_checkpoint(tmp_path, tensors, config=_config()))
     loaded = load_experts(index, ExpertLayout.detect(index), 1, [2])
-    assert isinstance(loaded.up, ExpertMatrix) and isinstance(loaded.down, ExpertMatrix)
-    assert torch.equal(loaded.up.dequantize(), both.dequantize()[2:, wide:])
+    for half, rows in ((loaded.gate, slice(wide)), (loaded.up, slice(wide, None))):
+        assert isinstance(half, ExpertMatrix)
+        assert torch.equal(half.dequantize(), both.dequantize()[2:, rows])
+    assert isinstance(loaded.down, ExpertMatrix)
     assert torch.equal(loaded.down.dequantize(), down.dequantize()[2:])
 
 

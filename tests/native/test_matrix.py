@@ -96,14 +96,24 @@ def test_the_decoder_gives_the_oracles_values_for_any_bits(driver: Path, format:
     torch.testing.assert_close(decode(driver, matrix), expected, rtol=0, atol=0, equal_nan=True)
 
 
-# One scale for an odd number of rows cannot be cut in two.
-@pytest.mark.parametrize("name", [name for name in CASES if name != "fp8-tensor"])
+@pytest.mark.parametrize("name", CASES)
 def test_every_second_row_is_a_view(driver: Path, name: str) -> None:
     whole = CASES[name]()
     n = whole.shape[1]
     part = whole.rows(1, n, 2)
     assert part.data.data_ptr() == whole.data[:, 1].data_ptr()
     assert torch.equal(part.dequantize(), whole.dequantize()[:, 1::2])
+    assert torch.equal(decode(driver, part), part.dequantize()[0])
+
+
+@pytest.mark.parametrize("cut", [(0, 4, 1), (4, 8, 1), (0, 8, 2), (7, 8, 1)])
+@pytest.mark.parametrize("block", [(8, 96), (128, 64)])
+def test_any_rows_share_a_scale_of_all(
+    driver: Path, block: tuple[int, int], cut: tuple[int, int, int]
+) -> None:
+    whole = random_matrix("fp8", (2, 8, 96), generator(), block=block)
+    part = whole.rows(*cut)
+    assert torch.equal(part.dequantize(), whole.dequantize()[:, slice(*cut)])
     assert torch.equal(decode(driver, part), part.dequantize()[0])
 
 
@@ -287,8 +297,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: ExpertMatrix.gguf("q4_k", U8).rows(2, 5), "rows: 2:5:1, required a part of 0:4"),
     (
-        lambda: ExpertMatrix.fp8(F8, torch.ones(2, 1, 1)).rows(2, 4),
-        "rows: 2:4:1, required whole blocks of 128",
+        lambda: ExpertMatrix.fp8(F8, torch.ones(2, 2, 1), (3, 64)).rows(2, 4),
+        "rows: 2:4:1, required whole blocks of 3",
     ),
     (
         lambda: projection_arg("up", torch.zeros(2, 4, 64).half()),
