@@ -17,6 +17,7 @@ from pathlib import Path
 from kt_ray.checkpoint.manifest import MANIFEST, Manifest, list_checkpoints, step_name
 from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.disk import only_warned, write_atomic
+from kt_ray.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,9 @@ def mark_best(root: str | os.PathLike[str], step: int, loss: float, rows: str) -
 
 def best_step(root: str | os.PathLike[str]) -> int | None:
     """The step that `mark_best` named last, whether its checkpoint is still there or not."""
+    if _is_copy(best := Path(root) / BEST):
+        with contextlib.suppress(UserError):  # of any other directory
+            return Manifest.read(best).step
     number = _target(Path(root), BEST).removeprefix("step_")
     return int(number) if number.isdigit() else None
 
@@ -94,16 +98,10 @@ def best_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 
 def point(root: Path, name: str, target: str) -> None:
-    """Let `name` point at a checkpoint beside it: a link, or a file with its name where links cannot be made.
-
-    A directory of that name (a run copied with its links followed) may be the only copy of its checkpoint: it
-    gets another name.
-    """
+    """Let `name` point at a checkpoint beside it: a link, or a file with its name where links cannot be."""
     beside = root / f".{name}{PARTIAL}"
     with only_warned(f"{root / name} does not name {target}"):
-        if (root / name).is_dir() and not (root / name).is_symlink():
-            logger.warning("%s is no link: renamed to copied_%s", root / name, name)
-            (root / name).rename(root / f"copied_{name}")
+        _rename_copy(root / name)
         beside.unlink(missing_ok=True)
         try:
             beside.symlink_to(target)
@@ -133,7 +131,8 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
         point(Path(root), LATEST, step_name(step))
     if (best_step(root) or 0) > step:
         with only_warned(f"{Path(root) / BEST} names a checkpoint that was set aside"):
-            (Path(root) / BEST).unlink()
+            _rename_copy(Path(root) / BEST)
+            (Path(root) / BEST).unlink(missing_ok=True)
     return renamed
 
 
@@ -145,6 +144,18 @@ def flush_directory(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _is_copy(path: Path) -> bool:
+    """Whether a link's name holds a directory: the run was copied with its links followed."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _rename_copy(path: Path) -> None:
+    """It may be the only copy of its checkpoint."""
+    if _is_copy(path):
+        logger.warning("%s is no link: renamed to copied_%s", path, path.name)
+        path.rename(path.with_name(f"copied_{path.name}"))
 
 
 def _target(root: Path, name: str) -> str:

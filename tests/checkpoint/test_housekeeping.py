@@ -150,7 +150,7 @@ def test_a_linked_checkpoint_loses_its_link_alone(tmp_path: Path) -> None:
     assert not list(root.glob(".*"))
 
 
-def test_latest_of_a_run_copied_with_its_links_followed(
+def test_links_of_a_run_copied_with_its_links_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "checkpoints"
@@ -159,17 +159,32 @@ def test_latest_of_a_run_copied_with_its_links_followed(
     for name in ("latest", "best"):
         (root / name).unlink()
         shutil.copytree(tmp_path / "copy", root / name)
-    assert best_checkpoint(root) is None  # a copy says no name
+    save(tmp_path, 15)
+    assert prune_checkpoints(root, 1) == [] and best_checkpoint(root) == root / "step_000010"
     save(tmp_path, 20)
     mark_best(root, 20, 0.25, "rows")
     assert "renamed to copied_latest" in caplog.text
     assert (root / "latest").resolve() == best_checkpoint(root) == root / "step_000020"
-    assert Manifest.load(root / "copied_latest").step == 10
+    assert Manifest.load(root / "copied_latest").step == Manifest.load(root / "copied_best").step == 10
     # Once more: what lies there already is not overwritten.
     (root / "latest").unlink()
     shutil.copytree(tmp_path / "copy", root / "latest")
     save(tmp_path, 30)
     assert Manifest.load(root / "latest").step == 10 and "does not name step_000030" in caplog.text
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_best_that_was_set_aside_is_none(tmp_path: Path, copied: bool) -> None:
+    root = tmp_path / "checkpoints"
+    for step in (10, 20):
+        save(tmp_path, step)
+    mark_best(root, 20, 0.5, "rows")
+    if copied:
+        (root / "best").unlink()
+        shutil.copytree(root / "step_000020", root / "best")
+    set_aside_later(root, 10)
+    save(tmp_path, 20)  # again, another state
+    assert best_step(root) is None and best_checkpoint(root) is None
 
 
 def test_what_a_dead_process_was_writing_goes(tmp_path: Path) -> None:
