@@ -175,7 +175,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
     """Complete checkpoints below `root` (a run's checkpoints/), oldest step first."""
     steps: list[tuple[int, Path]] = []
     for path in Path(root).glob("step_*"):
-        match = _STEP.match(path.name)
+        match = _STEP.match(path.resolve().name)
         if match and (path / MANIFEST).is_file():
             steps.append((int(match.group(1)), path))
     return [path for _, path in sorted(steps)]
@@ -194,7 +194,7 @@ def _name_previous(path: Path, error: UserError) -> UserError:
     match = _STEP.match(path.resolve().name)
     if match is None:
         return error
-    for earlier in reversed(list_checkpoints(path.resolve().parent)):
+    for earlier in reversed(list_checkpoints(path.parent)):
         if int(earlier.name.removeprefix("step_")) < int(match.group(1)):
             try:
                 Manifest.read(earlier).verify(earlier)

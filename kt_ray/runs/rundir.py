@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import json
 import logging
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -375,15 +376,18 @@ def _named_checkpoint(checkpoint: Path) -> Path:
             required="'latest', or a directory runs/<name>/checkpoints/step_...",
             remedy="see runs/<name>/checkpoints for the existing ones",
         )
-    # "latest" inside checkpoints/ is a link to the step's directory.
-    return checkpoint.resolve()
+    # "latest" is a link to the step's directory; checkpoints/ itself may be one to another disk.
+    aim = checkpoint.resolve()
+    beside = Path(os.path.abspath(checkpoint)).parent / aim.name
+    return beside if is_run(beside.parent.parent) and beside.resolve() == aim else aim
 
 
 def _continues(checkpoint: Path, named: Path | None, config: Config) -> bool:
     """Whether the run goes on in the directory that holds its checkpoint."""
     holder = checkpoint.parent.parent
     in_run = checkpoint.parent.name == "checkpoints" and is_run(holder)
-    return config.trainer.resume == "latest" or (in_run and (named is None or named.resolve() == holder))
+    own = named is None or named.resolve() == holder.resolve()
+    return config.trainer.resume == "latest" or (in_run and own)
 
 
 def _resumed(checkpoint: Path, root: Path, named: Path | None, config: Config) -> RunDir:

@@ -100,9 +100,9 @@ def resume_point(prepared: Prepared, manifest: Manifest | None) -> ResumePoint |
     Raises:
         UserError: another model, other data or settings, or a checkpoint beyond this run's last step.
     """
-    if manifest is None or prepared.config.trainer.resume is None:
+    checkpoint = None if manifest is None else checkpoint_to_resume(prepared.config)
+    if manifest is None or checkpoint is None:
         return None
-    checkpoint = Path(prepared.config.trainer.resume).resolve()
     manifest.require(model=prepared.fingerprint, fields=_fields(prepared), where=str(checkpoint))
     if manifest.step > prepared.batches.total_steps:
         raise UserError(

@@ -162,6 +162,24 @@ def test_resume_from_a_checkpoint_directory(tmp_path, make_config, add_checkpoin
             RunDir.create(make_config(tmp_path, resume=str(missing)))
 
 
+@pytest.mark.parametrize("named", ["latest", "step_000003"])
+def test_checkpoints_on_another_disk_belong_to_their_run(tmp_path, make_config, add_checkpoint, named):
+    run = RunDir.create(make_config(tmp_path, name="a"))
+    add_checkpoint(run.path, 3)
+    (run.checkpoints / "latest").symlink_to("step_000003")
+    disk = run.checkpoints.rename(tmp_path / "disk")
+    run.checkpoints.symlink_to(disk)
+    for name in ("a", None):
+        resumed = RunDir.create(make_config(tmp_path, name=name, resume=str(run.checkpoints / named)))
+        assert resumed.continued and resumed.checkpoint == run.checkpoints / "step_000003"
+    # A link from elsewhere names the run that it points into.
+    (tmp_path / "step_000003").symlink_to(run.checkpoints / "step_000003")
+    run.checkpoints.unlink()
+    disk.rename(run.checkpoints)
+    linked = RunDir.create(make_config(tmp_path, resume=str(tmp_path / "step_000003")))
+    assert linked.continued and linked.path == run.path
+
+
 def test_plan_and_env(tmp_path, make_config):
     run = RunDir.create(make_config(tmp_path, name="a"))
     run.write_plan({"layers": (0, 4), "where": Path("/x")})

@@ -293,3 +293,21 @@ def test_the_newest_run_is_named_when_none_was(tmp_path: Path, caplog: pytest.Lo
     config, manifest = intact_checkpoint(compose(["trainer.resume=latest"]))
     assert config.trainer.resume == str(newest) and manifest is not None and manifest.step == 10
     assert f"resuming the newest run of demo: {newest}" in caplog.text
+
+
+def test_checkpoints_on_another_disk_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "runs" / "a"
+    checkpoint = save(run, 10)
+    (run / "config.yaml").write_text("model: {name: demo}")
+    (run / "checkpoints").rename(tmp_path / "disk")
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
+    config, manifest = intact_checkpoint(compose(["run.name=a", "trainer.resume=latest"]))
+    assert manifest is not None
+    batches = SimpleNamespace(total_steps=20)
+    prepared: Any = SimpleNamespace(config=config, fingerprint=manifest.model, batches=batches)
+    monkeypatch.setattr(saving, "_fields", lambda _: manifest.fields)
+    point = saving.resume_point(prepared, manifest)
+    assert point is not None and point.directory == checkpoint
+    rundir = RunDir.create(config, point.directory)
+    rundir.close()
+    assert rundir.continued and rundir.path == run
