@@ -288,17 +288,23 @@ class TrainingSupervisor(Supervisor):
         self.path = _run_directory(config)
         named = with_keys(config, {"run.name": self.path.name, "run.root": str(self.path.parent)})
         super().__init__(named, *args, **options)
-        self._marker = self._config_file()
+        self._marker = self._file("config.yaml")
         self._present = self._saved()  # by earlier commands
         # Written whole each time: a run that begins anew clears its directory.
         self._earlier = "" if config.run.overwrite else self._text()
-        self._reached = self._first_step = self._resumed_step()
+        self._first_step = self._resumed_step()
+        self._figures = self._file("metrics.jsonl")
+        self._taken = 0  # the most that drivers of ours had taken, 0 = none has gone on
         self._begun = False  # by a driver of ours before the present one: its input was good
 
     def _gained(self, end: _End) -> bool:
-        ours = self._config_file() != self._marker
-        before, self._reached = self._reached, max(self._reached, self._steps() if ours else 0)
+        before, self._taken = self._reached, max(self._taken, self._steps())
         return self._reached > before
+
+    @property
+    def _reached(self) -> int:
+        """Steps that the run has taken, as far as is known."""
+        return self._taken or self._first_step
 
     def _refused(self, gained: bool) -> bool:
         return gained or not self._begun
@@ -307,8 +313,10 @@ class TrainingSupervisor(Supervisor):
         return f", at step {self._reached}"
 
     def _source(self) -> str:
-        newest = find_checkpoints(self.path)
-        return f", from {newest[-1].name if newest else 'the beginning (no checkpoint yet)'}"
+        source = None
+        with contextlib.suppress(UserError):  # the next driver says it
+            source = checkpoint_to_resume(self._next())
+        return f", from {source.name if source else 'the beginning (no checkpoint yet)'}"
 
     def _way_on(self, before: str) -> str:
         if not find_checkpoints(self.path):
@@ -317,7 +325,7 @@ class TrainingSupervisor(Supervisor):
 
     def _next(self) -> Config:
         """From the newest checkpoint, if there is one."""
-        self._begun = self._config_file() != self._marker
+        self._begun = self._file("config.yaml") != self._marker
         if not self._begun:
             return self._config
         if self._saved() - self._present:
@@ -336,18 +344,20 @@ class TrainingSupervisor(Supervisor):
         """The run's checkpoints; one that is written again is another."""
         return {(path, (path / "manifest.json").stat().st_mtime_ns) for path in find_checkpoints(self.path)}
 
-    def _config_file(self) -> tuple[int, int] | None:
-        """Which config.yaml lies in the run directory; every run writes a new file."""
+    def _file(self, name: str) -> tuple[int, int] | None:
+        """Which file of this name lies in the run directory; every run writes config.yaml anew."""
         try:
-            stat = (self.path / "config.yaml").stat()
+            stat = (self.path / name).stat()
         except OSError:
             return None
         return stat.st_ino, stat.st_mtime_ns
 
     def _steps(self) -> int:
-        """Steps that the run's figures and checkpoints know of."""
-        newest = find_checkpoints(self.path)
-        saved = int(newest[-1].name.removeprefix("step_")) if newest else 0
+        """Steps that figures and checkpoints of our drivers know of; not what lay there before."""
+        ours = self._saved() - self._present
+        saved = max((int(path.name.removeprefix("step_")) for path, _ in ours), default=0)
+        if self._file("metrics.jsonl") == self._figures:
+            return saved
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             lines = (self.path / "metrics.jsonl").read_bytes().splitlines()
             for line in reversed(lines):

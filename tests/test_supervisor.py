@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -238,16 +239,23 @@ def test_a_run_from_another_runs_checkpoint_begins_again(place: Place) -> None:
     assert load(job["config"]).run.overwrite  # the configuration's own checks let it through
 
 
-def test_a_run_that_goes_back_goes_back_until_it_has_saved(place: Place) -> None:
-    """The checkpoints beyond the one that was named are set aside only when the driver begins to train."""
+def test_a_run_that_goes_back_goes_back_until_it_has_saved(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints and figures beyond the one that was named go only when the driver begins to train."""
+    monkeypatch.setattr(supervisor, "SAME_FAULT", 2)
     for step in (100, 300):
         path = place.run / "checkpoints" / f"step_{step:06d}"
         path.mkdir(parents=True)
         (path / "manifest.json").write_text("{}")
     (place.run / "config.yaml").write_text("seed: 7")
     resume = f"trainer.resume={place.run / 'checkpoints' / 'step_000100'}"
-    assert place.go(["begin kill=9", "begin step=101 save=110 kill=9", "exit=0"], resume) == 0
-    assert [start[0] for start in place.starts()] == [resume.partition("=")[2]] * 2 + ["latest"]
+    (place.run / "metrics.jsonl").write_text('{"step": 320}\n')
+    acts = ["begin kill=9", "begin step=101 save=110 exit=1", "begin step=111 exit=1", "exit=0"]
+    assert place.go(acts, resume) == 0
+    assert [start[0] for start in place.starts()] == [resume.partition("=")[2]] * 2 + ["latest"] * 2
+    assert re.findall(r"at step (\d+);", place.log()) == ["100", "110", "111"]
+    assert "restart 1 of 9 in 0 s, from step_000100" in place.log()
 
 
 def test_a_run_that_is_replaced_counts_for_nothing(place: Place) -> None:
