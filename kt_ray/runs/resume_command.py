@@ -88,12 +88,14 @@ class ResumeCommand:
         if experts.get("placement") == "kept" and not any(name.startswith("rule") for name in names):
             experts["placement"] = "auto"  # the supervisor's word for its own restarts
         run = saved.setdefault("run", {})
-        elsewhere = any(name == "run" or name.startswith(("run.name", "run.root")) for name in names)
+        rooted = any(name == "run" or name.startswith("run.root") for name in names)
+        elsewhere = rooted or any(name.startswith("run.name") for name in names)
         if not any(name.startswith("run.overwrite") for name in names):
             run["overwrite"] = False
-        run.setdefault("root", str(self.run.parent))
-        if not elsewhere:  # the directory may have moved
-            run |= {"root": str(self.run.parent), "name": self.run.name}
+        if not rooted:  # the directory may have moved
+            run["root"] = str(self.run.parent)
+        if not elsewhere:
+            run["name"] = self.run.name
         mode = saved.get("mode")
         if mode in _ANSWERING:  # with the adapter that the run has made
             group, key = _ANSWERING[mode]

@@ -170,6 +170,17 @@ def test_a_run_that_was_moved_and_one_that_branches_off(runs: Path, given: list[
     assert branch.run.name == "b" and branch.trainer.resume == str(runs / "moved/checkpoints/step_000005")
 
 
+def test_a_branch_of_a_run_that_was_moved_to_another_root_lies_beside_it(
+    runs: Path, given: list[Config]
+) -> None:
+    archive = runs.rename(runs.with_name("archive"))
+    assert cli.main(["resume=archive/a", "run.name=b"]) == 0
+    assert cli.main(["resume=archive/a", "run.root=c"]) == 0
+    beside, rooted = (config.run for config in given)
+    assert (beside.root, beside.name, rooted.name) == (str(archive), "b", "a")
+    assert rooted.root == compose(["run.root=c"]).run.root
+
+
 def test_a_masked_secret_is_never_taken_for_a_value(
     runs: Path, given: list[Config], capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
