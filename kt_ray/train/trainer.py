@@ -168,6 +168,7 @@ class Trainer:
         cluster.give_up = self.stop.give_up
         self.summary = Summary(eval_losses=dict(evaluated))
         self.kept = kept
+        self._restarted = bool(evaluated)
         self.best = None if kept in evaluated else kept
         for step, loss in evaluated:
             self._compare(step, loss)
@@ -246,7 +247,8 @@ class Trainer:
                     taken == 0 or (new and (taken == self._last or self._ends(self._eval_every, taken)))
                 ):
                     self._evaluate(taken)
-                if moved and taken < self._last:
+                # An earlier driver of the command may have come as far as its end.
+                if (moved or self._restarted) and taken < self._last:
                     self._consider_stopping(taken)
                     if taken == self._last:
                         self._save(taken)

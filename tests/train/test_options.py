@@ -148,6 +148,28 @@ def test_early_stopping_counts_what_drivers_before_evaluated(go: Go, kept: tuple
     assert trainer.summary.steps == 2 and trainer.summary.stopped and trainer.best == (2, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("known", "setting", "steps"),
+    [
+        (4, "trainer.early_stopping=2", 0),
+        (3, "trainer.early_stopping=2", 0),  # the deciding evaluation is still owed
+        (3, "trainer.max_hours=1", 0),
+        (4, "trainer.early_stopping=3", 2),
+        (0, "trainer.max_hours=1", 1),  # not a restart: a command takes a step
+    ],
+)
+def test_a_restart_takes_no_step_beyond_the_end_that_was_decided(
+    go: Go, known: int, setting: str, steps: int
+) -> None:
+    held_out = [3.0, 2.0, 2.5, 2.4, 2.3]
+    before = {"first_step": 6, "evaluated": [(0, 3.0), (2, 2.0), (4, 2.5), (6, 2.4)][:known]}
+    hour_ago = time.monotonic() - 3601
+    more = {"more_held_out": {7: 2.3}, "owes_evaluation": known == 3, "began": hour_ago}
+    trainer, _, _ = go("trainer.eval_every=2", setting, held_out=held_out, **before, **more)
+    assert trainer.summary.steps == steps and trainer._taken == 6 + steps
+    assert bool(trainer.summary.stopped) == (steps < 2)
+
+
 def test_best_is_saved_where_it_is_found(go: Go) -> None:
     _, _, told = go("trainer.eval_every=2", "trainer.save_best=true", held_out=[3.0, 2.0, 2.5, 1.5, 1.6])
     assert told == ["save 2", "best 2 2.0", "save 6", "best 6 1.5", "save 8"]
