@@ -229,15 +229,14 @@ def eval_waves(
     multiple: int = 1,
     unpadded: bool = False,
     budget: int | None = None,
-) -> list[Wave]:
-    """All rows once, in source order, as passes of `batch_size` rows, or of what `largest` allows."""
+) -> list[list[Wave]]:
+    """All rows once, in source order, as batches of `batch_size` rows, each as its waves."""
     parts = [flat(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
     return [
-        w
-        for part, unit in parts
-        for w in step_waves(
+        step_waves(
             part, unit * micro_batch_size, replicas, groups, largest, pad_id, multiple, unpadded, budget
         )
+        for part, unit in parts
     ]
 
 

@@ -66,7 +66,8 @@ def open_held_out(generation: PreparedGeneration, ids: Sequence[int], directory:
     micro = trainer.micro_batch_size if isinstance(trainer.micro_batch_size, int) else 1
     sizes = (trainer.batch_size, micro, plan.replicas, plan.groups)
     multiple = data.pad_to_multiple_of
-    waves = eval_waves(rows, *sizes, bundle.pad_id, largest=plan.wave, multiple=multiple)
+    batches = eval_waves(rows, *sizes, bundle.pad_id, largest=plan.wave, multiple=multiple)
+    waves = [wave for waves in batches for wave in waves]
     file = directory / LOSSES_FILE
     content = losses_file(file)
     before = content.get("settings")

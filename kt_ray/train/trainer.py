@@ -56,8 +56,8 @@ class StepBatches:
     steps_per_epoch: int  # for the epoch figure
     # step (0-based) -> the step's waves, each the micro-batches per replica and group
     train: Callable[[int], Sequence[Wave]]
-    evaluate: Sequence[Wave] = ()  # the held-out passes, each as waves; empty = no evaluation
-    held_out: int = 0  # the rows (pairs) of those passes
+    evaluate: Sequence[Sequence[Wave]] = ()  # the waves of every held-out batch; empty = no evaluation
+    held_out: int = 0  # the rows (pairs) of those batches
     # cuts any rows into waves as a step does (KTO, GRPO)
     cut: Callable[[Sequence[Row]], Sequence[Wave]] | None = None
     # GRPO, whose `train` has rows as long as answers may get: number of a batch of prompts -> its prompts
@@ -609,13 +609,12 @@ class Trainer:
             reward, count = self.policy.held_out_reward(self.batches.held_out_prompts)
             return -reward, count
         total, tokens = 0.0, 0
-        for wave in self.batches.evaluate:
-            divisor = trained_tokens(wave)
+        for waves in self.batches.evaluate:
             objective: Objective | None = None
-            if self._preference is not None:
-                (wave,), objective = self._preference.prepared(taken, [wave])
-                divisor = objective.units
-            spec, report = self._pass(taken, "eval", wave, divisor, objective=objective)
-            total += report.loss * spec.loss_tokens
-            tokens += spec.loss_tokens
+            if self._preference is not None:  # of the whole batch, as of a step
+                waves, objective = self._preference.prepared(taken, waves)
+            for wave in waves:
+                divisor = trained_tokens(wave) if objective is None else objective.units
+                total += self._pass(taken, "eval", wave, divisor, objective=objective)[1].loss * divisor
+            tokens += sum(map(trained_tokens, waves)) if objective is None else objective.units
         return total / max(1, tokens), tokens

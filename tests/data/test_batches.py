@@ -184,14 +184,14 @@ def test_widths_are_multiples_and_the_rest_is_padding(multiple: int, width: int)
     batches = Batches(ROWS, 4, multiple=multiple)
     shapes = [mb.input_ids.shape[1] for w in batches.waves(0) for r in w for g in r for mb in g]
     held_out = eval_waves(ROWS, 4, 1, multiple=multiple)
-    shapes += [mb.input_ids.shape[1] for w in held_out for r in w for g in r for mb in g]
+    shapes += [mb.input_ids.shape[1] for (w,) in held_out for r in w for g in r for mb in g]
     assert all(s % multiple == 0 for s in shapes)
 
 
 def test_eval_waves_hold_every_row_once_in_order() -> None:
-    waves = eval_waves(ROWS, batch_size=6, micro_batch_size=2, replicas=2, groups=2)
-    assert len(waves) == 4
-    found = [sorted(i for r in w for g in r for mb in g for i in mb.sample_ids.tolist()) for w in waves]
+    batches = eval_waves(ROWS, batch_size=6, micro_batch_size=2, replicas=2, groups=2)
+    assert len(batches) == 4
+    found = [sorted(i for r in w for g in r for mb in g for i in mb.sample_ids.tolist()) for (w,) in batches]
     assert found == [list(range(i, min(i + 6, 23))) for i in range(0, 23, 6)]
     assert eval_waves([], 6, 2) == []
 

@@ -113,7 +113,7 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Go:
             told.append(f"skipped {taken} {loss} {norm}")
 
         events = Events(save=save, say=told.append, best=best, on_skip=skipped)
-        batches = StepBatches(total, steps_per_epoch, lambda step: [WAVE], [WAVE] if held_out else (), 4)
+        batches = StepBatches(total, steps_per_epoch, lambda step: [WAVE], [[WAVE]] if held_out else (), 4)
         trainer = Trainer(config, cast(Cluster, cluster), batches, events, **options)
         try:
             trainer.run()

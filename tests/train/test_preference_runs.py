@@ -13,7 +13,7 @@ from torch import Tensor
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.batch import IGNORE, Objective
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.data.batches import Batches, mismatched
+from kt_ray.data.batches import Batches, eval_waves, mismatched
 from kt_ray.data.row_types import Pair, Row
 from kt_ray.errors import UserError
 from kt_ray.model.preference_losses import dpo_losses, kto_losses, orpo_losses, simpo_losses
@@ -77,17 +77,11 @@ def expected_loss(stage: str, policy: Reference, base: Reference, rows: list[Row
 
 
 def trainer_for(cluster: ActorCluster, config: Config, units: list[Row] | list[Pair]) -> Trainer:
-    batches = Batches(
-        units,
-        config.trainer.batch_size,
-        config.trainer.micro_batch_size,
-        cluster.plan.replicas,
-        cluster.plan.groups,
-        shuffle=False,
-        largest_wave=cluster.plan.wave,
-    )
-    steps = StepBatches(4, 1, batches.waves, cut=batches.waves_of)
-    return Trainer(config, cluster, steps)
+    plan = cluster.plan
+    sizes = (config.trainer.batch_size, config.trainer.micro_batch_size, plan.replicas, plan.groups)
+    batches = Batches(units, *sizes, shuffle=False, largest_wave=plan.wave)
+    held_out = eval_waves(units, *sizes, largest=plan.wave)
+    return Trainer(config, cluster, StepBatches(4, 1, batches.waves, held_out, cut=batches.waves_of))
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +110,10 @@ def test_loss_and_gradients(path: Path, stage: str, layout: str) -> None:
         passes = trainer._passes
         reports = [trainer._pass(0, "train", wave, objective.units, objective=objective)[1] for wave in waves]
         gradients = cluster.gradients()
+        held_out, units_of_it = trainer._held_out_loss(0)
         figures = trainer._preference.figures(waves, objective, reports)
     assert sum(r.loss for r in reports) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    assert held_out == pytest.approx(float(wanted.detach()), rel=1e-5) and units_of_it == len(units)
     errors = relative(gradients, expected)
     assert max(errors.values()) <= 1e-4, max(errors.items(), key=lambda item: item[1])
     assert {"reward_chosen", "reward_rejected"} < set(figures)

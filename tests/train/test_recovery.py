@@ -76,7 +76,7 @@ class Run:
                 plan.groups,
                 plan.wave,
             ),
-            evaluate=[waves_of(random_rows(4, seed=9), self.config, plan)],
+            evaluate=[[waves_of(random_rows(4, seed=9), self.config, plan)]],
             held_out=4,
         )
         events = Events(
