@@ -7,6 +7,7 @@ Every line also goes to train.log, through the logger.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -239,7 +240,8 @@ class Summary:
             ),
         ):
             if before is not None and after is not None:
-                change = f"  ({100 * (after - before) / before:+.0f} %)" if before > 0 else ""
+                known = before > 0 and math.isfinite(after)
+                change = f"  ({100 * (after - before) / before:+.0f} %)" if known else ""
                 lines.append(f"{label:14} {before:.4f} → {after:.4f}{change}{of}")
         for label, text in zip(("asked", "before", "after"), self.sample, strict=False):
             lines.append(f"{label:14} {shortened(text, _WIDTH)}")

@@ -559,6 +559,10 @@ class Trainer:
                     loss, tokens = self._held_out_loss(taken)
             except (ActorLost, GivenUp):
                 raise
+            except BadStep as bad:  # a figure, too: that of a model that does not learn any more
+                self.cluster.discard()
+                logger.warning("%s", bad.line())
+                loss, tokens = math.nan, 0
             except Exception as error:  # the state is not concerned
                 self.cluster.discard()
                 self._not_evaluated.add(taken)

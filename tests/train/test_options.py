@@ -43,6 +43,8 @@ class Scripted:
 
     def run_pass(self, spec: PassSpec) -> PassReport:
         if spec.kind == "eval":
+            if math.isnan(self.held_out[spec.step]):
+                raise BadStep("the loss of a forward pass is nan")
             return PassReport(self.held_out[spec.step], (), ())
         loss = self.losses.get(spec.step, 1.0)
         if math.isnan(loss):
@@ -132,6 +134,11 @@ def test_early_stopping(go: Go) -> None:
     assert trainer.with_all_steps(lambda: "work") == "work" and cluster.calls[-1] == "commit 5"
     trainer, _, _ = go("trainer.eval_every=2", "trainer.early_stopping=3", held_out=held_out)
     assert trainer.summary.steps == 8 and not trainer.summary.stopped and trainer.best == (8, 1.0)
+    trainer, cluster, _ = go(
+        "trainer.eval_every=2", "trainer.early_stopping=2", held_out=[3.0, *[math.nan] * 4]
+    )
+    assert trainer.summary.steps == 4 and trainer.summary.stopped and trainer.best == (0, 3.0)
+    assert list(trainer.summary.eval_losses) == [0, 2, 4] and cluster.calls.count("discard") == 2
 
 
 def test_early_stopping_threshold(go: Go) -> None:
