@@ -175,7 +175,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
     """Complete checkpoints below `root` (a run's checkpoints/), oldest step first."""
     steps: list[tuple[int, Path]] = []
     for path in Path(root).glob("step_*"):
-        match = _STEP.match(path.resolve().name)
+        match = _STEP.match(path.name)
         if match and (path / MANIFEST).is_file():
             steps.append((int(match.group(1)), path))
     return [path for _, path in sorted(steps)]
