@@ -15,6 +15,7 @@ from kt_ray import supervisor
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.checkpoint.housekeeping import best_checkpoint, mark_best
+from kt_ray.checkpoint.manifest import step_name
 from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.config.secret_values import without_secrets
@@ -329,6 +330,8 @@ def _train(
         write_timeline(rundir.path / "timelines", step, activities, {"run": rundir.path.name, "step": step})
 
     def best(step: int, loss: float) -> None:
+        if not (rundir.checkpoints / step_name(step)).is_dir():  # the run began with another run's checkpoint
+            save(step)
         mark_best(rundir.checkpoints, step, loss, prepared.eval_digest)
         best = "lowest" if sign > 0 else "highest"
         display.line(f"step {step}: the {best} held-out {figure} so far, {sign * loss:.4f}")

@@ -604,6 +604,7 @@ class Trainer:
                     raise
                 except UserError as error:
                     logger.warning("%s", error.line())
+                    self.cluster.discard()  # the other actors were told to stop, if it was saved only now
                     return
                 self.kept = taken, loss
 

@@ -17,9 +17,13 @@ from typing import Any
 import pytest
 
 from kt_ray import supervisor
+from kt_ray.checkpoint.housekeeping import best_step
 from kt_ray.config.schema import Config, TrainerConfig
 from kt_ray.modes import train
 from kt_ray.runs.rundir import RunDir
+from kt_ray.train.trainer import Events
+from kt_ray.train.trainer import Summary as TrainerSummary
+from tests.checkpoint.test_training import save
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = (
@@ -145,3 +149,45 @@ def test_a_driver_that_was_started_again_knows_what_the_command_evaluated(
     monkeypatch.setattr(supervisor, "first_step", first or 0)
     known = train._evaluations(RunDir(tmp_path, continued=True), "loss", 4)
     assert known == [(step, 1.5) for step in steps]
+
+
+class Scripted:
+    """A trainer that takes no step: the resumed state is the best, then another one is evaluated."""
+
+    marks = True
+    stop = SimpleNamespace(name="")
+    policy = load = None
+
+    def __init__(self, config: Any, cluster: Any, batches: Any, events: Events, **options: Any) -> None:
+        self.events, self.kept = events, options["kept"]
+
+    def recent(self, step: int) -> list[Any]:
+        return []
+
+    def run(self) -> TrainerSummary:
+        if self.marks:
+            self.events.best(4, 4.5)
+            self.kept = (4, 4.5)
+        return TrainerSummary(eval_losses={6: 7.5, **({4: 4.5} if self.marks else {}), 8: 7.0})
+
+    def with_all_steps(self, work: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("marks", "kept"), [(True, None), (False, (4, 4.5)), (False, (8, 7.0))])
+def test_the_best_of_a_run_that_began_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marks: bool, kept: tuple[int, float] | None
+) -> None:
+    """Of another run, without its held-out loss; or of its own, which marked one before."""
+    monkeypatch.setattr(train, "Trainer", Scripted)
+    monkeypatch.setattr(Scripted, "marks", marks)
+    monkeypatch.setattr(train, "best_so_far", lambda *_: kept)
+    monkeypatch.setattr(train, "save_checkpoint", lambda *arguments: save(tmp_path, arguments[3]))
+    config = Config(trainer=TrainerConfig(save_best=True, on_signal="exit"))
+    data = SimpleNamespace(train=[])
+    batches = SimpleNamespace(total_steps=8)
+    prepared: Any = SimpleNamespace(config=config, batches=batches, load=None, data=data, eval_digest="rows")
+    resume: Any = SimpleNamespace(manifest=SimpleNamespace(step=4), recent=(), directory=tmp_path / "other")
+    rest: Any = (None, None, resume, 0.0, True, None)
+    train._train(prepared, RunDir(tmp_path), *rest)
+    assert (best_step(tmp_path / "checkpoints") == 4) == marks
