@@ -374,7 +374,8 @@ def _train(
         trainer.with_all_steps(finish)
     evaluated = sorted(done.eval_losses.items())
     if config.trainer.save_best and trainer.kept is not None and evaluated:
-        evaluated.append(trainer.kept)  # what the adapter is
+        # what the adapter is; also what there was before, if this command only evaluated later states
+        evaluated = [min(trainer.kept, evaluated[0]), trainer.kept]
     steps = done.applied_losses if rollouts is None else done.rewards
     summary = Summary(
         run_dir=rundir.path,

@@ -189,5 +189,6 @@ def test_the_best_of_a_run_that_began_with_a_checkpoint(
     prepared: Any = SimpleNamespace(config=config, batches=batches, load=None, data=data, eval_digest="rows")
     resume: Any = SimpleNamespace(manifest=SimpleNamespace(step=4), recent=(), directory=tmp_path / "other")
     rest: Any = (None, None, resume, 0.0, True, None)
-    train._train(prepared, RunDir(tmp_path), *rest)
+    summary, _ = train._train(prepared, RunDir(tmp_path), *rest)
     assert (best_step(tmp_path / "checkpoints") == 4) == marks
+    assert (summary.eval_before, summary.eval_after) == ((7.5, 7.0) if kept == (8, 7.0) else (4.5, 4.5))
