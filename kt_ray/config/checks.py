@@ -56,6 +56,12 @@ def check(config: Config) -> None:
             raise _error(config, fault)
 
 
+def check_warmup(config: Config, steps: int, rows: int) -> None:
+    """The same for the warm-up of a run whose steps follow from its rows."""
+    for fault in _warmup(config, steps, rows):
+        raise _error(config, fault)
+
+
 def _error(config: Config, fault: Fault) -> UserError:
     what, remedy = f"{fault.key} {fault.reason}", fault.remedy
     if fault.key in fields():
@@ -412,7 +418,7 @@ def _columns(place: str, columns: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _optim(c: Config) -> Iterator[Fault]:
-    optim, steps = c.optim, c.trainer.max_steps
+    optim = c.optim
     if optim.name == "deepspeed_cpu_adam" and not c.lora.experts:
         yield Fault(
             "optim.name",
@@ -436,11 +442,18 @@ def _optim(c: Config) -> Iterator[Fault]:
             )
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Fault("optim.betas", "is out of range", "two numbers at least 0 and less than 1")
-    if steps is not None and optim.warmup >= 1 and optim.warmup > steps:
+    if c.trainer.max_steps is not None:
+        yield from _warmup(c, c.trainer.max_steps)
+
+
+def _warmup(c: Config, steps: int, rows: int = 0) -> Iterator[Fault]:
+    if c.optim.warmup > steps:
+        key = "trainer.epochs" if c.trainer.max_steps is None else "trainer.max_steps"
+        of = f" (the run has {steps}: {rows} rows)" if rows else ""
         yield Fault(
             "optim.warmup",
-            f"is more steps than trainer.max_steps={steps}",
-            remedy="set optim.warmup=0.03 or raise trainer.max_steps",
+            f"is more steps than {key}={show(value_of(c, key))}{of}",
+            remedy=f"set optim.warmup=0.03 or raise {key}",
         )
 
 

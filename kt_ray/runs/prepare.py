@@ -24,6 +24,7 @@ from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.names import layer_of, one_expert
 from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.config.checks import check_warmup
 from kt_ray.config.faults import value_of
 from kt_ray.config.fields import show
 from kt_ray.config.interval import ends_until, evaluation_interval
@@ -131,6 +132,8 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     check_stage(config.trainer.stage, data)
     _check_held_out(config, data)
     batches = step_batches(config, model.plan, data)
+    if manifest is None:  # else the run began so
+        check_warmup(config, batches.total_steps, len(data.train))
     load = resumed_load(config, model.plan.dims) or ExpertLoad()
     return Prepared(**vars(model), data=data, batches=batches, load=load)
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
+from kt_ray.config.compose import compose
+from kt_ray.data.row_types import Row
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertFormula
+from kt_ray.runs import prepare as preparing
 from kt_ray.runs.prepare import _as_stored, _check_formulas
 from tests.checkpoint.conftest import expert_tensors, write_checkpoint
 from tests.placement.configs import small_dims
@@ -32,3 +38,42 @@ def test_a_file_of_the_experts_counts_by_its_bytes(tmp_path: Path) -> None:
     assert dims.expert_format == "bf16" and _as_stored(dims, layout) == dims
     stored = _as_stored(dims, layout, own_file=True)
     assert stored.experts_file_bytes == 2 * 4 * 3 * (8 * 6) * 2 and stored.notes == dims.notes
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [([], 4), (["trainer.stage=grpo", "reward=regex", "grpo.group_size=4", "data.max_length=512"], 16)],
+)
+def test_a_warm_up_of_more_steps_than_the_rows_give(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], steps: int
+) -> None:
+    row = np.ones(4, np.int64)
+    data = SimpleNamespace(train=[Row(row, row, i) for i in range(32)], eval=[], pad_id=0)
+    sizes = {"micro_batch_rows": 1, "replicas": 1, "groups": 1, "wave": None, "micro_batch_tokens": None}
+    monkeypatch.setattr(preparing, "load_data", lambda *_: data)
+    monkeypatch.setattr(preparing, "resumed_load", lambda *_: None)
+    monkeypatch.setattr(preparing, "resolve_targets", lambda *_, **__: None)
+    monkeypatch.setattr(preparing, "Prepared", SimpleNamespace)
+
+    def total(warmup: int, manifest: Any = None) -> int:
+        config = compose(
+            [
+                "data.eval_fraction=auto",
+                "trainer.eval_every=0",
+                "trainer.max_steps=null",
+                f"optim.warmup={warmup}",
+                *settings,
+            ]
+        )
+        plan = SimpleNamespace(**sizes, dims=None)
+        model = SimpleNamespace(config=config, model_dir="", plan=plan, module_names=())
+        monkeypatch.setattr(preparing, "prepare_model", lambda *_, **__: model)
+        return preparing.prepare(config, manifest).batches.total_steps
+
+    started = object()  # the manifest of a run that began so
+    assert total(steps) == total(steps + 1, started) == steps
+    said = (
+        rf"optim.warmup={steps + 1}.0 .*trainer.epochs=1.0 \(the run has {steps}: 32 rows\).*trainer.epochs"
+    )
+    with pytest.raises(UserError, match=said):
+        total(steps + 1)
