@@ -57,7 +57,7 @@ from kt_ray.runs.model_hub import complete, published
 from kt_ray.runs.start_adapter import fitted, open_start, start_of
 from kt_ray.timing.choose import choose_plan
 from kt_ray.train import policy_steps
-from kt_ray.train.preference_steps import STAGES, check_units
+from kt_ray.train.preference_steps import check_units
 from kt_ray.train.trainer import StepBatches
 
 
@@ -451,7 +451,7 @@ def without_padding(prepared: Prepared, moves: str) -> tuple[Prepared, str]:
     Args:
         moves: the layer that padding moves, see `Stage.padding_moves`.
     """
-    if prepared.config.trainer.stage in STAGES:
+    if prepared.config.rows_per_unit == 2:
         return prepared, f"padding moves this model ({moves}): so do losses of pairs of unequal length"
     batches = step_batches(prepared.config, prepared.plan, prepared.data, unpadded=True)
     line = f"padding moves this model ({moves}): micro-batches hold rows of one length only"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,9 @@ from kt_ray.runs import prepare as preparing
 from kt_ray.runs.prepare import _as_stored, _check_formulas
 from tests.checkpoint.conftest import expert_tensors, write_checkpoint
 from tests.placement.configs import small_dims
+
+# of a plan
+SIZES = {"micro_batch_rows": 1, "replicas": 1, "groups": 1, "wave": None, "micro_batch_tokens": None}
 
 
 def test_experts_of_the_files_are_those_of_the_model(tmp_path: Path) -> None:
@@ -49,7 +53,6 @@ def test_a_warm_up_of_more_steps_than_the_rows_give(
 ) -> None:
     row = np.ones(4, np.int64)
     data = SimpleNamespace(train=[Row(row, row, i) for i in range(32)], eval=[], pad_id=0)
-    sizes = {"micro_batch_rows": 1, "replicas": 1, "groups": 1, "wave": None, "micro_batch_tokens": None}
     monkeypatch.setattr(preparing, "load_data", lambda *_: data)
     monkeypatch.setattr(preparing, "resumed_load", lambda *_: None)
     monkeypatch.setattr(preparing, "resolve_targets", lambda *_, **__: None)
@@ -65,7 +68,7 @@ def test_a_warm_up_of_more_steps_than_the_rows_give(
                 *settings,
             ]
         )
-        plan = SimpleNamespace(**sizes, dims=None)
+        plan = SimpleNamespace(**SIZES, dims=None)
         model = SimpleNamespace(config=config, model_dir="", plan=plan, module_names=())
         monkeypatch.setattr(preparing, "prepare_model", lambda *_, **__: model)
         return preparing.prepare(config, manifest).batches.total_steps
@@ -77,3 +80,22 @@ def test_a_warm_up_of_more_steps_than_the_rows_give(
     )
     with pytest.raises(UserError, match=said):
         total(steps + 1)
+
+
+@pytest.mark.parametrize("stage", ["sft", "kto", "dpo"])
+def test_without_padding(stage: str) -> None:
+    """Also wanted and unwanted rows, which stand for themselves; pairs stay as they are."""
+    rows = [Row(np.ones(n, np.int64), np.ones(n, np.int64), i) for i, n in enumerate((7, 7, 5, 7))]
+    names = dict.fromkeys(field.name for field in dataclasses.fields(preparing.Prepared))
+    config = compose([f"trainer.stage={stage}", "data.shuffle=false"])
+    data = SimpleNamespace(train=rows, eval=[], pad_id=0)
+    plan = SimpleNamespace(**{**SIZES, "micro_batch_rows": 4})
+    fields: Any = {**names, "config": config, "plan": plan, "data": data}
+    before = preparing.Prepared(**fields)
+    after, line = preparing.without_padding(before, "layer 1")
+    assert ("pairs" in line) is (after is before) is (stage == "dpo")
+    if stage != "dpo":
+        assert after.batches.cut is not None
+        for waves in (after.batches.train(0), after.batches.cut(rows)):
+            micro = [m for wave in waves for replica in wave for group in replica for m in group]
+            assert [m.sample_ids.tolist() for m in micro] == [[0, 1], [2], [3]]
