@@ -22,6 +22,7 @@ from kt_ray.hardware.describe import (
 )
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.lora_sizes import trained_params
+from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import cpu_ranges, gib
 
@@ -182,14 +183,16 @@ def disk(config: Config, plan: Plan | None) -> Check:
     need = run_bytes(config, plan)
     observed += f", a run writes {gib(need)}"
     if need > free:
-        return failed("disk", observed, "set run.root to a larger disk, or trainer.keep_checkpoints=1")
+        fewer = ", or trainer.keep_checkpoints=1" if config.trainer.keep_checkpoints > 1 else ""
+        return failed("disk", observed, f"set run.root to a larger disk{fewer}")
     return passed("disk", observed)
 
 
 def run_bytes(config: Config, plan: Plan) -> int:
-    """Bytes a run leaves: the float32 adapter, and checkpoints of weights and two moments each.
+    """Bytes a run leaves: the float32 adapter, and checkpoints of weights and moments.
 
     One checkpoint more than is kept exists while the newest is written. Where all are kept
     (keep_checkpoints=0), two are counted: how many there will be is not known here.
     """
-    return 4 * trained_params(plan.dims, config.lora) * (1 + 3 * ((config.trainer.keep_checkpoints or 1) + 1))
+    checkpoints = (config.trainer.keep_checkpoints or 1) + 1
+    return 4 * trained_params(plan.dims, config.lora) + checkpoint_bytes(plan.dims, config) * checkpoints

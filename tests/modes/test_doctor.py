@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from kt_ray.config.compose import compose
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import ClusterConfig, ExpertsRule, RuleConfig
 from kt_ray.doctor import machine_checks as machine
 from kt_ray.doctor import software_checks as software
@@ -172,7 +173,11 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict(machine.disk(config, None), PASS)
     usage = type("Usage", (), {"total": 1, "free": 1})
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
-    verdict(machine.disk(config, plan), FAIL, "run.root")
+    verdict(machine.disk(config, plan), FAIL, "run.root", "trainer.keep_checkpoints=1")
+    one = with_keys(config, {"trainer.keep_checkpoints": 1})
+    assert "keep_checkpoints" not in machine.disk(one, plan).remedy  # it keeps no more already
+    muon = make_config(optim={"name": "muon"}, trainer={"keep_checkpoints": 1})  # one moment
+    assert machine.run_bytes(muon, plan) * 7 == machine.run_bytes(one, plan) * 5
     monkeypatch.setattr(os, "access", lambda *_: False)
     verdict(machine.disk(config, plan), FAIL, "cannot be written")
 
