@@ -110,6 +110,20 @@ def test_it_says_what_it_leaves_out(rule: dict[str, Any], words: list[str]) -> N
     assert len(notes) == len(words) and all(word in note for word, note in zip(words, notes, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("keys", "passes"),
+    [
+        ({"trainer": {"stage": "dpo"}}, "1 forward pass of"),
+        ({"trainer": {"stage": "kto"}}, "3 forward passes"),
+        ({"trainer": {"stage": "grpo"}}, ""),
+        ({"trainer": {"stage": "dpo", "aux_loss": 0.1}}, "2 forward passes"),
+    ],
+)
+def test_it_says_which_forward_passes_it_leaves_out(keys: dict[str, Any], passes: str) -> None:
+    notes = predicted(make_config(**keys), make_hardware()).notes
+    assert len(notes) == bool(passes) and all(passes in note for note in notes)
+
+
 def test_every_term_has_a_source_and_the_step_is_not_shorter_than_the_busiest_side() -> None:
     found = predicted(make_config(rule={"experts": {"sockets": 2}}), make_hardware(sockets=2, gpus=1))
     assert all(term.source and term.seconds >= 0 for term in found.terms)
