@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import json
 import os
 import uuid
@@ -152,6 +153,8 @@ def finish_adapter(
 ) -> Path:
     """Check that every tensor was written, then publish weights, configuration and README.
 
+    A file that already holds the same weights stays, and with it the answers that are known to be its own.
+
     Raises:
         ValueError: tensors that no actor wrote, or two actors wrote.
     """
@@ -171,7 +174,10 @@ def finish_adapter(
     config = adapter_config(layout.shapes, info, modules)
     write_atomic(path / CONFIG, json.dumps(config, indent=2) + "\n")
     write_atomic(path / "README.md", adapter_readme(layout.shapes, info))
-    os.replace(path / _PARTIAL, path / WEIGHTS)
+    if (path / WEIGHTS).is_file() and filecmp.cmp(path / _PARTIAL, path / WEIGHTS, shallow=False):
+        (path / _PARTIAL).unlink()
+    else:
+        os.replace(path / _PARTIAL, path / WEIGHTS)
     for record in records:
         record.unlink()
     return path

@@ -46,9 +46,9 @@ from kt_ray.runs.saving import (
     go_on_from,
     intact_checkpoint,
     new_schedule,
+    publish_adapter,
     resume_point,
     save_checkpoint,
-    write_adapter,
 )
 from kt_ray.runs.start_cluster import started
 from kt_ray.timeline import Activity
@@ -167,7 +167,7 @@ def _run(
             first_step = 0
             if resume is not None:
                 first_step = resume.manifest.step
-                for line in go_on_from(resume, rundir):
+                for line in go_on_from(resume, rundir, prepared.batches.total_steps):
                     say(line)
                 say(f"resumed from {resume.directory} after step {first_step}")
                 if line := new_schedule(resume, prepared):
@@ -343,7 +343,8 @@ def _train(
             held_out = sign * trainer.kept[1]
             display.line(f"the adapter is that of {chosen.name}, held-out {figure} {held_out:.4f}")
         try:
-            write_adapter(prepared, rundir.adapter, cluster)
+            for line in publish_adapter(prepared, rundir, cluster):
+                display.line(line)
         except ActorLost:
             raise
         except UserError as error:

@@ -39,7 +39,10 @@ from kt_ray.runs.questions import Question
 from kt_ray.runs.rundir import is_run, settings_of
 from kt_ray.tracking.console import say
 
-_REMEDY = "set another run.name, or run.overwrite=true to replace these answers (and nothing else)"
+_REMEDY = (
+    "start mode=predict or mode=eval with another run.name beside generate.adapter, or with "
+    "run.overwrite=true to replace these answers (and nothing else)"
+)
 SPACE = "free space and start the same command again; it continues"
 # What of `generate` changes an answer.
 _SAMPLING = (

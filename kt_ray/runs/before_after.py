@@ -15,7 +15,7 @@ from pathlib import Path
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.config.fields import show
 from kt_ray.config.schema import Config
-from kt_ray.evaluate.answer_file import find_answers
+from kt_ray.evaluate.answer_file import ADAPTER_FILE, find_answers, missing_answers, of_present_adapter
 from kt_ray.evaluate.loss_sums import LOSSES_FILE
 from kt_ray.evaluate.table import Comparison
 from kt_ray.placement.generation_memory import within_training
@@ -34,7 +34,7 @@ from kt_ray.runs.questions import Question, questions_of
 from kt_ray.runs.run_lock import locked
 from kt_ray.runs.rundir import RunDir, flatten, plain, settings_of
 from kt_ray.runs.start_cluster import started
-from kt_ray.tracking.console import console
+from kt_ray.tracking.console import console, say
 
 # Keys of `data` that change a row's tokens, not which rows are held out.
 _SAME_ROWS = frozenset(
@@ -122,16 +122,24 @@ def before_and_after(
 ) -> Comparison:
     """Answer, print the table, and write predictions.jsonl, eval.json and eval.md into the run directory.
 
+    Answers of this adapter stay: those of a run that is resumed after its last step.
+
     Args:
         generation, questions: from `final_questions`.
         run: of the training, with its adapter and its held-out losses.
         cluster: as training left it: no model is loaded again.
     """
     generation = replace(generation, adapter=str(run.adapter))
-    job = open_job(generation, questions, run.path, overwrite=True)
-    (run.path / LOSSES_FILE).unlink(missing_ok=True)  # of an earlier adapter in this directory
-    with generator_on(generation, cluster) as generator:
-        answer(job, generator)
+    file = run.path / ADAPTER_FILE
+    anew = not (file.is_file() and of_present_adapter(file, run.adapter))
+    if anew or missing_answers(file):
+        job = open_job(generation, questions, run.path, overwrite=anew)
+        if anew:
+            (run.path / LOSSES_FILE).unlink(missing_ok=True)  # of an earlier adapter in this directory
+        with generator_on(generation, cluster) as generator:
+            answer(job, generator)
+    else:
+        say(f"{file} has this adapter's answers: they stay, and nothing is asked")
     result = evaluation.evaluate(generation.config, *find_answers(run.path), run.path)
     evaluation.write(result, run.path)
     evaluation.show(result, console())

@@ -22,6 +22,7 @@ from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
+from kt_ray.evaluate.answer_file import adapter_mark
 from kt_ray.model.lora_part import changes, shape_in
 from kt_ray.model.pissa import doubled_shape
 from kt_ray.optim.optimizers import learning_rate, number_of_steps
@@ -215,8 +216,11 @@ def new_schedule(resume: ResumePoint, prepared: Prepared) -> str:
     )
 
 
-def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
-    """Prepare the directory of a continued run for its first step. Returns lines for the user."""
+def go_on_from(resume: ResumePoint, rundir: RunDir, total_steps: int) -> list[str]:
+    """Prepare the directory of a continued run for its first step. Returns lines for the user.
+
+    Without a step to take, what was made with the adapter stays: `publish_adapter` sees whether it changes.
+    """
     if not rundir.continued:
         return []
     with writing("run directory", rundir.checkpoints):
@@ -224,8 +228,19 @@ def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
     lines = [
         f"set aside: {path} (from before the run went back to step {resume.manifest.step})" for path in aside
     ]
+    return lines + (_remove_results(rundir) if resume.manifest.step < total_steps else [])
+
+
+def publish_adapter(prepared: Prepared, rundir: RunDir, cluster: Cluster) -> list[str]:
+    """Write the adapter into its run, where no results of another stay. Returns lines for the user."""
+    before = adapter_mark(rundir.adapter)
+    write_adapter(prepared, rundir.adapter, cluster)
+    return _remove_results(rundir) if adapter_mark(rundir.adapter) != before else []
+
+
+def _remove_results(rundir: RunDir) -> list[str]:
     results = [path.name for path in rundir.remove_results()]
-    return lines + ([f"removed: {', '.join(results)} (of the adapter so far)"] if results else [])
+    return [f"removed: {', '.join(results)} (of the adapter so far)"] if results else []
 
 
 def write_adapter(

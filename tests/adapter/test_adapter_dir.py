@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import pickle
 import re
 import shlex
@@ -24,6 +25,7 @@ from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.fused import fuse_down, fuse_gate_up
 from kt_ray.adapter.peft_config import PREFIX, AdapterInfo, adapter_config, adapter_readme
 from kt_ray.errors import UserError
+from kt_ray.evaluate.answer_file import adapter_mark
 
 Make = Callable[..., Any]
 Tensors = dict[str, torch.Tensor]
@@ -283,6 +285,19 @@ def test_processes_write_one_file(tmp_path: Path) -> None:
     finish_adapter(tmp_path, layout, INFO)
     tensors, _ = read(tmp_path)
     assert all(torch.equal(tensors[n], t) for n, t in lora.items())
+
+
+def test_the_same_adapter_again_is_the_same_file(tmp_path: Path) -> None:
+    """Answers are known by the file of the adapter that gave them."""
+    lora = some_lora()
+    marks = []
+    for change in (0.0, 0.0, 1.0):
+        lora = {name: tensor + change for name, tensor in lora.items()}
+        marks.append(adapter_mark(write(tmp_path / "adapter", lora, INFO)))
+    assert marks[0] == marks[1] != marks[2]
+    assert sorted(os.listdir(tmp_path / "adapter")) == [
+        *("README.md", "adapter_config.json", "adapter_model.safetensors")
+    ]
 
 
 def test_missing_and_double_tensors_are_found(tmp_path: Path) -> None:

@@ -72,13 +72,17 @@ def test_answers_are_those_of_the_written_adapter(model: Path, capsys: pytest.Ca
     assert Path("runs/t/eval.md").read_text().startswith("| metric")
 
 
-def test_a_continued_run_shows_no_answers_of_its_earlier_adapter(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_stay_until_their_adapter_changes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(model, "t", *TRAIN, "trainer.save_every=3") == 0
     assert cli.main(["mode=report", "run.name=t"]) == 0
     results = ["predictions.jsonl", "predictions.json", "eval.json", "eval.md", "report.html"]
-    assert all(Path("runs/t", name).is_file() for name in results)
+    before = {name: Path("runs/t", name).read_bytes() for name in results}
+    capsys.readouterr()
+    assert cli.main(["resume=runs/t"]) == 0  # no step is left
+    shown = capsys.readouterr().out
+    assert "removed:" not in shown and "they stay, and nothing is asked" in shown and "BLEU-4" in shown
+    assert {name: Path("runs/t", name).read_bytes() for name in results} == before
+
     capsys.readouterr()
     more = ["trainer.max_steps=4", "trainer.resume=latest", "eval.after_training=0"]
     assert run(model, "t", *TRAIN, *more) == 0

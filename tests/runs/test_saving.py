@@ -274,6 +274,24 @@ def test_an_adapter_that_cannot_be_written_leaves_the_room(
     assert [name for name in os.listdir(tmp_path / "adapter") if name != ".written-1"] == left
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_results_go_with_their_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    """Also where no step is left: trainer.save_best may choose another state."""
+    rundir = RunDir(tmp_path)
+    weights = rundir.adapter / "adapter_model.safetensors"
+    rundir.adapter.mkdir()
+    for file in (weights, answers := tmp_path / "predictions.jsonl"):
+        file.write_text("{}")
+    write = weights.write_text if changes else str
+    monkeypatch.setattr(saving, "write_adapter", lambda *_: write("another"))
+    unused: Any = None
+    lines = saving.publish_adapter(unused, rundir, unused)
+    assert lines == (["removed: predictions.jsonl (of the adapter so far)"] if changes else [])
+    assert answers.is_file() != changes
+
+
 def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     flat = prepare.flat
