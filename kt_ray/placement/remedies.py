@@ -16,7 +16,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import nominal_hardware
 from kt_ray.hardware.machine import Hardware, with_hosts
 from kt_ray.placement.balance import without_load
-from kt_ray.placement.generation_memory import absorbs_keys
+from kt_ray.placement.generation_memory import absorbs_keys, within_server
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import counted
@@ -110,7 +110,8 @@ def shortage(plan: Plan) -> str:
 
 
 def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tuple[Remedy, Config]]:
-    """Single changes: same results first, then a smaller step, coarser experts, a smaller adapter."""
+    """Single changes: same results first, then fewer answers at a time, a smaller step, coarser experts, a
+    smaller adapter."""
     rule, lora = config.rule, config.lora
 
     def change(key: str, value: object, effect: str) -> tuple[Remedy, Config]:
@@ -145,6 +146,14 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
         )
     elif config.micro_batch_rows(rule.replica_count) > 1:
         yield change("trainer.micro_batch_size", 1, "same results, more and smaller attention passes")
+    if config.trainings:
+        for rows in _halves(config.serve.max_batch, 1):
+            yield change("serve.max_batch", rows, "fewer answers at a time")
+    elif config.answering_rows:
+        if config.generate.cache_tokens != "auto":
+            yield change("generate.cache_tokens", "auto", "no more room than the longest answers need")
+        for rows in _halves(config.answering_rows, 1):
+            yield change("generate.batch_size", rows, "fewer answers at a time, which take longer")
     for rows in _halves(config.trainer.batch_size, rule.replica_count):
         yield change("trainer.batch_size", rows, "fewer rows per optimizer step")
     for length in _halves(config.data.max_length, SHORTEST_ROW):
@@ -160,8 +169,17 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
 
 
 def _combined(config: Config) -> Iterator[dict[str, Any]]:
-    """Several changes at once, growing: recompute, one row per replica, shorter rows, no expert LoRA."""
+    """Several changes at once, growing: recompute, one row per replica and one answer at a time, shorter
+    rows, no expert LoRA."""
     keys: dict[str, Any] = {"trainer.batch_size": config.rule.replica_count, "trainer.micro_batch_size": 1}
+    if config.trainer.stage == "grpo":  # whole groups
+        keys["trainer.batch_size"] = max(config.rule.replica_count, config.grpo.group_size)
+    if config.trainings:
+        keys["serve.max_batch"] = 1
+    elif config.answering_rows:
+        keys["generate.batch_size"] = 1
+        if config.generate.cache_tokens != "auto":
+            keys["generate.cache_tokens"] = "auto"
     if config.trainer.micro_batch_tokens != "auto":
         keys["trainer.micro_batch_tokens"] = "auto"
     if config.rule.experts.activations in ("retain", "int8"):  # auto comes to recompute by itself
@@ -185,6 +203,7 @@ def _halves(value: int, least: int) -> Iterator[int]:
 
 def _fits(dims: ModelDims, config: Config, hardware: Hardware) -> bool:
     config = without_load(replace(config, mode="plan"))
+    config = within_server(config) if config.trainings else config
     try:
         check(config)
         return make_plan(dims, config, hardware).fits

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from kt_ray.config.compose import compose
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, LoraConfig, RuleConfig
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.hardware.describe import hardware_for, nominal_hardware
 from kt_ray.modes.plan import model_dims
+from kt_ray.placement.generation_memory import within_server
 from kt_ray.placement.lora_sizes import expert_lora_params, lora_params
 from kt_ray.placement.memory import (
     GIB,
@@ -422,6 +424,25 @@ def test_remedies_name_the_format_that_fits() -> None:
     found = remedies(model_dims(config.model), config, hardware_for(config), {})
     assert "rule.experts.backend=AMXINT4" in [remedy.overrides for remedy in found]
     assert "INT4 while they load" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"eval.after_training": 64, "generate.batch_size": 64}, "generate.batch_size"),
+        ({"plan.mode": "train_server", "train_server.adapters": 1, "serve.max_batch": 64}, "serve.max_batch"),
+    ],
+)
+def test_remedies_name_the_key_that_frees_memory_of_answers(keys: dict[str, Any], key: str) -> None:
+    def planned(keys: dict[str, Any]) -> Config:
+        config = with_keys(make_config(trainer={"batch_size": 1}, data={"max_length": 4096}, **CHECKED), keys)
+        return within_server(config) if config.trainings else config
+
+    dims = dataclasses.replace(small_dims(), context=0)
+    room = make_hardware(memory=make_plan(dims, planned({**keys, key: 8}), make_hardware()).budgets[0].total)
+    assert not make_plan(dims, planned(keys), room).fits
+    found = next(r.overrides for r in remedies(dims, planned(keys), room, {}) if r.overrides.startswith(key))
+    assert make_plan(dims, planned({**keys, key: int(found.partition("=")[2])}), room).fits
 
 
 def test_remedies_combine_when_one_change_is_not_enough() -> None:
