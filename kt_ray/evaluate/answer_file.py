@@ -86,7 +86,7 @@ def _read_both(file: Path) -> tuple[AnswerFile | None, AnswerFile | None]:
     """(base's, adapter's) of one file, by its `base` column and by what predictions.json says of it."""
     rows = _rows(file)
     answers = AnswerFile(str(file), tuple(_row(value, where) for value, where in rows))
-    names = _settings(file).get("answers")
+    names = settings_beside(file).get("answers")
     if isinstance(names, list) and names[:1] == ["base"]:
         return answers, None
     has_base = [isinstance(value.get("base"), str) for value, _ in rows]
@@ -108,7 +108,7 @@ def _read_both(file: Path) -> tuple[AnswerFile | None, AnswerFile | None]:
     return AnswerFile(str(file), base), answers
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def settings_beside(file: Path) -> dict[str, Any]:
     """predictions.json beside predictions.jsonl; {} = there is none, or it is another program's."""
     try:
         return read_json(file.with_suffix(".json"), "predictions.json", _REMEDY)
@@ -118,7 +118,7 @@ def _settings(file: Path) -> dict[str, Any]:
 
 def missing_answers(file: Path) -> int:
     """Rows that mode=predict or mode=eval have yet to answer; 0 for files of other programs."""
-    count = _settings(file).get("count")
+    count = settings_beside(file).get("count")
     if not isinstance(count, int):
         return 0
     # An unfinished last line is no answer.
@@ -141,7 +141,7 @@ def of_present_adapter(file: Path, adapter: Path) -> bool:
         file: of the answers.
         adapter: directory of the run's adapter; counts if the one that the file names is gone.
     """
-    settings = _settings(file)
+    settings = settings_beside(file)
     mark, own = settings.get("adapter_file"), settings.get("adapter")
     if not isinstance(mark, str):
         return True  # another program's, or the base model's
@@ -157,7 +157,7 @@ def check_complete(path: Path) -> None:
         raise UserError(
             "not all rows have been answered: scores of a part would pass for scores of the whole",
             where=str(file),
-            observed=f"{missing} of {_settings(file)['count']} rows without an answer",
+            observed=f"{missing} of {settings_beside(file)['count']} rows without an answer",
             remedy="start mode=predict again with the same settings (it continues where it stopped), or "
             "mode=eval with generate.adapter, which does so itself",
         )
@@ -175,7 +175,7 @@ def read_answers(file: Path) -> AnswerFile:
 def _rows(file: Path) -> list[tuple[dict[str, Any], str]]:
     """JSON objects with file and line."""
     # A disk that is full, or a process that is killed, leaves the last line of mode=predict unfinished.
-    ours = isinstance(_settings(file).get("count"), int)
+    ours = isinstance(settings_beside(file).get("count"), int)
     text = read_text(file, "the predictions file", _REMEDY, whole_lines=ours)
     rows = [
         (_object(line, f"{file}:{number}"), f"{file}:{number}")

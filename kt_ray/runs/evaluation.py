@@ -26,6 +26,7 @@ from kt_ray.evaluate.answer_file import (
     find_answers,
     missing_answers,
     of_present_adapter,
+    settings_beside,
 )
 from kt_ray.evaluate.loss_sums import perplexity, read_losses
 from kt_ray.evaluate.scores import score
@@ -35,13 +36,15 @@ from kt_ray.tracking import MultiTracker, library_trackers, read_jsonl, series
 from kt_ray.tracking.progress import shortened
 
 JSON_FILE, MARKDOWN_FILE = "eval.json", "eval.md"
+# Keys of `generate` that change no answer.
+_SPEED = ("batch_size", "prefill_tokens", "cache_tokens")
 
 
 def to_answer(config: Config) -> Config | None:
     """The configuration to answer under; None = mode=eval evaluates answers that exist.
 
     New answers are asked for by generate.adapter, by generate.answer=base, or by the name of a run that has
-    an adapter and no answers, not all of them, or those of an earlier adapter.
+    an adapter and no answers, not all of them, those of an earlier adapter, or others than are asked for.
 
     Raises:
         UserError: there are no held-out rows.
@@ -54,7 +57,10 @@ def to_answer(config: Config) -> Config | None:
             return None
         run = Path(config.run.root) / config.run.name
         answered = any(
-            file.is_file() and not missing_answers(file) and of_present_adapter(file, run / "adapter")
+            file.is_file()
+            and not missing_answers(file)
+            and of_present_adapter(file, run / "adapter")
+            and not _asks_otherwise(config, file)
             for file in (run / ADAPTER_FILE, run / BASE_FILE)
         )
         if answered or not (run / "adapter" / "adapter_config.json").is_file():
@@ -65,6 +71,19 @@ def to_answer(config: Config) -> Config | None:
     config = replace(config, mode="predict", generate=generate)
     check(config)
     return replace(config, mode="eval")
+
+
+def _asks_otherwise(config: Config, file: Path) -> bool:
+    """Whether resume=RUN changes a key of `generate` to what the answers in a file were not made with."""
+    made, run = settings_beside(file), settings_of(file.parent)
+    if config.trainer.resume is None or not isinstance(made.get("count"), int):
+        return False  # what was given cannot be told from defaults, or nothing is known of the answers
+    made["limit"] = made["count"]
+    return any(
+        value != run.get(f"generate.{name}", value) and value != made.get(name)
+        for name, value in vars(config.generate).items()
+        if name not in _SPEED
+    )
 
 
 def existing_answers(config: Config) -> tuple[AnswerFile | None, AnswerFile | None, Path]:

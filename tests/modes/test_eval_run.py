@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from kt_ray import cli
 from kt_ray.actors.local_cluster import LocalCluster
+from kt_ray.config.compose import compose
+from kt_ray.config.mapping import with_keys
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.generate.generator import Generator
+from kt_ray.runs.evaluation import to_answer
+from kt_ray.runs.rundir import plain
 from tests.helpers.hf_reference import build_chat_checkpoint
 
 COMMON = [
@@ -179,6 +184,26 @@ def test_answers_of_an_earlier_adapter_are_not_shown(model: Path, capsys: pytest
     assert Path("runs/t/eval.md").stat().st_mtime_ns == before
     Path("runs/t/predictions.json").unlink()  # nothing is known of them: somebody else's
     assert evaluate(model, "run.name=t", few) == 0
+
+
+def test_changed_settings_of_existing_answers_are_not_passed_over(tmp_path: Path) -> None:
+    """resume=RUN and run.name=RUN read what is there; what the first announces as changed is asked for."""
+    made = {"count": 3, "temperature": 0.7, "max_new_tokens": 8, "stop": []}
+    (tmp_path / "predictions.jsonl").write_text("{}\n" * 3)
+    (tmp_path / "predictions.json").write_text(json.dumps(made))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    config = compose(["mode=eval", f"run.root={tmp_path.parent}", f"run.name={tmp_path.name}"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain(config)))
+
+    def reads(resume: str | None = "latest", **given: Any) -> bool:
+        keys = {f"generate.{name}": value for name, value in given.items()}
+        return to_answer(with_keys(config, {"trainer.resume": resume, **keys})) is None
+
+    assert reads() and reads(temperature=0.7, limit=3, batch_size=2) and reads(None, temperature=0.5)
+    assert not reads(temperature=0.5) and not reads(limit=2) and not reads(split="all")
+    (tmp_path / "predictions.json").unlink()  # another program's
+    assert reads(temperature=0.5)
 
 
 def test_options_have_the_models_own_probabilities(model: Path) -> None:
