@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,9 @@ class CheckpointIndex:
         other = sorted(
             p.name for pattern in ("*.bin", "*.pt", "*.gguf", "*.safetensors") for p in path.glob(pattern)
         )
+        if shards := [name for name in other if re.search(r"-\d+-of-\d+\.safetensors$", name)]:
+            what, required = "checkpoint's index is absent", f"{_INDEX} beside its shards"
+            raise damaged(what, path, some(shards), required, f"download {_INDEX}, too")
         raise damaged(
             "checkpoint has no safetensors weights",
             path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -257,8 +258,14 @@ def _malformed(override: str) -> UserError:
             f"write '{key}={{NAME:VALUE}}': names without quotes, and a backslash before ( ) | , : in them"
         )
     else:
-        remedy = f"quote the value: '{key}=\"{value}\"'"
+        remedy = f"quote the value: {_quoted(key, value)}"
     return UserError(f"malformed argument {override}", required="KEY=VALUE or GROUP=OPTION", remedy=remedy)
+
+
+def _quoted(key: str, value: str) -> str:
+    """An argument whose value is one text, for Hydra and for a shell."""
+    text = value.replace("\\", "\\\\").replace('"', '\\"')
+    return shlex.quote(f'{key}="{text}"')
 
 
 def _ambiguous(text: str, overrides: Sequence[str]) -> UserError:
@@ -269,7 +276,7 @@ def _ambiguous(text: str, overrides: Sequence[str]) -> UserError:
     types = type_name(fields()[key].hint) if key in fields() else ""
     ways = [f"{key}=[{value}] for a list"] if "list" in types else []
     if "str" in types and key not in WORDS:
-        ways.append(f"'{key}=\"{value}\"' for a text")
+        ways.append(f"{_quoted(key, value)} for a text")
     one = re.match(r"[^,()\[\]{}]+(?=,)", value)
     ways = ways or [f"{key}={one[0] if one else '<value>'}"]
     return UserError(

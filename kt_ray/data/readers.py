@@ -286,6 +286,13 @@ def _split_key(key: str) -> str:
 
 def _read(path: Path, on_bad: Callable[[UserError], None] | None) -> Iterator[tuple[str, Any]]:
     suffix = path.suffix.lower()
+    if (content := content_of_file(path)).startswith("a Git LFS pointer"):  # else it is a text as any other
+        raise UserError(
+            "the data file is not what its name says",
+            where=str(path),
+            observed=content,
+            remedy="run git lfs pull in that directory, or download the file again",
+        )
     if suffix in TABLES:
         yield from _read_table(path, suffix[1:])
         return
@@ -351,6 +358,14 @@ def _read_jsonl(
                 raise fault from error
             on_bad(fault)
             continue
+        if isinstance(row, list) and number == 1 and text.count("\n", 0, len(text.rstrip())) == 0:
+            raise UserError(
+                "a .jsonl data file must hold a row per line",
+                where=str(path),
+                observed=f"one list: {clip(line)}",
+                required="one JSON object per line",
+                remedy=f"name it {path.with_suffix('.json').name}: a JSON list belongs into a .json file",
+            )
         yield f"{path}, line {number}", row
 
 
@@ -370,15 +385,28 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         ) from error
     if not isinstance(rows, list):
         an_object = isinstance(rows, dict)
+        name = _wrapping(rows)
+        if an_object and name is None and "\n" not in text.strip():  # one object per line, and one of them
+            yield f"{path}, line 1", rows
+            return
         raise UserError(
             "a .json data file must hold a list of rows",
             where=str(path),
             observed=f"an object with {keys_of(list(rows)[:8])}" if an_object else type(rows).__name__,
             required="[{...}, {...}]",
-            remedy="wrap the rows in a list",
+            remedy="wrap the rows in a list" if name is None else f'keep only the list under "{name}"',
         )
     for number, row in enumerate(rows, start=1):
         yield f"{path}, row {number}", row
+
+
+def _wrapping(value: Any) -> str | None:
+    """The key under which an object holds nothing but a list of rows, which turns are not."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return None
+    ((name, rows),) = value.items()
+    listed = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    return str(name) if listed and not any("role" in row or "from" in row for row in rows) else None
 
 
 def _row_at_fault(text: str) -> str:
@@ -404,6 +432,14 @@ def _read_csv(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Any]
         names = reader.fieldnames or []
         if len(set(names)) != len(names):
             raise csv.Error("two columns of the same name")
+        if len(names) == 1 and re.search(r"[;\t|]", names[0]):
+            raise UserError(
+                "the columns of a CSV file are parted by another character",
+                where=f"{path}, line 1",
+                observed=clip(names[0]),
+                required="commas in .csv, tabs in .tsv",
+                remedy="save it with commas, or with tabs as .tsv",
+            )
         for row in reader:
             number += 1
             if None in row or None in row.values():

@@ -75,6 +75,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["rule=cpu,auto"], ["rule=cpu,auto gives several values", "write rule=cpu, or add -m"]),
     (["rule.layers=2,2"], ["rule.layers=2,2 gives several values", "write rule.layers=[2,2] for a list, or"]),
     (["data.path=a,b"], ["data.path=[a,b] for a list, 'data.path=\"a,b\"' for a text, or"]),
+    (["data.system=It's"], ["quote the value: 'data.system=\"It'\"'\"'s\"'"]),
     (["serve.adapters=runs/a"], ["mapping | null", "write for example 'serve.adapters={NAME:VALUE}'\n"]),
     (["rule.experts.backend=AMXBF16,AMXINT8"], ["several values", "write rule.experts.backend=AMXBF16, or"]),
     (

@@ -74,10 +74,17 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped_but_lines_keep_their_numb
     ]
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 BAD = {
     "invalid json": ("a.jsonl", '{"a": 1}\n{"a": 2,,}\n', ["invalid JSON", "a.jsonl, line 2, column 9"]),
     "cut json": ("a.json", '[{"a": 1},\n {"a": ', ["invalid JSON", "a.json, line 2"]),
-    "an object": ("a.json", '{"data": []}', ["must hold a list", "keys data"]),
+    "an object": ("a.json", '{"data": []}', ["must hold a list", "keys data", 'the list under "data"']),
+    "objects": ("a.json", '{"rows": [{"a": 1}],\n "b": 2}', ["must hold a list", "wrap the rows in a list"]),
+    "a list": ("a.jsonl", '[{"a": 1}, {"a": 2}]\n', ["a row per line", "one list", "name it a.json"]),
+    "semicolons": ("a.csv", "a;b\n1;2\n", ["by another character", "a;b", "commas"]),
+    "excel": ("a.csv", "sep=;\na;b\n1;2\n", ["by another character", "sep=;"]),
+    "a pointer": ("a.txt", LFS, ["not what its name says", "a Git LFS pointer", "git lfs pull"]),
+    "a pointer to a table": ("a.parquet", LFS, ["not what its name says", "a Git LFS pointer"]),
     "a number": ("a.json", "3", ["must hold a list", "int"]),
     "empty": ("a.jsonl", "", ["holds no rows"]),
     "blank": ("a.jsonl", "\n \n", ["holds no rows"]),
@@ -105,6 +112,11 @@ def test_bad_files(case: str, tmp_path: Path) -> None:
     for part in expected:
         assert part in str(caught.value)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("row", [{"a": 1, "b": []}, {"messages": [{"role": "user", "content": "?"}]}])
+def test_a_json_file_may_hold_one_row(row: dict[str, Any], tmp_path: Path) -> None:
+    assert rows_of(write(tmp_path / "a.json", json.dumps(row) + "\n")) == [row]
 
 
 def test_missing_file_directory_and_empty_list(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ FILES: list[Case] = [
     ),
     Case("single file and shards", "bf16", _single_too, ["its weights twice", "model.safetensors beside"]),
     Case("single file a dangling link", "bf16", _single_absent, ["absent or incomplete", "link to gone"]),
-    Case("shards without index", "bf16", _only_shards, ["no safetensors weights", FIRST]),
+    Case("shards without index", "bf16", _only_shards, ["index is absent", FIRST, "download model.safe"]),
     Case("shard missing", "bf16", lambda f: f.shard(2).unlink(), ["shards that are absent", SECOND, _AGAIN]),
     Case("shard a dangling link", "bf16", _link, [FIRST, "link to ../../blobs/4d7a2146", "does not exist"]),
     Case("shard a directory", "bf16", _directory, [FIRST, "(a directory)"]),
