@@ -212,7 +212,11 @@ _WIDTH = 100  # characters of a question or an answer
 
 @dataclass(frozen=True)
 class Summary:
-    """What the final panel says. A loss is None if it was not measured; `figure` is what "loss" is called."""
+    """What the final panel says.
+
+    A loss is None if it was not measured, the first one also where there is only one; `figure` is what "loss"
+    is called.
+    """
 
     run_dir: Path
     steps: int
@@ -239,10 +243,14 @@ class Summary:
                 ", on rows that it was not trained on",
             ),
         ):
-            if before is not None and after is not None:
-                known = before > 0 and math.isfinite(after)
-                change = f"  ({100 * (after - before) / before:+.0f} %)" if known else ""
-                lines.append(f"{label:14} {before:.4f} → {after:.4f}{change}{of}")
+            if after is None:
+                continue
+            change, first = "", ""
+            if before is not None:
+                first = f"{before:.4f} → "
+                if before > 0 and math.isfinite(after):
+                    change = f"  ({100 * (after - before) / before:+.0f} %)"
+            lines.append(f"{label:14} {first}{after:.4f}{change}{of}")
         for label, text in zip(("asked", "before", "after"), self.sample, strict=False):
             lines.append(f"{label:14} {shortened(text, _WIDTH)}")
         if self.recoveries:

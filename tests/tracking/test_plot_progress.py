@@ -154,6 +154,7 @@ def test_summary(terminal):
     assert "A person. A person." in text and "A person. " * 15 not in text
     assert text.splitlines()[-1].split()[2:] == ["'resume=/r/[a]'", "mode=chat"]
     assert "held-out" not in Summary(Path("/r"), 1, 1, 1.0, 1.0, 1.0).text()
+    assert "loss  2.1000, on rows" in Summary(Path("/r"), 1, 1, 1.0, None, 1.0, None, 2.1).text()
     assert "4.0000 → nan, on rows" in Summary(Path("/r"), 1, 1, 1.0, 1.0, 1.0, 4.0, float("nan")).text()
 
 
