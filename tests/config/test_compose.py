@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from docs.options_page import comments, option_list, render
-from kt_ray.config.compose import compose, expand
+from kt_ray.config.compose import _quoted, compose, expand
 from kt_ray.config.fields import fields, groups
 from kt_ray.config.files import conf_dir, hardware_file, option_groups, option_names
 from kt_ray.config.mapping import from_dict, load
@@ -122,6 +123,12 @@ def test_the_demo_brings_its_own_training_settings_and_a_choice_beats_them() -> 
     assert demo.trainer.max_steps is not None and demo.optim.lr > Config().optim.lr
     chosen = compose(["trainer=default", "optim=adamw"])
     assert chosen.trainer == Config().trainer and chosen.optim == Config().optim
+
+
+@pytest.mark.parametrize("value", ["It's", 'say "a", b', r"a\b, it's", "C:\\new, x\\", 'a \\" b'])
+def test_a_quoted_value_comes_back_through_shell_and_hydra(value: str) -> None:
+    (argument,) = shlex.split(_quoted("data.system", value))
+    assert compose(["mode=chat", "model.path=/m", argument]).data.system == value
 
 
 def test_paths_choose_the_generic_options() -> None:
