@@ -18,17 +18,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kt_ray.batch import IGNORE
-from kt_ray.data import tiktoken_file
 from kt_ray.data.bounded_template import TOO_MANY, bounded, broken
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.errors import UserError
 from kt_ray.generate.detokenize import CHANNEL
-from kt_ray.parse import read_json, read_text
+from kt_ray.parse import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -54,55 +53,6 @@ TOKENS: dict[str, tuple[str, ...]] = {
 # What every template of a chat model renders.
 _SIMPLEST: tuple[Turn, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 _ENDED_BY_EOS = ("mistral", "olmoe", "plain")
-
-
-def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
-    """The tokenizer in `directory`, from local files only.
-
-    Raises:
-        UserError: no tokenizer there, one that needs remote code, or one without character offsets.
-    """
-    from transformers import AutoTokenizer
-
-    path = Path(directory).expanduser()
-    required = "a directory with tokenizer.json (or its vocabulary files) and tokenizer_config.json"
-    if not path.is_dir():
-        raise UserError(
-            "the tokenizer directory does not exist",
-            where=key,
-            observed=path,
-            required=required,
-            remedy="set model.tokenizer to a tokenizer directory",
-        )
-    if (path / tiktoken_file.FILE).is_file() and not (path / "tokenizer.json").is_file():
-        path = tiktoken_file.with_tokenizer_json(path)
-    try:
-        # Left out, trust_remote_code asks on standard input, and a "yes" there runs code of the directory.
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
-        )
-        # Settings of the wrong type come to light when they are used.
-        tokenizer("a", return_offsets_mapping=bool(tokenizer.is_fast))
-        _ = tokenizer.all_special_tokens, tokenizer.added_tokens_decoder, tokenizer.special_tokens_map
-    except BaseException as error:  # many kinds, panics of Rust among them: nothing usable is there
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise UserError(
-            "no tokenizer can be loaded",
-            where=f"{key}={path}",
-            observed=f"{type(error).__name__}: {str(error)[:160]}",
-            required=required,
-            remedy="copy the model's tokenizer files there, or point model.tokenizer at them",
-        ) from error
-    if not tokenizer.is_fast:
-        raise UserError(
-            "the tokenizer gives no character offsets, which the answer mask needs",
-            where=f"{key}={path}",
-            observed=type(tokenizer).__name__,
-            required="a fast tokenizer (tokenizer.json)",
-            remedy="save its tokenizer.json into that directory, or set model.tokenizer to one that has it",
-        )
-    return cast("PreTrainedTokenizerFast", tokenizer)
 
 
 def named_template(name: str, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -608,31 +558,3 @@ def arguments_as_text(messages: Sequence[Turn]) -> tuple[Turn, ...]:
         {**m, "tool_calls": [as_text(call) for call in m["tool_calls"]]} if "tool_calls" in m else m
         for m in messages
     )
-
-
-def vocabulary_of(model_dir: str) -> int | None:
-    """vocab_size of the model's config.json; None = it does not say, or there is none that can be read."""
-    try:
-        config = read_json(Path(model_dir) / "config.json", "the model's config.json", "")
-    except UserError:
-        return None  # the checkpoint reader names what is wrong with it
-    text = config.get("text_config")
-    size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
-    return size if isinstance(size, int) else None
-
-
-def check_vocabulary(largest: int, model_dir: str) -> None:
-    """Refuse token ids that the model's embedding does not have.
-
-    Raises:
-        UserError: `largest` >= vocab_size of the model's config.json (if there is one).
-    """
-    size = vocabulary_of(model_dir)
-    if size is not None and largest >= size:
-        raise UserError(
-            "the tokenizer does not belong to this model",
-            where="model.tokenizer",
-            observed=f"token id {largest}",
-            required=f"ids below the model's vocab_size {size}",
-            remedy="set model.tokenizer to this model's own tokenizer",
-        )

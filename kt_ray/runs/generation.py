@@ -18,7 +18,8 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory, settings_of
 from kt_ray.config.schema import Config, LoraConfig, ModelConfig
 from kt_ray.data.row_types import Conversation, Turn
-from kt_ray.data.template import ChatEncoder, load_tokenizer
+from kt_ray.data.template import ChatEncoder
+from kt_ray.data.tokenizer import load_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling

@@ -11,7 +11,8 @@ from typing import Any
 
 import uvicorn
 
-from kt_ray.data.template import ChatEncoder, load_tokenizer
+from kt_ray.data.template import ChatEncoder
+from kt_ray.data.tokenizer import load_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.serve.access import bare

@@ -33,7 +33,7 @@ from kt_ray.timing.step_costs import PlanDurations
 
 SHOWN = 3  # changes that are shown
 WORTH = 1.02  # the least gain that is shown
-REFERENCE_PASSES = {"dpo": 1, "kto": 3, "grpo": 1}  # forward ones of a step; two of KTO's: mismatched rows
+_REFERENCE_PASSES = {"dpo": 1, "kto": 3, "grpo": 1}  # forward ones of a step; two of KTO's: mismatched rows
 _ATTENTION = {
     "forward": "attention, forward",
     "recompute": "attention, recomputed",
@@ -164,7 +164,7 @@ def _plainly(resource: str) -> str:
 def _left_out(plan: Plan, config: Config, rates: Rates) -> tuple[str, ...]:
     """What the prediction does not know of this plan."""
     notes = []
-    passes = REFERENCE_PASSES[config.trainer.stage] if config.has_reference and not config.trainings else 0
+    passes = _REFERENCE_PASSES[config.trainer.stage] if config.has_reference and not config.trainings else 0
     passes += config.trainer.aux_loss > 0
     if passes:
         more = "1 forward pass" if passes == 1 else f"{passes} forward passes"

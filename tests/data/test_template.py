@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from kt_ray.batch import IGNORE
 from kt_ray.data.cache import encoder_key
 from kt_ray.data.row_types import Conversation, Turn
-from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
+from kt_ray.data.template import ChatEncoder
 from kt_ray.data.turns import turns
 from kt_ray.errors import UserError
 
@@ -316,34 +315,3 @@ def test_templates_that_cannot_be_masked_are_refused_with_the_row(case: str) -> 
         ChatEncoder(make_tokenizer(template)).encode(conversation("Who?", "Tilda.", "Where?", "Here."))
     assert "f.jsonl, line 6" in str(caught.value)
     assert "model.chat_template" in caught.value.remedy
-
-
-def test_no_code_of_a_tokenizer_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where somebody says yes to transformers' question (`yes | python launch.py ...`)."""
-    directory, ran = tmp_path / "model", tmp_path / "ran"
-    make_tokenizer().save_pretrained(directory)
-    (directory / "foreign.py").write_text(
-        f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Foreign\n"
-    )
-    file = directory / "tokenizer_config.json"
-    named = {"tokenizer_class": "Foreign", "auto_map": {"AutoTokenizer": [None, "foreign.Foreign"]}}
-    file.write_text(json.dumps({**json.loads(file.read_text()), **named}))
-    monkeypatch.setattr("builtins.input", lambda *_: "yes")
-    with pytest.raises(UserError, match="no tokenizer can be loaded"):
-        load_tokenizer(str(directory))
-    assert not ran.exists()
-
-
-def test_load_tokenizer_faults(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tokenizer directory does not exist.*model\.tokenizer"):
-        load_tokenizer(str(tmp_path / "absent"))
-    with pytest.raises(UserError, match="no tokenizer can be loaded"):
-        load_tokenizer(str(tmp_path))
-
-
-def test_ids_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
-    check_vocabulary(10**9, str(tmp_path))  # no config.json: the checkpoint reader says so
-    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
-    check_vocabulary(99, str(tmp_path))
-    with pytest.raises(UserError, match=r"does not belong to this model.*token id 100"):
-        check_vocabulary(100, str(tmp_path))

@@ -1,0 +1,43 @@
+"""A tokenizer comes from local files alone, runs no code of theirs, and belongs to its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kt_ray.data.tokenizer import check_vocabulary, load_tokenizer
+from kt_ray.errors import UserError
+from tests.data.conftest import make_tokenizer
+
+
+def test_no_code_of_a_tokenizer_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where somebody says yes to transformers' question (`yes | python launch.py ...`)."""
+    directory, ran = tmp_path / "model", tmp_path / "ran"
+    make_tokenizer().save_pretrained(directory)
+    (directory / "foreign.py").write_text(
+        f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Foreign\n"
+    )
+    file = directory / "tokenizer_config.json"
+    named = {"tokenizer_class": "Foreign", "auto_map": {"AutoTokenizer": [None, "foreign.Foreign"]}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **named}))
+    monkeypatch.setattr("builtins.input", lambda *_: "yes")
+    with pytest.raises(UserError, match="no tokenizer can be loaded"):
+        load_tokenizer(str(directory))
+    assert not ran.exists()
+
+
+def test_load_tokenizer_faults(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokenizer directory does not exist.*model\.tokenizer"):
+        load_tokenizer(str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="no tokenizer can be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_ids_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
+    check_vocabulary(10**9, str(tmp_path))  # no config.json: the checkpoint reader says so
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    check_vocabulary(99, str(tmp_path))
+    with pytest.raises(UserError, match=r"does not belong to this model.*token id 100"):
+        check_vocabulary(100, str(tmp_path))
