@@ -120,7 +120,7 @@ def targets(root: Path) -> dict[str, Target]:
     from kt_ray.data.row_types import KINDS
     from kt_ray.data.sources import count_rows
     from kt_ray.data.template import ChatEncoder
-    from kt_ray.data.tokenizer import load_tokenizer
+    from kt_ray.data.tokenizer_files import load_tokenizer
     from kt_ray.demo.recipes import persona_path
     from kt_ray.demo.tokenizer import train_tokenizer
     from kt_ray.dims.config_json import dims_from_dir

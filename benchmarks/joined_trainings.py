@@ -42,7 +42,7 @@ torch_environment.apply()  # as the command line does: before torch is imported
 
 from kt_ray.batch import WHOLE, PassSpec, TokenLoss  # noqa: E402
 from kt_ray.config.compose import compose  # noqa: E402
-from kt_ray.data.tokenizer import load_tokenizer  # noqa: E402
+from kt_ray.data.tokenizer_files import load_tokenizer  # noqa: E402
 from kt_ray.placement.generation_memory import within_server  # noqa: E402
 from kt_ray.runs.generation import generation_of  # noqa: E402
 from kt_ray.runs.prepare import prepare_model  # noqa: E402

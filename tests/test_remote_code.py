@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kt_ray.data.tokenizer import load_tokenizer
+from kt_ray.data.tokenizer_files import load_tokenizer
 from kt_ray.demo import ensure_demo_model
 from kt_ray.errors import UserError
 from kt_ray.model.family import build_causal, read_family

@@ -98,6 +98,7 @@ def test_files_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
         "adapter/README.md",
         "adapter/adapter_config.json",
         "adapter/adapter_model.safetensors",
+        "adapter/chat_template.jinja",
         "checkpoints/step_000003/expert_load.json",
         "checkpoints/step_000003/experts-0.safetensors",
         "checkpoints/step_000003/manifest.json",

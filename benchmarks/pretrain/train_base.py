@@ -293,7 +293,7 @@ def _tokenizer(directory: str | None, documents: Sequence[Document], recipe: Rec
         from kt_ray.demo.tokenizer import learn_tokenizer
 
         return learn_tokenizer((t for d in documents for t in d.texts), recipe.vocab, "--text")
-    from kt_ray.data.tokenizer import load_tokenizer
+    from kt_ray.data.tokenizer_files import load_tokenizer
 
     return load_tokenizer(directory, "--tokenizer")
 

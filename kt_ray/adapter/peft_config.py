@@ -35,6 +35,7 @@ from kt_ray.config.lora_patterns import shortest_patterns
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+TEMPLATE = "chat_template.jinja"  # that the adapter was trained with
 _SUFFIX = re.compile(r"\.lora_([AB]\.weight|magnitude_vector)$")
 # Leaf names that PEFT may take for the experts' or the router's.
 AMBIGUOUS = frozenset({"gate"}.union(*(leaves.values() for leaves in ONE_BY_ONE)))

@@ -19,7 +19,7 @@ from kt_ray.data.row_types import KINDS, Conversation
 from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
 from kt_ray.data.template import ChatEncoder, dated
 from kt_ray.data.token_counts import DataReport, SplitReport
-from kt_ray.data.tokenizer import check_vocabulary, load_tokenizer, vocabulary_of
+from kt_ray.data.tokenizer_files import check_vocabulary, load_tokenizer, vocabulary_of
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:

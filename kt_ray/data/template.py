@@ -93,7 +93,7 @@ class ChatEncoder:
         train_on: "all" answers, or the "last" ones: those after the last question.
 
     Attributes:
-        template: as saved with the adapter. rendered: as used, with its date fixed.
+        template: as saved beside the adapter. rendered: as used, with its date fixed.
         source: where the template comes from, in words.
         notes: what a user should know about the choices made (at most one line each).
 

@@ -160,7 +160,7 @@ def _build(recipe: Recipe, seed: int, tokenizer_dir: Path | None, out: Path) -> 
     if tokenizer_dir is None:
         tokenizer = train_tokenizer(persona_path(), recipe.vocab)
     else:
-        from kt_ray.data.tokenizer import load_tokenizer
+        from kt_ray.data.tokenizer_files import load_tokenizer
 
         tokenizer = load_tokenizer(str(tokenizer_dir))
     save_model(new_model(recipe, tokenizer, seed, torch.bfloat16), tokenizer, out)

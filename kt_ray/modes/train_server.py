@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.config.schema import Config
-from kt_ray.data.tokenizer import load_tokenizer
+from kt_ray.data.tokenizer_files import load_tokenizer
 from kt_ray.placement.generation_memory import within_server
 from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.runs.disk_room import gigabytes

@@ -16,10 +16,11 @@ from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory, settings_of
+from kt_ray.adapter.peft_config import TEMPLATE
 from kt_ray.config.schema import Config, LoraConfig, ModelConfig
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder
-from kt_ray.data.tokenizer import load_tokenizer
+from kt_ray.data.tokenizer_files import load_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
@@ -37,7 +38,6 @@ from kt_ray.train.cluster_protocol import ActorLost
 logger = logging.getLogger(__name__)
 
 _HOUR = 3600.0  # seconds
-TEMPLATE = "chat_template.jinja"  # beside an adapter's tokenizer
 NO_LORA = LoraConfig(target_modules="none", experts=False)
 
 

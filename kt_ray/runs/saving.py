@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, discard_adapter, finish_adapter
+from kt_ray.adapter.peft_config import TEMPLATE
 from kt_ray.batch import WHOLE, LoraPart
 from kt_ray.checkpoint.housekeeping import best_checkpoint, prune_checkpoints, set_aside_later
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo, step_name
@@ -232,9 +233,15 @@ def go_on_from(resume: ResumePoint, rundir: RunDir, total_steps: int) -> list[st
 
 
 def publish_adapter(prepared: Prepared, rundir: RunDir, cluster: Cluster) -> list[str]:
-    """Write the adapter into its run, where no results of another stay. Returns lines for the user."""
+    """Write the adapter and its chat template into its run, where no results of another adapter stay.
+
+    Returns:
+        Lines for the user.
+    """
     before = adapter_mark(rundir.adapter)
     write_adapter(prepared, rundir.adapter, cluster)
+    with writing("adapter", rundir.adapter):
+        write_atomic(rundir.adapter / TEMPLATE, str(prepared.data.tokenizer.chat_template))
     return _remove_results(rundir) if adapter_mark(rundir.adapter) != before else []
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from kt_ray.data.template import ChatEncoder
-from kt_ray.data.tokenizer import load_tokenizer
+from kt_ray.data.tokenizer_files import load_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.serve.access import bare

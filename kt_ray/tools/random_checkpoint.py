@@ -267,7 +267,7 @@ def _put(fd: int, data: memoryview) -> None:
 
 
 def _tokenizer(source: Path | None, out: Path, vocabulary: int) -> None:
-    from kt_ray.data.tokenizer import load_tokenizer
+    from kt_ray.data.tokenizer_files import load_tokenizer
     from kt_ray.demo import ensure_demo_model
 
     directory = source if source is not None else Path(ensure_demo_model("demo"))

@@ -13,7 +13,7 @@ from kt_ray.config.schema import Config
 from kt_ray.data import load_data
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder
-from kt_ray.data.tokenizer import load_tokenizer
+from kt_ray.data.tokenizer_files import load_tokenizer
 
 from .conftest import trained_texts
 

@@ -16,7 +16,7 @@ import pytest
 from kt_ray.batch import IGNORE
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder
-from kt_ray.data.tokenizer import load_tokenizer
+from kt_ray.data.tokenizer_files import load_tokenizer
 from kt_ray.errors import UserError
 
 Piece = tuple[str, bool]  # text, is it trained

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from kt_ray.data import tiktoken_file
 from kt_ray.data.template import ChatEncoder
-from kt_ray.data.tokenizer import load_tokenizer
+from kt_ray.data.tokenizer_files import load_tokenizer
 from kt_ray.errors import UserError
 
 # A release's code: the constants are what counts; running it would fail.

@@ -11,7 +11,7 @@ import numpy as np
 from kt_ray.batch import IGNORE, TokenLoss
 from kt_ray.config.compose import compose
 from kt_ray.data.row_types import Row
-from kt_ray.data.tokenizer import load_tokenizer
+from kt_ray.data.tokenizer_files import load_tokenizer
 from kt_ray.placement.generation_memory import within_server
 from kt_ray.runs.generation import generation_of
 from kt_ray.runs.prepare import prepare_model

@@ -286,8 +286,10 @@ def test_results_go_with_their_adapter(
         file.write_text("{}")
     write = weights.write_text if changes else str
     monkeypatch.setattr(saving, "write_adapter", lambda *_: write("another"))
+    prepared: Any = SimpleNamespace(data=SimpleNamespace(tokenizer=SimpleNamespace(chat_template="{{ 1 }}")))
     unused: Any = None
-    lines = saving.publish_adapter(unused, rundir, unused)
+    lines = saving.publish_adapter(prepared, rundir, unused)
+    assert (rundir.adapter / "chat_template.jinja").read_text() == "{{ 1 }}"
     assert lines == (["removed: predictions.jsonl (of the adapter so far)"] if changes else [])
     assert answers.is_file() != changes
 

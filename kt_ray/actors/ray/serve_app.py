@@ -126,7 +126,7 @@ class Server:
         threading.Thread(target=self._keep_reporting, name="kt-report", daemon=True).start()
 
     def _generator(self) -> Generator:
-        from kt_ray.data.tokenizer import load_tokenizer
+        from kt_ray.data.tokenizer_files import load_tokenizer
 
         return Generator(self._cluster, load_tokenizer(self._served.tokenizer), **self._served.session)
 

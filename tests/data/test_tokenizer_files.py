@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kt_ray.data.tokenizer import check_vocabulary, load_tokenizer
+from kt_ray.data.tokenizer_files import check_vocabulary, load_tokenizer
 from kt_ray.errors import UserError
 from tests.data.conftest import make_tokenizer
 
