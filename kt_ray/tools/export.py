@@ -85,8 +85,9 @@ def export(
         UserError: an unreadable adapter, experts that a form cannot hold, a base that cannot be found.
     """
     lora, target = Lora.open(adapter), Path(out)
-    if target.exists() and any(target.iterdir()):
-        raise UserError("output directory is not empty", where=str(out), remedy="choose another directory")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        what = "output directory is not empty" if target.is_dir() else "output is no directory"
+        raise UserError(what, where=str(out), remedy="choose another directory")
     source = _base(lora, base)
     config = {} if source is None else source.config
     lora = Lora.open(adapter, family(config))

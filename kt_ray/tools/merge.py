@@ -25,7 +25,7 @@ from kt_ray.adapter.peft_config import CONFIG, WEIGHTS
 from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import KeyNames, tensors_made
-from kt_ray.checkpoint.names import expert_name, family, fused_release, layer_of
+from kt_ray.checkpoint.names import expert_name, family, fused_release, is_mtp, layer_of
 from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
 from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Unit, finish, write_shards
 from kt_ray.errors import UserError
@@ -202,7 +202,9 @@ class _Plan:
                     self._add(group, expert, projection, _half(pair, expert, half, group.interleaved))
 
     def _group(self, prefix: str) -> ExpertGroup | None:
-        """The base's experts of the layer in an adapter's "...experts"."""
+        """The base's experts of the layer in an adapter's "...experts"; of multi-token prediction by name."""
+        if is_mtp(f"{prefix}.", self.index.layer_count):
+            return self.groups.get(prefix)
         return self.by_layer.get(-1 if (layer := layer_of(prefix)) is None else layer)
 
     def _add(self, group: ExpertGroup, expert: int, projection: str, delta: Callable[[], Tensor]) -> None:

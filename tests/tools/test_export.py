@@ -142,6 +142,8 @@ def test_refusals(tmp_path: Path) -> None:
     export(path, tmp_path / "out", "peft-fused", base=base)
     with pytest.raises(UserError, match="not empty"):
         export(path, tmp_path / "out", "peft-fused", base=base)
+    with pytest.raises(UserError, match="output is no directory"):
+        export(path, path / "adapter_model.safetensors", "peft-fused", base=base)
     fewer = {k: v for k, v in source.items() if "layers.1.mlp.experts.0.up_proj" not in k}
     with pytest.raises(UserError, match=r"missing: model.layers.1.mlp.experts.0.up_proj"):
         export(save_adapter(tmp_path / "fewer", fewer), tmp_path / "f", "peft-fused", base=base)

@@ -301,6 +301,22 @@ def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(merged[key], value), name
 
 
+def test_experts_of_multi_token_prediction_are_not_those_of_the_layer(tmp_path: Path) -> None:
+    base = per_expert()
+    inner = [name for name in base if name.startswith("model.layers.0.mlp.experts.")]
+    predicting = {name.replace("model.", "mtp.", 1): base[name].clone() for name in inner}
+    config = {"num_hidden_layers": 2}
+    target = {"mtp.layers.0.mlp.experts.0.up_proj": (I, H)}
+    source = save(tmp_path / "base", base | predicting, config)
+    adapter = save_adapter(tmp_path / "adapter", lora(target))
+    merge(source, adapter, tmp_path / "out")
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    changed = [name for name, value in (base | predicting).items() if not torch.equal(merged[name], value)]
+    assert changed == ["mtp.layers.0.mlp.experts.0.up_proj.weight"]
+    with pytest.raises(UserError, match=r"mtp\.layers\.0"):
+        merge(save(tmp_path / "without", base, config), adapter, tmp_path / "none")
+
+
 # -- messages ----------------------------------------------------------------------------------
 
 
