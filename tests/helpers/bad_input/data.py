@@ -91,7 +91,7 @@ DATA: list[Case] = [
     Case(
         "json data that is no list",
         TINY + " data.path={dir}/rows.json",
-        ["must hold a list of rows", "keys data", "wrap the rows in a list"],
+        ["must hold a list of rows", "keys data", 'keep only the list under "data"'],
         lambda p: p.write("rows.json", '{"data": []}'),
     ),
     Case(
