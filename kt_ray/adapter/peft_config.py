@@ -177,8 +177,10 @@ def adapter_config(
     if form == "modules" and not info.expert_modules:
         targets += sorted({expert.leaf for expert in experts.values()})
     elif form != "none":
-        gated = any(expert.role == "gate" for expert in experts.values())
-        parameters += in_full([_GATE_UP if gated else _UP, _DOWN], info)
+        roles = {expert.role for expert in experts.values()}
+        gated = "gate" in roles
+        adapted = {_GATE_UP: gated, _UP: "up" in roles and not gated, _DOWN: "down" in roles}
+        parameters += in_full([end for end in adapted if adapted[end]], info)
         if gated:
             # Not of every gate_up_proj: MiniMax-M3's dense layers and shared experts have one, too.
             config["rank_pattern"] = {r".*\.experts\.gate_up_proj": 2 * info.rank}

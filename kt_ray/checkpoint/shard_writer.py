@@ -156,6 +156,7 @@ def finish(
     shard_bytes: int,
     *,
     own_files: Collection[str] = (),
+    over: Sequence[Path] = (),
 ) -> None:
     """Index, config.json and the small files of `source` (tokenizer, licence); then the job is over.
 
@@ -163,13 +164,14 @@ def finish(
         out, units, shard_bytes: as given to `write_shards`.
         config: config.json of the result.
         own_files: those that the command writes itself: not copied from `source`.
+        over: small files that replace those of their names in `source`.
 
     Raises:
         UserError: the disk is full; the command may be repeated.
     """
     shards = _split(units, shard_bytes)
     with writing("output", out, remedy=_RESUMES):
-        for file in sorted(source.iterdir()):
+        for file in (*sorted(source.iterdir()), *over):
             ours = file.name.endswith(_WEIGHTS) or file.name in ("config.json", *own_files)
             if file.is_file() and not file.name.startswith(".") and not ours:
                 shutil.copyfile(file, out / file.name)
@@ -208,6 +210,8 @@ def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
         present = sorted(p.name for p in out.iterdir()) if out.exists() else []
     except NotADirectoryError as error:
         raise UserError("output is a file", where=str(out), remedy="choose another directory") from error
+    if present == [_JOB] and not any(record.parent.glob("*.json")):
+        present = []  # stopped before it began
     if present and not record.is_file():
         raise damaged(
             "output directory is not empty",
@@ -230,7 +234,7 @@ def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
             )
     else:
         try:
-            record.parent.mkdir(parents=True)
+            record.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(record, json.dumps(job, indent=2) + "\n")
         except OSError as error:
             raise UserError("output directory cannot be written", where=str(out), observed=error) from error

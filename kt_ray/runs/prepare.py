@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
 from kt_ray.adapter.from_peft import AdapterReader
-from kt_ray.adapter.peft_config import AdapterInfo, load_limits, module_of
+from kt_ray.adapter.peft_config import TEMPLATE, AdapterInfo, load_limits, module_of
 from kt_ray.batch import Wave
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
@@ -46,6 +47,7 @@ from kt_ray.model.lora import resolve_targets
 from kt_ray.model.routing import router_recorder
 from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
+from kt_ray.parse import read_text
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import room
 from kt_ray.placement.lora_sizes import backward_of, expert_lora_layers
@@ -131,11 +133,27 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     data = load_data(config, model.model_dir, config.seed)
     check_stage(config.trainer.stage, data)
     _check_held_out(config, data)
+    data.report.notes += _other_template(config, data)
     batches = step_batches(config, model.plan, data)
     if manifest is None:  # else the run began so
         check_warmup(config, batches.total_steps, len(data.train))
     load = resumed_load(config, model.plan.dims) or ExpertLoad()
     return Prepared(**vars(model), data=data, batches=batches, load=load)
+
+
+def _other_template(config: Config, data: DataBundle) -> list[str]:
+    """A note where the adapter that the run starts from was trained with another chat template."""
+    if config.lora.adapter is None or config.trainer.stage == "pt":
+        return []
+    file = Path(config.lora.adapter) / TEMPLATE
+    if not file.is_file() or read_text(file, "the adapter's chat template", f"delete {file}") == (
+        data.tokenizer.chat_template
+    ):
+        return []
+    return [
+        f"{config.lora.adapter} was trained with another chat template than this run's; to use it: "
+        f"data.template=null model.chat_template={file}"
+    ]
 
 
 def prepare_model(config: Config, *, training: bool, manifest: Manifest | None = None) -> PreparedModel:

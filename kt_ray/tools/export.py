@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from kt_ray.adapter.fused import Factors, FusedLayer, fuse_down, fuse_gate_up
 from kt_ray.adapter.peft_config import (
     CONFIG,
     PREFIX,
+    TEMPLATE,
     WEIGHTS,
     AdapterInfo,
     adapter_config,
@@ -107,17 +109,17 @@ def export(
 
     if form == "peft-fused":
         experts = _fused_items(lora, family(config))
-        _write(target, named([*linear, *experts]), dtype, PREFIX, _fused_config(lora, linear, experts))
+        _write(target, lora, named([*linear, *experts]), dtype, PREFIX, _fused_config(lora, linear, experts))
         return {str(target): len(linear) + len(experts)}
     experts = _single_items(lora, source)
     if form == "peft-per-expert":
         items = [*linear, *experts]
-        _write(target, named(items), dtype, PREFIX, _single_config(lora, linear, experts, config))
+        _write(target, lora, named(items), dtype, PREFIX, _single_config(lora, linear, experts, config))
         return {str(target): len(items)}
     written = {}
     for name, part in (("sglang", linear), ("kt", experts)):
         if part:
-            _write(target / name, named(part), dtype, "", _server_config(lora, part))
+            _write(target / name, lora, named(part), dtype, "", _server_config(lora, part))
             written[str(target / name)] = len(part)
     return written
 
@@ -325,8 +327,10 @@ def _plain_config(lora: Lora, linear: list[Item], default: tuple[int, float]) ->
     return adapter_config(names, _info(lora, linear, default))
 
 
-def _write(target: Path, items: list[Item], dtype: torch.dtype, prefix: str, config: dict[str, Any]) -> None:
-    """One safetensors file, streamed, and its configuration."""
+def _write(
+    target: Path, lora: Lora, items: list[Item], dtype: torch.dtype, prefix: str, config: dict[str, Any]
+) -> None:
+    """One safetensors file, streamed, its configuration, and the chat template of the adapter."""
     entries = [
         (f"{prefix}{i.module}.lora_{half}.weight", NAMES[dtype], shape)
         for i in items
@@ -338,6 +342,8 @@ def _write(target: Path, items: list[Item], dtype: torch.dtype, prefix: str, con
             target.mkdir(parents=True, exist_ok=True)
             write_safetensors(partial, entries, (value.to(dtype) for item in items for value in item.make()))
             write_atomic(target / CONFIG, json.dumps(config, indent=2) + "\n")
+            if (template := lora.path / TEMPLATE).is_file():
+                shutil.copyfile(template, target / TEMPLATE)
             os.replace(partial, target / WEIGHTS)
         except OSError:
             partial.unlink(missing_ok=True)

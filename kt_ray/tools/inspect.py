@@ -6,6 +6,7 @@ sign of a run that trained nothing.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,10 @@ def _adapter(path: Path) -> dict[str, Any]:
     if lora.fused and lora.experts:
         form = "fused and per_expert"
     model = _model_type(lora)
+    takes = _adapter_takes(lora, model)
+    norms = {leaf: {"a": _norm(a), "b": _norm(b)} for leaf, (a, b) in sorted(squares.items())}
+    if any(None in row.values() for row in norms.values()):
+        takes = dict.fromkeys(takes, "no: it holds values that are not finite")
     return {
         "kind": "adapter",
         "path": str(path),
@@ -168,11 +173,16 @@ def _adapter(path: Path) -> dict[str, Any]:
         "bytes": sum(info.nbytes for pair in pairs for info in (pair.a, pair.b)),
         "pairs": {"linear": len(lora.linear), "expert": len(lora.experts), "fused": len(lora.fused)},
         "zero_b": zero,
-        "norms": {leaf: {"a": a**0.5, "b": b**0.5} for leaf, (a, b) in sorted(squares.items())},
+        "norms": norms,
         "target_modules": lora.config.get("target_modules"),
         "target_parameters": lora.config.get("target_parameters"),
-        "takes": _adapter_takes(lora, model),
+        "takes": takes,
     }
+
+
+def _norm(squares: float) -> float | None:
+    """The root of a sum of squares; None where a value is not finite, which JSON cannot say."""
+    return squares**0.5 if math.isfinite(squares) else None
 
 
 def _model_type(lora: Lora) -> str | None:
@@ -251,7 +261,7 @@ def _show_adapter(report: dict[str, Any], console: Console) -> None:
     )
     table = Table("modules", "norm of A", "norm of B")
     for leaf, row in report["norms"].items():
-        table.add_row(leaf, f"{row['a']:.4g}", f"{row['b']:.4g}")
+        table.add_row(leaf, *("not finite" if row[half] is None else f"{row[half]:.4g}" for half in "ab"))
     console.print(table)
     if report["zero_b"]:
         _line(console, f"{report['zero_b']} pairs have a B of zeros: they change nothing")

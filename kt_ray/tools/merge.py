@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kt_ray.adapter.adapter_file import Lora, Pair
-from kt_ray.adapter.peft_config import CONFIG, WEIGHTS
+from kt_ray.adapter.peft_config import CONFIG, TEMPLATE, WEIGHTS
 from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import KeyNames, tensors_made
@@ -63,7 +63,8 @@ def merge(
 
     Returns:
         {"touched": parameters changed, "experts": expert matrices changed, "linear": other matrices
-        changed, "requantised": relative Frobenius error of what was quantised again, or None}.
+        changed, "requantised": relative Frobenius error of what was quantised again, or None, "template":
+        whether the adapter brings its chat template, which replaces the base's}.
 
     Raises:
         UserError: an unreadable base or adapter, keys or shapes that fit no weight of the base, a directory
@@ -83,13 +84,16 @@ def merge(
     }
     notes = write_shards(target, units, job, shard_bytes=shard_bytes, threads=threads, title="merge")
     config = without_quantization(index.config) if bf16 else index.config
-    finish(target, index.path, config, units, shard_bytes)
+    template = lora.path / TEMPLATE
+    over = [template] if template.is_file() else []
+    finish(target, index.path, config, units, shard_bytes, over=over)
     wrong, whole = notes.get("error", [0.0, 0.0])
     return {
         "touched": len(plan.touched),
         "experts": len(plan.experts),
         "linear": len(plan.linear),
         "requantised": (wrong / whole) ** 0.5 if whole else None,
+        "template": bool(over),
     }
 
 
@@ -284,6 +288,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     text += f"{report['linear']} others"
     if error is not None:
         text += f"; quantised again with relative error {error:.2e}"
+    if report["template"]:
+        text += "; chat template: the adapter's"
     console.print(text, soft_wrap=True)
 
 

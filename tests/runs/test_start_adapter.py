@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kt_ray import cli
 from kt_ray.adapter.from_peft import digest_of
+from kt_ray.adapter.peft_config import TEMPLATE
 from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.config.compose import compose
 from kt_ray.errors import UserError
@@ -181,6 +182,17 @@ def test_what_an_adapter_has_and_what_begins_anew(model: Path, tmp_path: Path, p
     assert any("(all routed experts): rank 3, alpha 6" in line for line in made.notes)
     made = prepared(everything, "lora.target_modules=[q_a_proj]")
     assert any("; new: 3 other modules" in line for line in made.notes)
+
+
+def test_another_chat_template_than_the_adapters_is_told(model: Path, tmp_path: Path, prepared: Make) -> None:
+    adapter = random_adapter(model, tmp_path / "a", ATTENTION, rank=3, alpha=6.0, experts=False)
+    file = adapter / TEMPLATE
+    file.write_text(str(prepared(adapter).data.tokenizer.chat_template))
+    assert not any(str(file) in note for note in prepared(adapter).data.report.notes)
+    file.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    option = f"model.chat_template={file}"
+    assert any(note.endswith(option) for note in prepared(adapter).data.report.notes)
+    assert not any(str(file) in note for note in prepared(adapter, option).data.report.notes)
 
 
 def test_options_that_disagree_are_named(model: Path, first: Path, prepared: Make) -> None:

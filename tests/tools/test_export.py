@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kt_ray.adapter.peft_config import AdapterInfo, adapter_config
+from kt_ray.adapter.peft_config import TEMPLATE, AdapterInfo, adapter_config
 from kt_ray.checkpoint import CheckpointIndex
 from kt_ray.checkpoint.expert_groups import expert_groups
 from kt_ray.errors import UserError
@@ -50,6 +51,7 @@ def test_together_and_apart_again(tmp_path: Path, layout: str) -> None:
     base = save(tmp_path / "base", tensors, config)
     source = lora(expert_modules())
     path = save_adapter(tmp_path / "adapter", source, base_model_name_or_path=str(base))
+    (path / TEMPLATE).write_text("its own")
     assert export(path, tmp_path / "fused", "peft-fused") == {str(tmp_path / "fused"): 2 + 2 * 2}
     stored = load_file(tmp_path / "fused" / "adapter_model.safetensors")
     key = "base_model.model.model.layers.1.mlp.experts"
@@ -60,6 +62,7 @@ def test_together_and_apart_again(tmp_path: Path, layout: str) -> None:
     back = load_file(tmp_path / "back" / "adapter_model.safetensors")
     assert back.keys() == {f"base_model.model.{name}" for name in source}
     assert all(torch.equal(back[f"base_model.model.{name}"], value) for name, value in source.items())
+    assert (tmp_path / "back" / TEMPLATE).read_text() == "its own"
     config_back = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
     assert (config_back["r"], config_back["lora_alpha"]) == (4, 6)
 
@@ -188,3 +191,13 @@ def test_says_where_peft_does_not_merge_single_experts(
     path = save_adapter(tmp_path / "adapter", lora(expert_modules()), **config)
     assert main(["export", str(path), str(tmp_path / "out"), "--form", "peft-per-expert"]) == 0
     assert ("would leave the experts out" in capsys.readouterr().out) is not merged
+
+
+@pytest.mark.parametrize(
+    ("leaves", "parameters"),
+    [(("down_proj",), ["experts.down_proj"]), (("gate_proj", "up_proj"), ["experts.gate_up_proj"])],
+)
+def test_only_the_parameters_that_are_adapted_are_named(leaves: Sequence[str], parameters: list[str]) -> None:
+    names = [f"model.layers.0.mlp.experts.0.{leaf}.lora_{half}.weight" for leaf in leaves for half in "AB"]
+    config = adapter_config(names, AdapterInfo("base", "qwen2_moe", 4, 6.0))
+    assert config["target_parameters"] == parameters

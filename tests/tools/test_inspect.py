@@ -68,6 +68,11 @@ def test_adapters(tmp_path: Path) -> None:
     expected = float(torch.stack([v.square().sum() for v in ups]).sum().sqrt())
     assert report["norms"]["up_proj"]["b"] == pytest.approx(expected)
     assert report["takes"]["PEFT"] == "yes"
+    tensors[name][0, 0] = torch.nan
+    report = inspect(save_adapter(tmp_path / "nan", tensors, base_model_name_or_path=str(base)))
+    json.dumps(report, allow_nan=False)
+    assert report["norms"]["q_proj"]["b"] is None
+    assert {answer[:2] for answer in report["takes"].values()} == {"no"}
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

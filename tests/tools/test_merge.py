@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kt_ray.adapter.peft_config import AdapterInfo, adapter_config
+from kt_ray.adapter.peft_config import TEMPLATE, AdapterInfo, adapter_config
 from kt_ray.checkpoint import CheckpointIndex
 from kt_ray.checkpoint.expert_groups import expert_groups
 from kt_ray.errors import UserError
@@ -387,3 +387,24 @@ def test_another_adapter_is_another_job(tmp_path: Path) -> None:
         merge(base, second, tmp_path / "out")
     with pytest.raises(UserError, match=r"no adapter_config.json"):
         merge(base, base, tmp_path / "other")
+
+
+def test_a_job_that_was_stopped_before_it_began(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert())
+    path = save_adapter(tmp_path / "adapter", lora({"model.layers.0.self_attn.q_proj": (H, H)}))
+    job = tmp_path / "out" / ".job"
+    job.mkdir(parents=True)
+    (job / ".job.json.1.partial").write_text("{")
+    merge(base, path, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").is_file() and not job.exists()
+
+
+def test_the_chat_template_of_the_adapter(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert())
+    path = save_adapter(tmp_path / "adapter", lora({"model.layers.0.self_attn.q_proj": (H, H)}))
+    (base / TEMPLATE).write_text("the base's")
+    assert not merge(base, path, tmp_path / "one")["template"]
+    (path / TEMPLATE).write_text("its own")
+    assert merge(base, path, tmp_path / "two")["template"]
+    found = [(tmp_path / out / TEMPLATE).read_text() for out in ("one", "two")]
+    assert found == ["the base's", "its own"]
