@@ -23,7 +23,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for
 from kt_ray.placement.balance import without_load
 from kt_ray.placement.generation_memory import within_server
-from kt_ray.placement.lora_sizes import adapted_names
+from kt_ray.placement.lora_sizes import adapted_names, strange_targets
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import describe, remedies, shortage
@@ -186,7 +186,7 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
         console.print(line, markup=False, soft_wrap=True)
     if dims.refusal:
         console.print(f"plan only: {dims.refusal}", style="yellow", markup=False, soft_wrap=True)
-    for note in (*plan.notes, *_bf16_note(config, plan)):
+    for note in (*plan.notes, *_bf16_note(config, plan), *_targets_note(config, plan)):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
@@ -197,6 +197,14 @@ def _unnamed(config: Config) -> str:
         return ""
     named = data.path is not None or data.sources is not None or data.builtin is not None
     return "" if named else " (no rows are named: trainer.batch_size x data.max_length)"
+
+
+def _targets_note(config: Config, plan: Plan) -> list[str]:
+    """Names that training would refuse: it knows more modules than a plan does."""
+    strange = strange_targets(plan.dims, config.lora)
+    return (
+        [f"lora.target_modules name nothing outside routed experts: {', '.join(strange)}"] if strange else []
+    )
 
 
 def _bf16_note(config: Config, plan: Plan) -> list[str]:

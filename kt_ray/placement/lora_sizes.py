@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cache
 
 from kt_ray.config.fields import show
@@ -47,6 +48,14 @@ def adapted_names(dims: ModelDims, lora: LoraConfig) -> list[str]:
         for (name, _, _), rank in zip(dims.lora_in_out[layer], module_ranks(dims, lora, layer), strict=True)
         if rank
     ]
+
+
+def strange_targets(dims: ModelDims, lora: LoraConfig) -> list[str]:
+    """Entries of lora.target_modules (or the expression) that name nothing outside the routed experts."""
+    targets = lora.target_modules
+    if isinstance(targets, str):
+        return [] if targets in ("auto", "none") or adapted_names(dims, lora) else [targets]
+    return [one for one in targets if not adapted_names(dims, replace(lora, target_modules=[one]))]
 
 
 def module_ranks(dims: ModelDims, lora: LoraConfig, layer: int) -> tuple[int, ...]:

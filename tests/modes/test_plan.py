@@ -138,6 +138,19 @@ def test_a_pattern_that_means_nothing_is_refused_before_any_table(
     assert not capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("targets", "strange"),
+    [("[q_a_proj,qproj,up_proj]", "qproj"), (r"'.*\.qproj'", r".*\.qproj"), ("auto", "")],
+)
+def test_targets_that_the_model_lacks_are_told(
+    capsys: pytest.CaptureFixture[str], targets: str, strange: str
+) -> None:
+    assert run(compose(["mode=plan", "model=demo", f"lora.target_modules={targets}"])) == 0
+    note = f"note: lora.target_modules name nothing outside routed experts: {strange}\n"
+    out = capsys.readouterr().out
+    assert note in out if strange else "lora.target_modules name" not in out
+
+
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = output(capsys)
     assert code == 0 and "model     demo (deepseek_v3)" in text and "experts (bf16)" in text
