@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -218,12 +219,15 @@ def _evaluated(resume: ResumePoint) -> bool:
 
 
 def _evaluations(rundir: RunDir, figure: str, until: int) -> list[tuple[int, float]]:
-    """Steps and figures of the evaluations of this command before its present driver (trainer.restarts)."""
+    """Steps and figures of the evaluations of this command before its present driver (trainer.restarts); NaN
+    where one was not finite."""
     if supervisor.began is None or not rundir.continued:
         return []
     first = supervisor.first_step or -1  # of a new run the untrained model counts
-    evaluated = series(read_jsonl(rundir.path / "metrics.jsonl"), f"eval_{figure}")
-    return [(step, value) for step, value in evaluated if first < step <= until]
+    records, key = read_jsonl(rundir.path / "metrics.jsonl"), f"eval_{figure}"
+    evaluated = {record["step"]: math.nan for record in records if key in record and record[key] is None}
+    evaluated |= dict(series(records, key))
+    return [(step, value) for step, value in sorted(evaluated.items()) if first < step <= until]
 
 
 def _plot(rundir: RunDir, unit: str) -> None:

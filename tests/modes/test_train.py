@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -143,12 +144,14 @@ def test_a_signal_while_the_held_out_questions_are_asked_ends_them_alone(
 def test_a_driver_that_was_started_again_knows_what_the_command_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int | None, steps: list[int]
 ) -> None:
-    lines = [f'{{"step": {step}, "eval_loss": 1.5}}\n' for step in (0, 2, 4, 6)]
+    values = {0: "1.5", 2: "null", 4: "1.5", 6: "1.5"}
+    lines = [f'{{"step": {step}, "eval_loss": {value}}}\n' for step, value in values.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     monkeypatch.setattr(supervisor, "began", None if first is None else 1.0)
     monkeypatch.setattr(supervisor, "first_step", first or 0)
     known = train._evaluations(RunDir(tmp_path, continued=True), "loss", 4)
-    assert known == [(step, 1.5) for step in steps]
+    assert [step for step, _ in known] == steps
+    assert all(math.isnan(value) if step == 2 else value == 1.5 for step, value in known)
 
 
 class Scripted:
