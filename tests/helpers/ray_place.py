@@ -101,14 +101,15 @@ class Place:
 
     @contextlib.contextmanager
     def serving(self, ready: str, log: Path, *arguments: str) -> Iterator[str]:
-        """The URL of a server that says `ready`; it ends with Ctrl-C, and with exit code 0."""
+        """The URL of a server that says `ready`; it ends with Ctrl-C, if not before, and with exit code 0."""
         (port,) = free_ports(1)
         process = self.launch(*arguments, f"serve.port={port}", log=log)
         try:
             until(lambda: ready in log.read_text() or process.poll() is not None, 240)
             assert process.poll() is None, log.read_text()
             yield f"http://127.0.0.1:{port}"
-            process.send_signal(signal.SIGINT)
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0, log.read_text()
             assert "the server has ended" in log.read_text() and "Traceback" not in log.read_text()
         finally:

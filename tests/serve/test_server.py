@@ -7,6 +7,8 @@ import contextlib
 import math
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from transformers import AutoTokenizer
@@ -23,7 +26,7 @@ from kt_ray import cli
 from kt_ray.demo import ensure_demo_model
 from tests.helpers.float32_copy import in_float32
 from tests.helpers.random_adapter import random_adapter
-from tests.helpers.ray_place import REPO, fetch, free_ports, ray_place, until
+from tests.helpers.ray_place import REPO, Place, fetch, free_ports, ray_place, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -39,6 +42,7 @@ class Server:
     url: str
     model: Path
     adapters: dict[str, Path]
+    place: Place
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             "serve.max_queue=200",
         )
         with place.serving("serving demo", root / "log.txt", "mode=serve", *arguments) as url:
-            yield Server(url, model, adapters)
+            yield Server(url, model, adapters, place)
         assert place.left() == []
 
 
@@ -355,3 +359,19 @@ def test_what_cannot_be_served_is_refused_before_ray(
 def test_a_port_that_is_taken(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["mode=serve", f"serve.port={server.url.rpartition(':')[2]}"]) == 2
     assert "cannot listen" in capsys.readouterr().err
+
+
+def test_sigterm_with_a_stream_and_half_a_request(server: Server, client: OpenAI) -> None:
+    """The last test: the module's server is gone."""
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert half.recv(100) == b""  # Ray Serve's own proxy would wait for ever
+    stream = chat(client, max_tokens=2000, stream=True, temperature=1, n=4)
+    next(iter(stream))
+    (driver,) = (p for p in server.place.processes() if "mode=serve" in p.cmdline())
+    driver.send_signal(signal.SIGTERM)
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(stream)
+    until(lambda: driver.status() == psutil.STATUS_ZOMBIE, 30)

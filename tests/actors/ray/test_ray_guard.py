@@ -91,6 +91,7 @@ def place() -> Iterator[Place]:
 
 
 @pytest.mark.ray
+@pytest.mark.exhaustive
 def test_nothing_of_a_killed_run_stays(place: Place, tmp_path: Path) -> None:
     """The driver alone gets the signal, in mid-run; dashboard and agents included."""
     before = set(os.listdir("/dev/shm"))
