@@ -16,25 +16,26 @@
 namespace kt {
 namespace {
 
-std::array<const Kernels*, 2> kernels_of(const std::string& isa) {
+// For float32 weights, for others, and for others by rows.
+std::array<const Kernels*, 3> kernels_of(const std::string& isa) {
 #if defined(__x86_64__)
-    if (isa == "avx2") return {&avx2::f32, &avx2::bf16};
-    if (isa == "avx512") return {&avx512::f32, &avx512::bf16};
-    if (isa == "avx512_bf16") return {&avx512_bf16::f32, &avx512_bf16::bf16};
-    if (isa == "amx") return {&amx::f32, &amx::bf16};
+    if (isa == "avx2") return {&avx2::f32, &avx2::bf16, &avx2::bf16};
+    if (isa == "avx512") return {&avx512::f32, &avx512::bf16, &avx512::bf16};
+    if (isa == "avx512_bf16") return {&avx512::f32, &avx512_bf16::bf16, &avx512_bf16::bf16};
+    if (isa == "amx") return {&avx512::f32, &amx::bf16, &avx512_bf16::bf16};
 #endif
-    return {&reference::f32, &reference::bf16};
+    return {&reference::f32, &reference::bf16, &reference::bf16};
 }
 
-// Those of int8 products stand in both places: float32 weights are refused before they are used.
-std::array<const Kernels*, 2> int8_kernels_of(const std::string& isa) {
+// Those of int8 products stand in all places: float32 weights are refused before they are used.
+std::array<const Kernels*, 3> int8_kernels_of(const std::string& isa) {
     const Kernels* k = &reference::int8;
 #if defined(__x86_64__)
     if (isa == "avx2") k = &avx2::int8;
     if (isa == "avx512" || isa == "avx512_bf16") k = has_avx512_vnni() ? &avx512_vnni::int8 : &avx512::int8;
     if (isa == "amx") k = &amx::int8;
 #endif
-    return {k, k};
+    return {k, k, k};
 }
 
 // What a thread copies at a time.
@@ -231,8 +232,8 @@ double Engine::busy_seconds() const {
     return pool_ ? pool_->busy_seconds() : busy_at_close_;
 }
 
-const Kernels& Engine::kernels(const Weights& w) const {
-    const Kernels& k = *kernels_[w.in_float32() ? 0 : 1];
+const Kernels& Engine::kernels(const Weights& w, bool by_rows) const {
+    const Kernels& k = *kernels_[w.in_float32() ? 0 : by_rows ? 2 : 1];
     if (k.quantised_size > 0) {
         // Forward sums over H and I, backward over both parts' I in one sum.
         const int64_t inter = w.activation.gated() ? 2 * w.inter : w.inter;
@@ -403,7 +404,9 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
     layer_ = w.layer;
-    const Kernels& k = kernels(w);
+    const bool by_rows = keep == Keep::nothing && input.dropout.p == 0 && input.tokens > 0 &&
+                         input.tokens_alone <= row_tokens(w, input.slots);
+    const Kernels& k = kernels(w, by_rows);
     const size_t storage = w.in_float32() ? 4 : 2, compute = k.compute_is_bf16 ? 2 : 4;
 
     auto saved = std::make_unique<Saved>();
@@ -417,9 +420,6 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->parts = w.activation.gated() ? 2 : 1;
     saved->keep = keep;
     saved->routing = std::move(input.routing);
-    const int64_t few = row_tokens(w, input.slots);
-    const bool by_rows =
-        keep == Keep::nothing && input.dropout.p == 0 && input.tokens > 0 && input.tokens_alone <= few;
     if (by_rows)
         saved->routing.cut(1, 1, kSpanRows, kSpanRows);
     else

@@ -174,7 +174,7 @@ class Engine {
     // it forked: in the child nobody ever gives it back.
     void check_process() const;
     // What computes these weights; throws std::invalid_argument for those it cannot compute.
-    const Kernels& kernels(const Weights& weights) const;
+    const Kernels& kernels(const Weights& weights, bool by_rows = false) const;
     // task(first, last) over 0..count in runs of `step`, on all threads.
     void spread(int64_t count, int64_t step, const std::function<void(int64_t, int64_t)>& task);
     Lease take(size_t bytes);
@@ -195,7 +195,7 @@ class Engine {
     const double tokens_per_row_;
     const int threads_;
     const pid_t process_;
-    std::array<const Kernels*, 2> kernels_;
+    std::array<const Kernels*, 3> kernels_;
     std::mutex call_mutex_;  // one call at a time
     int64_t layer_ = 0;      // of that call
     ThreadPool::Owner pool_;

@@ -219,10 +219,10 @@ namespace avx512_vnni {
 extern const Kernels int8;
 }
 namespace avx512_bf16 {
-extern const Kernels f32, bf16;
+extern const Kernels bf16;
 }
 namespace amx {
-extern const Kernels f32, bf16, int8;
+extern const Kernels bf16, int8;
 }
 #endif
 

@@ -22,31 +22,26 @@
 
 // A build may leave out the kernels of some instruction sets (compiling them takes its time): these stand in.
 namespace kt {
-#define DRIVER_ABSENT(isa)                     \
-    namespace isa {                            \
-    [[gnu::weak]] extern const Kernels f32{};  \
-    [[gnu::weak]] extern const Kernels bf16{}; \
+#define DRIVER_ABSENT(isa, table)               \
+    namespace isa {                             \
+    [[gnu::weak]] extern const Kernels table{}; \
     }
-DRIVER_ABSENT(reference)
+DRIVER_ABSENT(reference, f32)
+DRIVER_ABSENT(reference, bf16)
+DRIVER_ABSENT(reference, int8)
 #if defined(__x86_64__)
-DRIVER_ABSENT(avx2)
-DRIVER_ABSENT(avx512)
-DRIVER_ABSENT(avx512_bf16)
-DRIVER_ABSENT(amx)
+DRIVER_ABSENT(avx2, f32)
+DRIVER_ABSENT(avx2, bf16)
+DRIVER_ABSENT(avx2, int8)
+DRIVER_ABSENT(avx512, f32)
+DRIVER_ABSENT(avx512, bf16)
+DRIVER_ABSENT(avx512, int8)
+DRIVER_ABSENT(avx512_vnni, int8)
+DRIVER_ABSENT(avx512_bf16, bf16)
+DRIVER_ABSENT(amx, bf16)
+DRIVER_ABSENT(amx, int8)
 #endif
 #undef DRIVER_ABSENT
-#define DRIVER_ABSENT_INT8(isa)                \
-    namespace isa {                            \
-    [[gnu::weak]] extern const Kernels int8{}; \
-    }
-DRIVER_ABSENT_INT8(reference)
-#if defined(__x86_64__)
-DRIVER_ABSENT_INT8(avx2)
-DRIVER_ABSENT_INT8(avx512)
-DRIVER_ABSENT_INT8(avx512_vnni)
-DRIVER_ABSENT_INT8(amx)
-#endif
-#undef DRIVER_ABSENT_INT8
 }  // namespace kt
 
 namespace driver {
@@ -55,9 +50,10 @@ namespace {
 bool linked(const std::string& isa) {
 #if defined(__x86_64__)
     if (isa == "avx2") return kt::avx2::f32.run != nullptr;
-    if (isa == "avx512") return kt::avx512::f32.run != nullptr;
-    if (isa == "avx512_bf16") return kt::avx512_bf16::f32.run != nullptr;
-    if (isa == "amx") return kt::amx::f32.run != nullptr;
+    const bool f32 = kt::avx512::f32.run != nullptr;  // of the two below, too
+    if (isa == "avx512") return f32;
+    if (isa == "avx512_bf16") return f32 && kt::avx512_bf16::bf16.run != nullptr;
+    if (isa == "amx") return f32 && kt::amx::bf16.run != nullptr;
 #endif
     return isa == "reference" && kt::reference::f32.run != nullptr;
 }

@@ -40,6 +40,10 @@ constexpr int64_t kMostSumPanels = sum_panels<Micro>(true) > sum_panels<Micro>(f
                                        ? sum_panels<Micro>(true)
                                        : sum_panels<Micro>(false);
 
+// Whether calls by rows take these kernels, not another instruction set's.
+template <class C>
+constexpr bool kByRows = !Quantised<C> && !std::is_void_v<typename C::Rows>;
+
 // Where kColumns columns of a row lie: two vectors, and how far the next columns are.
 struct WideRow {
     const char* at;
@@ -88,8 +92,10 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     char* panel0 = take(panel, sizeof(T));
     char* panel1 = take(panel, sizeof(T));
     char* packed = take(rows * max_of(p.hidden_pad, p.inter_pad), sizeof(T));
-    char* ordered =
-        take((p.by_rows ? few : 0) * C::Rows::ordered_size(max_of(p.hidden_pad, p.inter_pad)), sizeof(T));
+    int64_t ordered_size = 0;
+    if constexpr (kByRows<C>)
+        if (p.by_rows) ordered_size = C::Rows::ordered_size(max_of(p.hidden_pad, p.inter_pad));
+    char* ordered = take(few * ordered_size, sizeof(T));
     char* tiles = take((p.by_rows ? 1 : kMostSumPanels<typename C::Micro>)*rows * kColumns, sizeof(float));
     char* masked = take(C::Micro::kMaxRows * kColumns, sizeof(float));
     char* lora_panel = take(2 * rank * kColumns, sizeof(float));
@@ -195,7 +201,7 @@ struct Moe {
     void sweep(int64_t items, int64_t slices, const SourceOf& source_of, const BlocksOf& blocks_of,
                const LeftOf& left_of, const Before& before, const Finish& finish) const {
         if (items == 0) return;
-        if constexpr (!Quantised<C>)
+        if constexpr (kByRows<C>)
             if (p.by_rows) return sweep_rows(items, slices, source_of, blocks_of, left_of, finish);
         using F = Frozen<C>;
         constexpr int64_t kWhole = line_slices<typename F::T>();

@@ -1,5 +1,5 @@
 // AMX: bfloat16 and int8 in tile products, decoded with AVX-512; nibbles in vpdpbusd, as a tile would hold
-// two groups of them; float32 weights as in avx512.
+// two groups of them. Float32 weights are avx512's, calls by rows avx512_bf16's.
 #include <immintrin.h>
 
 #include <cstring>
@@ -25,7 +25,6 @@ namespace {
 #include "generic/ahead.inl"
 #include "generic/activation.inl"
 #include "isa/avx512_strips.inl"
-#include "isa/avx512_bf16_rows.inl"
 #include "isa/avx512_ahead.inl"
 #include "isa/amx_micro.inl"
 #include "generic/int8.inl"
@@ -35,7 +34,6 @@ namespace {
 
 }  // namespace
 
-const Kernels f32 = Entry<float, ComputeF32>::kernels;
 const Kernels bf16 = Entry<Bf16, ComputeBf16<MicroAmx>>::kernels;
 const Kernels int8 =
     Entry<Bf16,

@@ -91,6 +91,7 @@ struct Int8TileProducts {
 template <class Products>
 struct MicroTiles {
     using T = typename Products::T;
+    using Rows = void;  // calls by rows take avx512_bf16's kernels
     using Sum = typename Products::Sum;
     static constexpr int64_t kPack = 4 / sizeof(T);  // consecutive elements of the contraction per lane
     static constexpr int64_t kK = 64 / sizeof(T);    // elements of one row's piece

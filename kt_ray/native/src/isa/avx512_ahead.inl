@@ -221,7 +221,7 @@ template <class K>
 struct ComputeBf16 {
     using T = Bf16;
     using Micro = K;
-    using Rows = RowsBf16;
+    using Rows = typename K::Rows;
     using Products = void (*)(AheadState&, int, const Bf16*, int64_t, const Bf16*, float*, bool, Touch);
     using Drain = void (*)(AheadState&);
 

@@ -1,4 +1,4 @@
-// AVX-512 with AVX512_BF16: bfloat16 pairs multiply in vdpbf16ps, float32 weights as in avx512.
+// AVX-512 with AVX512_BF16: bfloat16 pairs multiply in vdpbf16ps. Float32 weights are avx512's.
 #include <immintrin.h>
 
 #include <cstring>
@@ -31,7 +31,6 @@ namespace {
 
 }  // namespace
 
-const Kernels f32 = Entry<float, ComputeF32>::kernels;
 const Kernels bf16 = Entry<Bf16, ComputeBf16<MicroBf16>>::kernels;
 
 }  // namespace kt::avx512_bf16

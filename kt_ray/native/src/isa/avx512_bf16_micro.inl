@@ -2,6 +2,7 @@
 // no registers for the decoding between them.
 struct MicroBf16 {
     using T = Bf16;
+    using Rows = RowsBf16;
     static constexpr int64_t kPack = 2;
     static constexpr int64_t kMaxRows = 10;
     static constexpr int64_t kPanelBytes = 128 * 1024, kSumPanels = 1;
