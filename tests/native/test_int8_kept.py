@@ -50,7 +50,8 @@ def rows() -> Tensor:
 def test_both_ways_compute_from_the_blocks(
     isa: str, dtype: torch.dtype, activation: str, function: Callable[[Tensor], Tensor]
 ) -> None:
-    weights, x, dy = identity(dtype, activation), rows(), torch.randn(50, SIZE)
+    weights, x = identity(dtype, activation), rows()
+    dy = torch.randn(50, SIZE, generator=torch.Generator().manual_seed(4))
     ids, router = torch.zeros(50, 1, dtype=torch.int64), torch.ones(50, 1)
     with Engine(isa, 2) as engine:
         y, saved = engine.forward(weights, x, ids, router, save="int8")
@@ -67,7 +68,9 @@ def test_both_ways_compute_from_the_blocks(
     torch.testing.assert_close(y.double(), act.detach(), rtol=limit, atol=1e-12)
     if dtype == torch.float32:
         torch.testing.assert_close(dx.double(), slope, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(dw.sum().double(), want, rtol=1e-5, atol=1e-5)
+        # What rounding moves does not shrink where the sum cancels.
+        size = (act * dy.double()).norm().item()
+        assert abs(dw.double().sum().item() - want.item()) < 1e-6 * size
     assert not torch.equal(y, exact)
     error = (y - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(1e-30)
     assert error.max() < 0.03 and not y[7].any()
