@@ -424,8 +424,8 @@ class Config:
 
     @property
     def answering_rows(self) -> int:
-        """Rows of generation within a training run that there is to be memory for."""
-        if self.trainer.stage == "grpo":
+        """Rows of generation beside passes of training that there is to be memory for; mode=eval has both."""
+        if self.trainer.stage == "grpo" or self.mode == "eval":
             return self.generate.batch_size
         return min(self.generate.batch_size, self.eval.after_training)
 

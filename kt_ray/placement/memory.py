@@ -120,10 +120,12 @@ ON_HOST = {
 
 def lora_bytes(config: Config) -> int:
     """Of an actor per LoRA parameter that it computes with: value, gradient, and the reference's value; in
-    mode=train_server the value of every sampler."""
+    mode=train_server the value of every sampler, in mode=serve of every adapter."""
     if config.trainings:
         return 8 + 4 * config.train_server.samplers
-    return 12 if config.keeps_reference and not generates(config) else 8
+    if generates(config):
+        return 8 + 4 * max(0, len(config.serve.adapters or ()) - 1)
+    return 12 if config.keeps_reference else 8
 
 
 def parts_bytes(config: Config, dtype: str, *, gpu: bool) -> int:

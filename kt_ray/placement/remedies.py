@@ -62,6 +62,29 @@ def remedies(
     return tuple(fitting)
 
 
+def answer_remedy(dims: ModelDims, config: Config, hardware: Hardware) -> Remedy | None:
+    """The first change under which a plan of answers fits; None = none of those tried."""
+    rows_key = "serve.max_batch" if config.mode == "serve" else "generate.batch_size"
+    generate, fewer = config.generate, "fewer answers at a time"
+    changes: list[tuple[str, Any, str]] = []
+    if isinstance(generate.cache_tokens, int):
+        longest = config.data.max_length + generate.max_new_tokens
+        rooms = ("auto", *_halves(generate.cache_tokens, longest))
+        changes += [("generate.cache_tokens", tokens, fewer) for tokens in rooms]
+    changes += [(rows_key, rows, fewer) for rows in _halves(generate.batch_size, 1)]
+    changes += [
+        ("generate.prefill_tokens", tokens, "prompts are read in smaller pieces")
+        for tokens in _halves(generate.prefill_tokens, SHORTEST_ROW)
+    ]
+    changes += [("rule.experts.backend", name, _rounded(name)) for name in _backends(config)]
+    for key, value, effect in changes:
+        # mode=serve plans for generate.batch_size rows, too.
+        keys = {key: value} | ({"generate.batch_size": value} if key == rows_key else {})
+        if make_plan(dims, with_keys(config, keys), hardware).fits:
+            return Remedy(f"{key}={show(value)}", effect)
+    return None
+
+
 def _with_set(other: Any, asked: Any, base: Any) -> Any:
     """The rule (or part of one) with every key that `asked` has otherwise than the option it is made from."""
     changed = {}
@@ -158,14 +181,20 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
         yield change("trainer.batch_size", rows, "fewer rows per optimizer step")
     for length in _halves(config.data.max_length, SHORTEST_ROW):
         yield change("data.max_length", length, "longer rows are cut off")
-    for backend in ("AMXINT8", "AMXINT4"):
-        if backend != rule.experts.backend:
-            what = f"experts are quantised to {backend[3:]} while they load: rounding without calibration"
-            yield change("rule.experts.backend", backend, what)
+    for backend in _backends(config):
+        yield change("rule.experts.backend", backend, _rounded(backend))
     for rank in _halves(lora.rank, 1) if lora.adapter is None else ():
         yield change("lora.rank", rank, "a smaller adapter")
     if lora.experts and lora.target_modules != "none" and lora.adapter is None:
         yield change("lora.experts", False, "the routed experts are not trained")
+
+
+def _backends(config: Config) -> list[str]:
+    return [name for name in ("AMXINT8", "AMXINT4") if name != config.rule.experts.backend]
+
+
+def _rounded(backend: str) -> str:
+    return f"experts are quantised to {backend[3:]} while they load: rounding without calibration"
 
 
 def _combined(config: Config) -> Iterator[dict[str, Any]]:

@@ -49,10 +49,10 @@ from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
 from kt_ray.parse import read_text
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.placement.generation_memory import room
 from kt_ray.placement.lora_sizes import backward_of, expert_lora_layers
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.remedies import answer_remedy
 from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.runs.model_hub import complete, published
@@ -390,15 +390,10 @@ def _check_fits(plan: Plan, config: Config, training: bool) -> None:
         what = "the model and its key-value caches do not fit"
         largest = sorted(budget.items.items(), key=lambda item: -item[1])[:4]
         needed += ": " + ", ".join(f"{item} {size / 1e9:.1f}" for item, size in largest)
-        caches = budget.items.get("caches", 0)
-        space, tokens = budget.capacity - (budget.total - caches), room(plan.dims, config)
-        fewer = int(tokens * space / caches) if caches and space > 0 else 0
-        remedy = (
-            f"set generate.cache_tokens={fewer} (now {tokens})"
-            if fewer
-            else "lower generate.prefill_tokens and generate.batch_size, or take a rule with more memory "
-            "(mode=plan shows all of them)"
-        )
+        found = answer_remedy(plan.dims, config, plan.hardware)
+        remedy = "take a rule, or a machine, with more memory: nothing tried makes it fit"
+        if found is not None:
+            remedy = f"set {found.overrides} ({found.effect})"
     raise UserError(
         what,
         where=budget.device,

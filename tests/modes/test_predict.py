@@ -314,31 +314,39 @@ def test_what_cannot_be_is_refused(
     assert message in error and "To fix" in error and not Path("runs").exists()
 
 
-@pytest.mark.parametrize("room", [150, 0], ids=["caches", "everything"])
+@pytest.mark.parametrize(
+    ("wide", "remedy"),
+    [
+        ("generate.cache_tokens=1000000", "generate.cache_tokens=auto"),
+        ("generate.batch_size=8192", r"generate\.batch_size=\d+"),
+        ("generate.batch_size=8", None),
+    ],
+)
 def test_what_does_not_fit_is_refused_before_anything_starts(
-    model: Path, room: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    wide: str,
+    remedy: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The remedy is as large as it can be: with it the plan fits."""
-    host = this_host()
-    wide = ["generate.batch_size=8", "generate.prefill_tokens=32", "generate.cache_tokens=1000000"]
-    config = compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *wide])
-    (budget,) = prepare_generation(config).plan.budgets
+    """With the remedy the plan fits."""
+    host, common = this_host(), ["mode=predict", "data=demo", f"model.path={model}", *SMALL, *SHORT]
+    (budget,) = prepare_generation(compose([*common, wide])).plan.budgets
     caches = budget.items["caches"]
-    memory = budget.total - caches + caches // 3 if room else budget.total // 1000
+    memory = budget.total - caches + caches // 3 if remedy else budget.total // 1000
     sockets = tuple(dataclasses.replace(socket, memory_bytes=memory) for socket in host.sockets[:1])
     monkeypatch.setattr("kt_ray.runs.prepare.this_host", lambda: dataclasses.replace(host, sockets=sockets))
     monkeypatch.setattr("kt_ray.actors.local_cluster.LocalCluster.start", lambda _: pytest.fail("started"))
-    assert run(model, *wide) == 2
+    assert run(model, wide) == 2
     error = capsys.readouterr().err
     assert "caches do not fit" in error and "GB needed" in error
     assert not Path("runs/p/predictions.jsonl").exists()
-    found = re.search(r"generate\.cache_tokens=(\d+)", error)
-    if not room:
-        assert found is None and "generate.prefill_tokens" in error
+    found = re.search(r"To fix: set (\S+) \(", error)
+    if remedy is None:
+        assert found is None and "nothing tried makes it fit" in error
         return
-    assert found is not None and 100_000 < int(found[1]) < 1_000_000
-    smaller = compose([*wide[:2], found[0], "mode=predict", "data=demo", f"model.path={model}", *SMALL])
-    assert prepare_generation(smaller).plan.fits
+    assert found is not None and re.fullmatch(remedy, found[1])
+    assert prepare_generation(compose([*common, wide, found[1]])).plan.fits
 
 
 def test_a_question_longer_than_the_caches_is_refused(

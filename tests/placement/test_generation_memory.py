@@ -106,6 +106,22 @@ def test_a_plan_of_generation_counts_caches_and_nothing_for_training() -> None:
     assert wider["experts"] == found["experts"] and wider["weights"] == found["weights"]
 
 
+def test_every_served_adapter_but_one_is_kept_beside_the_one_that_is_in_use() -> None:
+    def lora(count: int) -> int:
+        served = {f"a{i}": f"/adapters/{i}" for i in range(count)}
+        config = config_of("serve")
+        config = dataclasses.replace(config, serve=dataclasses.replace(config.serve, adapters=served))
+        return items(plan_of(config))["LoRA"]
+
+    one, two, five = map(lora, (1, 2, 5))
+    assert five - one == 4 * (two - one) > one
+
+
+def test_evaluation_has_answers_beside_held_out_rows() -> None:
+    few, many = (items(plan_of(config_of("eval", batch_size=n, max_new_tokens=500))) for n in (1, 64))
+    assert many["answers"] > few.get("answers", 0) and many["kept activations"] > 0
+
+
 def test_the_models_context_bounds_a_row() -> None:
     dims = dataclasses.replace(small_dims("qwen3_moe"), context=100)
     assert room(dims, config_of(batch_size=4, max_new_tokens=50)) == 4 * 100
