@@ -43,6 +43,18 @@ def test_more_actors_than_cores_share_them() -> None:
     assert any("share the 2 cores" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize(("cores", "told"), [((28, 4), True), ((4, 28), True), ((8, 6), False)])
+def test_nodes_of_uneven_sizes_are_told(cores: tuple[int, int], told: bool) -> None:
+    """As a CPU set across NUMA nodes gives them."""
+    even = make_hardware(sockets=2, cores=28)
+    sockets = tuple(
+        dataclasses.replace(socket, cpus=socket.cpus[:count], cores=count)
+        for socket, count in zip(even.sockets, cores, strict=True)
+    )
+    plan = make_plan(small_dims(), make_config(), dataclasses.replace(even, sockets=sockets))
+    assert any("4 cores, node" in note for note in plan.notes) == told
+
+
 def test_two_sockets() -> None:
     plan = make_plan(small_dims(), make_config(rule={"replicas": 2}), make_hardware(sockets=2, cores=3))
     assert [(a.node, a.cpus) for a in plan.experts] == [(0, (0, 1, 2)), (1, (3, 4, 5))]
