@@ -51,7 +51,8 @@ def token_losses(logps: Tensor, inputs: Mapping[str, Tensor], loss: TokenLoss) -
     old, advantages = inputs["logprobs"], inputs["advantages"]
     if loss.name == "dro":
         return 0.5 * loss.beta * (logps - old) ** 2 - logps * advantages
-    ratio = torch.exp(logps - old)
+    # Where nothing is learned, whatever the old value: inf * 0 would be NaN.
+    ratio = torch.exp(torch.where(advantages == 0, 0.0, logps - old))
     if loss.name == "importance_sampling":
         return -ratio * advantages
     clipped = ratio.clamp(inputs["clip_low_threshold"], inputs["clip_high_threshold"])

@@ -450,9 +450,9 @@ def _experts(
         least, most = (pick(sockets, key=lambda s: s.cores) for pick in (min, max))
         if 2 * least.cores < most.cores and min(per_host, len(sockets)) > 1 and host == 0:
             notes.append(
-                f"node {least.node} has {counted(least.cores, 'core')}, node {most.node} {most.cores}: experts "
-                "are divided equally, so all wait for the smaller one; allow this process whole nodes (Slurm, "
-                "taskset or docker --cpuset-cpus)"
+                f"node {least.node} has {counted(least.cores, 'core')}, node {most.node} {most.cores}: they "
+                "hold as many experts each, so all wait for the smaller; allow this process whole nodes "
+                "(by taskset, Slurm or docker --cpuset-cpus)"
             )
         homes = _homes(min(per_host * folded, count - first), len(sockets))
         if len(homes) > len(sockets) and host == 0:

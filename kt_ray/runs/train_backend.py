@@ -350,7 +350,8 @@ class ClusterBackend:
         training.used = next(self._uses)
         if training.on_disk:
             self._make_room()
-            self._begin_again(model)
+            self._begin_again_or_lose(model)
+            self._known(model)
         elif self._present != model:
             self._switch(model)
         return training
@@ -407,7 +408,13 @@ class ClusterBackend:
 
         training = self._known(model)
         self._surely(work)
-        training.journal.append(work)
+        self._forget_passes(training)
+
+    def _forget_passes(self, training: _Training) -> None:
+        """Gradients that waited are gone, so a death need not make them again; kept samplers stay."""
+        since = training.journal[training.waiting :]
+        kept = [call for call in since if not isinstance(call, partial) or call.func != self._passed]
+        training.journal[training.waiting :] = kept
         training.waiting = len(training.journal)
 
     def step(self, model: str, params: AdamParams) -> dict[str, float]:
@@ -428,14 +435,15 @@ class ClusterBackend:
             return norm
 
         norm = self._surely(work, changes=True)
-        training.journal.append(work)
-        training.waiting = len(training.journal)
         if not math.isfinite(norm):
+            self._forget_passes(training)
             raise UserError(
                 "the gradients are not finite, and were thrown away; no step was taken",
                 observed=f"norm {norm}",
                 remedy="lower the learning rate, or look at the rows, their weights and advantages",
             )
+        training.journal.append(work)
+        training.waiting = len(training.journal)
         training.steps += 1
         training.steps_since += 1
         if training.steps_since >= 2 * SNAPSHOT_STEPS:

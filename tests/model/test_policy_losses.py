@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kt_ray.batch import IGNORE, MicroBatch, TokenLoss
 from kt_ray.config.schema import LoraConfig
-from kt_ray.model.policy_losses import token_loss
+from kt_ray.model.policy_losses import token_loss, token_losses
 from kt_ray.model.token_loss import Head
 from tests.helpers.policy_losses import LOSSES, by_the_formula, row_inputs
 from tests.helpers.stages import make_stages
@@ -165,6 +165,18 @@ def test_bounds_of_single_tokens(head: Head, h: Tensor, name: str) -> None:
     found = token_loss(head, h, single, TokenLoss(name), 1.0)
     assert found[0] == expected[0] != own[0]
     assert found[1] is not None and expected[1] is not None and torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
+def test_a_token_without_advantage_counts_nothing_whatever_it_was(name: str) -> None:
+    """Clients fill masked tokens with large negative numbers."""
+    logps = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    inputs = {"logprobs": [-99999.0, -2.5], "advantages": [0.0, 1.5]}
+    inputs |= {"clip_low_threshold": [0.8] * 2, "clip_high_threshold": [1.2] * 2}
+    given = {key: torch.tensor(values, dtype=torch.float64) for key, values in inputs.items()}
+    losses = token_losses(logps, given, TokenLoss(name))
+    losses.sum().backward()
+    assert losses[0] == 0 and losses[1] != 0 and logps.grad is not None and logps.grad[0] == 0
 
 
 def test_a_row_without_marked_tokens_has_ratio_1(head: Head, h: Tensor) -> None:

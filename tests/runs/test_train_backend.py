@@ -296,6 +296,15 @@ def test_who_goes_to_disk(model: Path, tmp_path: Path, monkeypatch: pytest.Monke
         backend.create("d", 4, WHOLE)
         assert backend._trainings["a"].on_disk and len(list(backend._directory.glob("*"))) == 1
         assert backend.run("a", data_of(rows(1)), ENTROPY, backward=False).loss == loss
+        # One whose file is gone is lost, and its next requests disturb nobody.
+        backend.busy = lambda: set(backend._trainings) - {"a"}
+        backend.create("e", 5, WHOLE)
+        (directory,) = backend._directory.glob("*")
+        shutil.rmtree(directory)
+        for _ in range(2):
+            with pytest.raises(UserError, match="this training is lost"):
+                backend.run("a", data_of(rows(1)), ENTROPY, backward=True)
+            monkeypatch.setattr(backend._cluster, "restart", lambda: pytest.fail("restarted"))
 
 
 def test_gradients_that_are_not_finite_change_nothing(model: Path, tmp_path: Path) -> None:
@@ -311,6 +320,11 @@ def test_gradients_that_are_not_finite_change_nothing(model: Path, tmp_path: Pat
             backend.step("mine", ADAM)
         after = backend._cluster.parameters()
         assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert not backend._trainings["mine"].journal  # a death need not repeat it
+        backend.run("mine", given, ENTROPY, backward=True)
+        backend.keep("mine", "sampler")
+        backend.discard("mine")
+        assert len(backend._trainings["mine"].journal) == 1
         backend.run("mine", given, ENTROPY, backward=True)
         assert np.isfinite(backend.step("mine", ADAM)["grad_norm"])
 
