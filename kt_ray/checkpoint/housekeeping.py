@@ -8,6 +8,7 @@ checkpoint takes what an interrupted one left (`remove_leftovers`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -71,7 +72,7 @@ def mark_best(root: str | os.PathLike[str], step: int, loss: float, rows: str) -
     the digest of the held-out rows.
 
     Raises:
-        UserError: the disk is full or not writable.
+        UserError: the disk is full or not writable; `best` names another one.
     """
     path = Path(root) / step_name(step)
     with writing("checkpoint", path):
@@ -79,6 +80,14 @@ def mark_best(root: str | os.PathLike[str], step: int, loss: float, rows: str) -
         manifest = replace(manifest, state={**manifest.state, "eval_loss": loss, "eval_digest": rows})
         write_atomic(path / MANIFEST, manifest.to_json())
     point(Path(root), BEST, path.name)
+    if best_step(root) != step:
+        raise UserError(
+            "the best checkpoint cannot be named",
+            where=str(Path(root) / BEST),
+            observed=_target(Path(root), BEST) or "something else of that name",
+            required=path.name,
+            remedy="rename or remove it, and let this process write there",
+        )
 
 
 def best_step(root: str | os.PathLike[str]) -> int | None:
@@ -152,10 +161,12 @@ def _is_copy(path: Path) -> bool:
 
 
 def _rename_copy(path: Path) -> None:
-    """It may be the only copy of its checkpoint."""
+    """It may be the only copy of its checkpoint, as an earlier one of that name may be."""
     if _is_copy(path):
-        logger.warning("%s is no link: renamed to copied_%s", path, path.name)
-        path.rename(path.with_name(f"copied_{path.name}"))
+        names = (f"copied_{path.name}{f'_{n}' if n > 1 else ''}" for n in itertools.count(1))
+        target = next(target for name in names if not (target := path.with_name(name)).exists())
+        logger.warning("%s is no link: renamed to %s", path, target.name)
+        path.rename(target)
 
 
 def _target(root: Path, name: str) -> str:

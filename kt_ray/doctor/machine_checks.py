@@ -21,10 +21,9 @@ from kt_ray.hardware.describe import (
     read_text,
 )
 from kt_ray.hardware.machine import Hardware
-from kt_ray.placement.lora_sizes import trained_params
-from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import cpu_ranges, gib
+from kt_ray.runs.disk_room import disk_need
 
 MIN_OPEN_FILES = 8192  # Ray keeps several descriptors per worker and object
 OBJECT_STORE = GIB  # /dev/shm that Ray's object store wants at least; below it falls back to a disk file
@@ -194,5 +193,5 @@ def run_bytes(config: Config, plan: Plan) -> int:
     One checkpoint more than is kept exists while the newest is written. Where all are kept
     (keep_checkpoints=0), two are counted: how many there will be is not known here.
     """
-    checkpoints = (config.trainer.keep_checkpoints or 1) + 1
-    return 4 * trained_params(plan.dims, config.lora) + checkpoint_bytes(plan.dims, config) * checkpoints
+    need = disk_need(plan.dims, config, None, 0.0)
+    return need.total + need.checkpoint * (not config.trainer.keep_checkpoints)

@@ -173,7 +173,6 @@ def _run(
                 say(f"resumed from {resume.directory} after step {first_step}")
                 if line := new_schedule(resume, prepared):
                     say(line)
-            owes_evaluation = resume is not None and not _evaluated(resume)
             tracker.start(
                 rundir.path, without_secrets(plain(config)), first_step=first_step + 1 if first_step else 0
             )
@@ -182,9 +181,7 @@ def _run(
                 rollouts = PolicyRollouts(
                     answering[0], cluster, prepared.data.prompts, answering[1], rundir.path / LOG, first_step
                 )
-            summary, came = _train(
-                prepared, rundir, cluster, tracker, resume, began, owes_evaluation, rollouts
-            )
+            summary, came = _train(prepared, rundir, cluster, tracker, resume, began, rollouts)
             if final is not None and came:
                 _say_not_asked(came, final, rundir)
             elif final is not None:
@@ -300,7 +297,6 @@ def _train(
     tracker: MultiTracker,
     resume: ResumePoint | None,
     began: float,
-    owes_evaluation: bool,
     rollouts: PolicyRollouts | None,
 ) -> tuple[Summary, str]:
     """Returns the summary, and the signal that came in the last step ("" = none): nobody waits for more."""
@@ -355,6 +351,10 @@ def _train(
             raise trainer.recovery.with_way_on(error) from error
         _write_env(rundir, cluster)  # once more: how many kernel calls ran, and where
 
+    kept = best_so_far(prepared, rundir) if resume and config.trainer.save_best else None
+    # What was measured before does not count here: by another run, or over other rows.
+    other_rows = config.trainer.save_best and kept is None and best_checkpoint(rundir.checkpoints) is not None
+    fresh = not rundir.continued or other_rows
     signals = stop_signals() if config.trainer.on_signal == "save" else contextlib.nullcontext(None)
     with display, signals as stop:
         events = Events(on_step, on_eval, save, timeline, display.repeating, display.line, best, on_skip)
@@ -369,10 +369,10 @@ def _train(
             load=prepared.load,
             profile=rundir.path / "profile",
             began=began if supervisor.began is None else supervisor.began,
-            kept=best_so_far(prepared, rundir) if resume and config.trainer.save_best else None,
+            kept=kept,
             evaluated=[(step, sign * value) for step, value in _evaluations(rundir, figure, first_step)],
             stop=stop,
-            owes_evaluation=owes_evaluation,
+            owes_evaluation=resume is not None and (fresh or not _evaluated(resume)),
             rollouts=rollouts,
         )
         done = trainer.run()

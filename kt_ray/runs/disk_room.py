@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kt_ray.config.interval import SPANS, ends_until, seconds_of
@@ -32,10 +32,9 @@ class DiskNeed:
         many = self.checkpoints > 1
         checkpoints = f"{self.checkpoints} checkpoints at once" if many else "a checkpoint"
         each = " each" * many
-        return (
-            f"{gigabytes(self.total)}: {checkpoints} of {gigabytes(self.checkpoint)}{each}, "
-            f"the adapter {gigabytes(self.adapter)}"
-        )
+        parts = [f"{checkpoints} of {gigabytes(self.checkpoint)}{each}"] if self.checkpoints else []
+        parts += [f"the adapter {gigabytes(self.adapter)}"] if self.adapter else []
+        return f"{gigabytes(self.total)}: {', '.join(parts)}"
 
 
 def disk_need(
@@ -69,19 +68,31 @@ def _saves(every: int | str, steps: int, step_seconds: float, steps_per_epoch: i
 
 def free_bytes(path: Path) -> int:
     """Free bytes of the disk that `path` lies on, or will."""
+    return shutil.disk_usage(_present(path)).free
+
+
+def _present(path: Path) -> Path:
     while not os.path.exists(path):
         path = path.parent
-    return shutil.disk_usage(path).free
+    return path
 
 
 def shortage(need: DiskNeed, place: Path, reused: int) -> UserError | None:
     """Why a run's checkpoints will not fit; None = they will.
 
     Args:
-        place: the directory that the run writes.
+        place: the directory that the run writes; its checkpoints/ may be a link to another disk.
         reused: bytes of checkpoints there that go meanwhile.
     """
-    free = free_bytes(place) + reused
+    checkpoints = place / "checkpoints"
+    if _present(checkpoints).stat().st_dev == _present(place).stat().st_dev:
+        return _shortage(need, place, free_bytes(place) + reused)
+    return _shortage(replace(need, adapter=0), checkpoints, free_bytes(checkpoints) + reused) or _shortage(
+        replace(need, checkpoints=0), place, free_bytes(place)
+    )
+
+
+def _shortage(need: DiskNeed, place: Path, free: int) -> UserError | None:
     if need.total <= free:
         return None
     fewer = need.checkpoint * 2 + need.adapter

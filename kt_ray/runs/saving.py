@@ -139,7 +139,7 @@ def save_checkpoint(
     partial = begin_checkpoint(rundir.checkpoints, step)
     with writing("checkpoint", partial):
         try:
-            check_next(checkpoint_bytes(plan.dims, prepared.config), rundir.path)
+            check_next(checkpoint_bytes(plan.dims, prepared.config), rundir.checkpoints)
             shards = cluster.save_shards(str(partial))
             held = owners_of(plan.first_copy, plan.dims), residents_of(plan.first_copy)
             write_atomic(partial / LOAD_FILE, load.to_json(*held))

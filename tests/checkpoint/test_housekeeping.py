@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kt_ray.checkpoint import housekeeping
 from kt_ray.checkpoint.housekeeping import (
     best_checkpoint,
     best_step,
@@ -20,6 +21,7 @@ from kt_ray.checkpoint.housekeeping import (
 )
 from kt_ray.checkpoint.manifest import Manifest, list_checkpoints
 from kt_ray.checkpoint.training import begin_checkpoint
+from kt_ray.errors import UserError
 from tests.checkpoint.test_training import save
 
 
@@ -167,10 +169,22 @@ def test_links_of_a_run_copied_with_its_links_followed(
     assert (root / "latest").resolve() == best_checkpoint(root) == root / "step_000020"
     assert Manifest.load(root / "copied_latest").step == Manifest.load(root / "copied_best").step == 10
     # Once more: what lies there already is not overwritten.
-    (root / "latest").unlink()
-    shutil.copytree(tmp_path / "copy", root / "latest")
+    (root / "best").unlink()
+    shutil.copytree(root / "step_000020", root / "best")
     save(tmp_path, 30)
-    assert Manifest.load(root / "latest").step == 10 and "does not name step_000030" in caplog.text
+    mark_best(root, 30, 0.125, "rows")
+    assert best_checkpoint(root) == root / "step_000030"
+    assert [Manifest.load(root / name).step for name in ("copied_best", "copied_best_2")] == [10, 20]
+
+
+def test_a_best_that_cannot_be_named_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "checkpoints"
+    for step in (10, 20):
+        save(tmp_path, step)
+    mark_best(root, 10, 0.5, "rows")
+    monkeypatch.setattr(housekeeping, "point", lambda *_: None)  # which only warns
+    with pytest.raises(UserError, match=r"best checkpoint cannot be named.*step_000010.*step_000020"):
+        mark_best(root, 20, 0.25, "rows")
 
 
 @pytest.mark.parametrize("copied", [False, True])

@@ -157,12 +157,13 @@ def test_a_driver_that_was_started_again_knows_what_the_command_evaluated(
 class Scripted:
     """A trainer that takes no step: the resumed state is the best, then another one is evaluated."""
 
-    marks = True
+    marks, owes = True, False
     stop = SimpleNamespace(name="")
     policy = load = None
 
     def __init__(self, config: Any, cluster: Any, batches: Any, events: Events, **options: Any) -> None:
         self.events, self.kept = events, options["kept"]
+        Scripted.owes = options["owes_evaluation"]
 
     def recent(self, step: int) -> list[Any]:
         return []
@@ -190,8 +191,12 @@ def test_the_best_of_a_run_that_began_with_a_checkpoint(
     data = SimpleNamespace(train=[])
     batches = SimpleNamespace(total_steps=8)
     prepared: Any = SimpleNamespace(config=config, batches=batches, load=None, data=data, eval_digest="rows")
-    resume: Any = SimpleNamespace(manifest=SimpleNamespace(step=4), recent=(), directory=tmp_path / "other")
-    rest: Any = (None, None, resume, 0.0, True, None)
-    summary, _ = train._train(prepared, RunDir(tmp_path), *rest)
+    resume: Any = SimpleNamespace(manifest=SimpleNamespace(step=4), recent=())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "eval_loss": 4.5}\n')
+    resume.directory = tmp_path / "checkpoints" / "step_000004"
+    rest: Any = (None, None, resume, 0.0, None)
+    continued = kept is not None
+    summary, _ = train._train(prepared, RunDir(tmp_path, continued=continued), *rest)
+    assert Scripted.owes == (not continued)  # another run's figure says nothing here
     assert (best_step(tmp_path / "checkpoints") == 4) == marks
     assert (summary.eval_before, summary.eval_after) == ((7.5, 7.0) if kept == (8, 7.0) else (None, 4.5))

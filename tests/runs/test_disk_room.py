@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from kt_ray import cli
 from kt_ray.config.compose import compose
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.memory import checkpoint_bytes
-from kt_ray.runs.disk_room import disk_need
+from kt_ray.runs.disk_room import DiskNeed, disk_need, shortage
 from kt_ray.runs.rundir import place_to_write
 
 
@@ -94,3 +97,21 @@ def test_the_disk_and_the_room_are_those_of_the_directory_that_is_written(
     (tmp_path / "a" / "config.yaml").write_text("seed: 1")
     config = compose([f"run.root={tmp_path}", *(s.format(root=tmp_path) for s in settings)])
     assert place_to_write(config) == (tmp_path / place, reused)
+
+
+def test_checkpoints_on_another_disk_need_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose disk is full goes on where its checkpoints were moved and linked to."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        if os.stat(other).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("both are on one disk")
+        (tmp_path / "checkpoints").symlink_to(other)
+        free = {"checkpoints": 4_000_000, tmp_path.name: 5_000}
+        monkeypatch.setattr("kt_ray.runs.disk_room.free_bytes", lambda path: free[path.name])
+        need = DiskNeed(checkpoint=1_000_000, checkpoints=3, adapter=4_000)
+        assert shortage(need, tmp_path, 0) is None
+        for fault, where, what in (
+            (dataclasses.replace(need, adapter=6_000), tmp_path, "the adapter"),
+            (dataclasses.replace(need, checkpoints=5), tmp_path / "checkpoints", "5 checkpoints"),
+        ):
+            found = shortage(fault, tmp_path, 0)
+            assert found is not None and found.where == str(where) and what in str(found.required)
