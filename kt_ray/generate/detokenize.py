@@ -10,7 +10,7 @@ _LONGEST_CONTEXT = 64  # tokens that are decoded again for the next one, if none
 
 # Harmony's tokens (gpt-oss): a message is <|start|>ROLE<|channel|>CHANNEL<|message|>TEXT.
 CHANNEL = "<|channel|>"
-_START, _MESSAGE = "<|start|>", "<|message|>"
+_START, _CONSTRAIN, _MESSAGE = "<|start|>", "<|constrain|>", "<|message|>"
 _LONGEST_HEADER = 64  # tokens; what goes on is no header
 
 
@@ -43,6 +43,8 @@ class TextStream:
         self._marks = _marks(tokenizer)  # token id -> one of Harmony's tokens
         self._header: list[int] | None = None  # tokens of the header that is being read
         self._thinking = False  # whether a <think> is open
+        self._first = True  # message: the prompt has its role, so a tool that it names stands as text
+        self._addressed = False  # whether it named one
 
     @property
     def decoded(self) -> int:
@@ -89,6 +91,8 @@ class TextStream:
         """The rest of a message's text: what follows is decoded apart from it."""
         rest, thinking = self._unsettled(), self._thinking
         self._ids, self._settled, self._context, self._thinking = [], 0, 0, False
+        so_far = f"{self.text}{self._held}{rest}"
+        self._addressed, self._first = self._first and so_far.lstrip().startswith("to="), False
         return self._give(rest + ("</think>" if thinking else ""))
 
     def _end_header(self, header: list[int]) -> str:
@@ -96,9 +100,14 @@ class TextStream:
         self._header = None
         role, _, channel = self._decode(header, special=True).partition(CHANNEL)
         self._thinking = channel.startswith("analysis")
-        if " to=" in role or " to=" in channel:
-            role = role.removeprefix(_START).removeprefix("assistant")
-            return self._give(" ".join(f"{role} {channel}".split()) + "\n")
+        # The same call has the same text, whether it is named behind the role or behind the channel.
+        words = (
+            f"{role.removeprefix(_START).removeprefix('assistant')} {channel.replace(_CONSTRAIN, '')}".split()
+        )
+        if self._addressed:
+            return self._give(f" {' '.join(words)}\n")
+        if any(word.startswith("to=") for word in words):
+            return self._give(" ".join(sorted(words, key=lambda word: not word.startswith("to="))) + "\n")
         return self._give("<think>" if self._thinking else "")
 
     def _give(self, piece: str) -> str:

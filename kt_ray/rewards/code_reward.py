@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import logging
 import os
@@ -166,7 +167,8 @@ def run_tests(
             _run([*launcher, sys.executable, "-I", str(_CHILD)], directory, asked, report, limits)
             report.seek(0)
             lines = report.read().decode(errors="replace").splitlines()
-    except OSError:  # the temporary directory may be full: other answers' files go with them
+    except OSError as error:  # the temporary directory may be full: other answers' files go with them
+        _warn_once(error.strerror or str(error))
         return None
     finally:
         if directory is not None:
@@ -175,6 +177,14 @@ def run_tests(
     if f"{secret} ready" not in lines:
         return None
     return {number for number in range(len(tests)) if f"{secret} {number}" in lines}
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    where = os.environ.get("TMPDIR") or "/tmp"
+    logger.warning(
+        "reward=code: an answer gets no reward, its code cannot be run: %s (TMPDIR: %s)", reason, where
+    )
 
 
 def _run(command: list[str], directory: str, asked: Any, report: Any, limits: Limits) -> None:

@@ -133,9 +133,9 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     data = load_data(config, model.model_dir, config.seed)
     check_stage(config.trainer.stage, data)
     _check_held_out(config, data)
-    data.report.notes += _other_template(config, data)
     batches = step_batches(config, model.plan, data)
     if manifest is None:  # else the run began so
+        data.report.notes += _other_template(config, data)
         check_warmup(config, batches.total_steps, len(data.train))
     load = resumed_load(config, model.plan.dims) or ExpertLoad()
     return Prepared(**vars(model), data=data, batches=batches, load=load)

@@ -121,13 +121,20 @@ def _label(generation: PreparedGeneration, row: Conversation) -> str:
     before, last = row.messages[:-1], row.messages[-1]
     if not last.get("tool_calls"):
         return last["content"]
-    unthought = Turn(role="assistant", content=last["content"], tool_calls=last["tool_calls"])
-    encoder = generation.encoder
-    _, labels = encoder.encode(replace(row, messages=(*before, unthought)))
+    text = _trained(generation, row)
+    if last.get("reasoning_content") and "</think>" not in text:  # the template marks thoughts otherwise
+        unthought = Turn(role="assistant", content=last["content"], tool_calls=last["tool_calls"])
+        text = _trained(generation, replace(row, messages=(*before, unthought)))
+    return without_thinking(text).strip()
+
+
+def _trained(generation: PreparedGeneration, row: Conversation) -> str:
+    """The text of a row's last answer as it is trained, thoughts included."""
+    _, labels = generation.encoder.encode(row)
     text = TextStream(generation.tokenizer, skip=generation.eos)
     trained = list(reversed(labels.tolist()))
     answer = takewhile(lambda label: label != IGNORE, dropwhile(lambda label: label == IGNORE, trained))
-    return without_thinking("".join([*map(text.add, reversed([*answer])), text.end()])).strip()
+    return "".join([*map(text.add, reversed([*answer])), text.end()])
 
 
 def _options(generation: PreparedGeneration, row: Conversation) -> Options:
@@ -137,7 +144,11 @@ def _options(generation: PreparedGeneration, row: Conversation) -> Options:
     for letter, text in answers.items():
         # Not with the row's own thoughts, which may name the right one.
         turns = (*before, Turn(role="assistant", content=text))
-        encoded, _ = generation.encoder.encode(replace(row, messages=turns))
+        try:
+            encoded, _ = generation.encoder.encode(replace(row, messages=turns))
+        except UserError:  # a template whose prompt opens a thought, and which writes none without one
+            turns = (*before, Turn(role="assistant", content=text, reasoning_content="\n"))
+            encoded, _ = generation.encoder.encode(replace(row, messages=turns))
         ids[letter] = encoded.tolist()
     same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*ids.values(), strict=False))
     prompt = tuple(tokens[0] for tokens in same)

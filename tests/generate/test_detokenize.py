@@ -143,8 +143,10 @@ def harmony(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStrea
         ("BcommentaryCfirst DAassistantBfinalC猫", "first 猫"),
         (
             "BanalysisCwhy?DAassistantBcommentary to=functions.f jsonC{}E",
-            "<think>why?</think>commentary to=functions.f json\n{}",
+            "<think>why?</think>to=functions.f commentary json\n{}",
         ),
+        (" to=functions.fBcommentary <|constrain|>jsonC{}E", " to=functions.f commentary json\n{}"),
+        ("Bcommentary to=functions.f <|constrain|>jsonC{}E", "to=functions.f commentary json\n{}"),
         ("BanalysisCwhy?DAassistant to=f BcommentaryC{}", "<think>why?</think>to=f commentary\n{}"),
         ("plain", "plain"),
         ("C no header", " no header"),

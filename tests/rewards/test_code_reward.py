@@ -170,8 +170,10 @@ def test_no_reward_where_python_did_not_start(monkeypatch: pytest.MonkeyPatch, r
 
 
 def test_no_reward_where_the_temporary_directory_is_full(
-    monkeypatch: pytest.MonkeyPatch, reward: CodeReward
+    monkeypatch: pytest.MonkeyPatch, reward: CodeReward, caplog: pytest.LogCaptureFixture
 ) -> None:
+    code_reward._warn_once.cache_clear()
+
     def full(**_: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -181,6 +183,7 @@ def test_no_reward_where_the_temporary_directory_is_full(
             assert math.isnan(reward.score("", "pass"))
             with pytest.raises(UserError, match="the room in the temporary directory"):
                 CodeReward(LIMITS)
+    assert caplog.text.count("cannot be run: No space left on device") == 1
 
 
 def test_what_the_machine_leaves_open_is_said(

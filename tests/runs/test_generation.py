@@ -66,6 +66,25 @@ def test_the_label_of_a_call_is_the_call_as_the_model_writes_it() -> None:
     assert _label(generation, said) == " 3 "
 
 
+def test_a_prompt_that_opens_a_thought_stops_neither_labels_nor_options() -> None:
+    """As MiniMax-M2's does, whose template writes a thought only where the row has one."""
+    thought = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+    answers = f"{{{{ '<|im_start|>assistant\n' }}}}{thought}{{{{ m.content }}}}{calls}<|im_end|>\n"
+    others = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    turns = f"{{% if m.role == 'assistant' %}}{answers}{{% else %}}{others}{{% endif %}}"
+    tokenizer = make_tokenizer(f"{{% for m in messages %}}{turns}{{% endfor %}}{OPENS}")
+    config = SimpleNamespace(eval=SimpleNamespace(letters="AB"))
+    encoder, eos = ChatEncoder(tokenizer), (tokenizer.eos_token_id,)
+    generation: Any = SimpleNamespace(encoder=encoder, tokenizer=tokenizer, eos=eos, config=config)
+    asked = Turn(role="user", content="A or B?")
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    called = Turn(role="assistant", content="", tool_calls=[call], reasoning_content="It is B.")
+    assert _label(generation, Conversation((asked, called), 0, "row 1")) == "<call>add</call>"
+    chosen = Turn(role="assistant", content="B", reasoning_content="It is B.")
+    assert _options(generation, Conversation((asked, chosen), 0, "row 2")).tokens.keys() == {"A", "B"}
+
+
 def test_an_adapter_brings_the_template_it_was_trained_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
