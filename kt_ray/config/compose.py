@@ -265,7 +265,7 @@ def _malformed(override: str) -> UserError:
 def _quoted(key: str, value: str) -> str:
     """An argument whose value is one text, for Hydra and for a shell."""
     # Hydra takes a backslash for itself but before a quote and at the end.
-    text = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + (found[2] and '\\"'), value)
+    text = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + (found[2] and '\\"'), value)
     return shlex.quote(f'{key}="{text}"')
 
 

@@ -125,7 +125,7 @@ def test_the_demo_brings_its_own_training_settings_and_a_choice_beats_them() -> 
     assert chosen.trainer == Config().trainer and chosen.optim == Config().optim
 
 
-@pytest.mark.parametrize("value", ["It's", 'say "a", b', r"a\b, it's", "C:\\new, x\\", 'a \\" b'])
+@pytest.mark.parametrize("value", ["It's", 'say "a", b', r"a\b, it's", "C:\\new, x\\", 'a \\" b', "a, b\\\n"])
 def test_a_quoted_value_comes_back_through_shell_and_hydra(value: str) -> None:
     (argument,) = shlex.split(_quoted("data.system", value))
     assert compose(["mode=chat", "model.path=/m", argument]).data.system == value
