@@ -16,6 +16,7 @@ where they are. Rounding is to nearest, without calibration.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -112,11 +113,14 @@ class Encoding:
         """Everything that is written for this matrix."""
         return (self.data, self.scales, *self.extra)
 
-    def encode(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, value: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantise the whole parameter, or one matrix [N, K] of a stack.
 
         Args:
             value: `shape`, or its last two dimensions; any floating type, finite.
+            before: scales that the values were stored with. A block keeps its scale unless a new one serves
+                it better: what did not change keeps its bytes, and a small change is not lost among new
+                roundings of everything else.
 
         Returns:
             Data and scales as the file holds them, each [*entry shape] (without E for one of a stack;
@@ -130,25 +134,59 @@ class Encoding:
         stack = value.reshape(-1, *self.shape[-2:])
         # Bands of rows bound the memory of rounding a large matrix; no scale may span two of them.
         whole = self.block[0] > _BAND or _BAND % self.block[0]
-        bands = [self._quantize(part) for part in stack.split(stack.shape[1] if whole else _BAND, 1)]
-        data, scales, meant = (torch.cat(parts, 1) for parts in zip(*bands, strict=True))
+        rows = stack.shape[1] if whole else _BAND
+        parts = stack.split(rows, 1)
+        kept: Iterable[Tensor | None] = [None] * len(parts)
+        if before is not None:
+            down = -(-self.shape[-2] // self.block[0])
+            kept = before.reshape(len(stack), down, -1).split(-(-rows // self.block[0]), 1)
+        bands = [self._quantize(part, scales) for part, scales in zip(parts, kept, strict=True)]
+        data, scales, meant = (torch.cat(each, 1) for each in zip(*bands, strict=True))
         drop = len(self.shape) - value.dim()
         shape = read_shape(self.data.dtype, self.data.shape)[drop:]
         data = data.reshape(shape).view(read_dtype(self.data.dtype))
         return data, scales.reshape(self.scales.shape[drop:]), meant.reshape(value.shape)
 
-    def _quantize(self, stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _quantize(self, stack: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Data, scales in the file's type, and the values they stand for, of [n, rows, K]."""
+        data, scales, meant = self._quantized(stack, None)
+        if before is None:
+            return data, scales, meant
+        old_data, _, old_meant = self._quantized(stack, before)
+        better = self._by_block((old_meant - stack).square()) <= self._by_block((meant - stack).square())
+        return (
+            torch.where(self._spread(better, data.shape), old_data, data),
+            torch.where(better, before, scales),
+            torch.where(self._spread(better, meant.shape), old_meant, meant),
+        )
+
+    def _quantized(self, stack: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         matrix = quantize(
             self.format,
             stack,
             block=self.block,
             group=self.block[1] if self.format in ("int8", "int4") else None,
             scale_type=self._scale_type(),
+            scales=scales,
         )
         scales = _scales(matrix, self.scales.dtype)
         meant = ExpertMatrix(self.format, matrix.data, matrix.shape, scales, matrix.block)
         return matrix.data, scales, meant.dequantize()
+
+    def _by_block(self, values: Tensor) -> Tensor:
+        """Sums of [n, rows, K] over what each scale covers."""
+        rows, columns = self.block
+        down, across = -(-values.shape[1] // rows), -(-values.shape[2] // columns)
+        missing = (0, across * columns - values.shape[2], 0, down * rows - values.shape[1])
+        padded = torch.nn.functional.pad(values, missing)
+        return padded.view(-1, down, rows, across, columns).sum((2, 4))
+
+    def _spread(self, blocks: Tensor, shape: torch.Size) -> Tensor:
+        """What is known of each block for all that it covers of [n, rows, values or words ...]."""
+        words = math.prod(shape[2:])
+        wide = blocks.repeat_interleave(self.block[0], 1)[:, : shape[1]]
+        wide = wide.repeat_interleave(self.block[1] * words // self.shape[-1], 2)[:, :, :words]
+        return wide.reshape(shape)
 
     def extras(self) -> dict[str, Tensor]:
         """Values of `extra`, which do not depend on the weights."""

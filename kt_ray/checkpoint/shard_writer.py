@@ -91,8 +91,11 @@ class Unit:
 def copied(info: TensorInfo) -> Unit:
     """A tensor copied byte by byte."""
     count = info.shape[0] if info.shape else 1
-    raw = replace(info, dtype="U8", shape=(count, info.nbytes // max(1, count)))
-    rows = max(1, _CHUNK // max(1, raw.shape[1]))
+    width = info.nbytes // max(1, count)
+    rows = max(1, _CHUNK // max(1, width))
+    # Values of a hole (`random --sparse`) are made by their type.
+    raw = replace(info, dtype="U8", shape=(count, width))
+    raw = raw if info.fill is None else replace(info, shape=info.shape or (1,))
 
     def produce(notes: Notes) -> Iterator[Piece]:
         for start in range(0, count, rows):

@@ -22,6 +22,7 @@ def quantize(
     block: tuple[int, int] | None = (128, 128),
     group: int | None = None,
     scale_type: ScaleType = "float32",
+    scales: Tensor | None = None,
 ) -> ExpertMatrix:
     """Quantises, each value to the nearest that its scale allows.
 
@@ -34,6 +35,7 @@ def quantize(
         block: fp8 only: rows and columns that share a scale; None = each row its own.
         group: int8 and int4 only: columns that share a scale; None = all.
         scale_type: of fp8, int8 and int4; "ue8m0" for fp8 alone, rounded up to a power of two.
+        scales: of fp8, mxfp4, int8 and int4, as `ExpertMatrix` has them; None = what each block needs.
 
     Raises:
         ValueError: an unknown format, or a shape that it cannot hold.
@@ -48,13 +50,13 @@ def quantize(
     if columns % multiple:
         raise ValueError(f"w: K = {columns}, required a multiple of {multiple} for format {format}")
     if format == "fp8":
-        return _fp8(w, block, scale_type)
+        return _fp8(w, block, scale_type, scales)
     if format == "mxfp4":
-        return _mxfp4(w)
+        return _mxfp4(w, scales)
     if format in ("int8", "int4"):
         if scale_type == "ue8m0":
             raise ValueError(f"scale_type: 'ue8m0', required float32, bfloat16 or float16 for {format}")
-        return _integers(format, w, columns if group is None else group, scale_type)
+        return _integers(format, w, columns if group is None else group, scale_type, scales)
     if format in ("q4_k", "q5_k"):
         return ExpertMatrix.gguf(format, _q45_k(w, 4 if format == "q4_k" else 5))
     if format == "q6_k":
@@ -65,26 +67,30 @@ def quantize(
     return ExpertMatrix.gguf(format, torch.from_numpy(blocks))
 
 
-def _fp8(w: Tensor, block: tuple[int, int] | None, scale_type: ScaleType) -> ExpertMatrix:
+def _fp8(
+    w: Tensor, block: tuple[int, int] | None, scale_type: ScaleType, scales: Tensor | None
+) -> ExpertMatrix:
     experts, n, k = w.shape
     rows, columns = (1, k) if block is None else block
     down, across = -(-n // rows), -(-k // columns)
-    padded = w.new_zeros(experts, down * rows, across * columns)
-    padded[:, :n, :k] = w
-    largest = padded.view(experts, down, rows, across, columns).abs().amax((2, 4))
-    scales = _stored(largest / 448, scale_type)
+    if scales is None:
+        padded = w.new_zeros(experts, down * rows, across * columns)
+        padded[:, :n, :k] = w
+        largest = padded.view(experts, down, rows, across, columns).abs().amax((2, 4))
+        scales = _stored(largest / 448, scale_type)
     each = _nonzero(scales_to_float(scales)).repeat_interleave(rows, 1)[:, :n]
     each = each.repeat_interleave(columns, 2)[:, :, :k]
     data = (w / each).clamp(-448, 448).to(torch.float8_e4m3fn)
     return ExpertMatrix.fp8(data, scales, (rows, columns))
 
 
-def _mxfp4(w: Tensor) -> ExpertMatrix:
+def _mxfp4(w: Tensor, scales: Tensor | None) -> ExpertMatrix:
     experts, n, k = w.shape
     grouped = w.view(experts, n, k // 32, 32)
     # frexp gives largest = mantissa * 2^exponent, mantissa in [1/2, 1); 6 = 1.5 * 2^2 is the largest value.
-    exponent = torch.frexp(grouped.abs().amax(-1)).exponent - 3
-    scales = (exponent + 127).clamp(0, 254).to(torch.uint8)
+    if scales is None:
+        exponent = torch.frexp(grouped.abs().amax(-1)).exponent - 3
+        scales = (exponent + 127).clamp(0, 254).to(torch.uint8)
     scaled = grouped.abs() / scales_to_float(scales).unsqueeze(-1)
     # Halfway between neighbours the even code is nearest.
     code = torch.zeros_like(scaled, dtype=torch.uint8)
@@ -94,13 +100,16 @@ def _mxfp4(w: Tensor) -> ExpertMatrix:
     return ExpertMatrix.mxfp4(code[..., 0::2] | code[..., 1::2] << 4, scales)
 
 
-def _integers(format: str, w: Tensor, group: int, scale_type: ScaleType) -> ExpertMatrix:
+def _integers(
+    format: str, w: Tensor, group: int, scale_type: ScaleType, scales: Tensor | None
+) -> ExpertMatrix:
     experts, n, k = w.shape
     if group < 1 or k % group:
         raise ValueError(f"group: {group}, required a divisor of K = {k}")
     grouped = w.view(experts, n, k // group, group)
     steps = 127.0 if format == "int8" else 7.5
-    scales = _stored(grouped.abs().amax(-1) / steps, scale_type)
+    if scales is None:
+        scales = _stored(grouped.abs().amax(-1) / steps, scale_type)
     limits = (-127, 127) if format == "int8" else (-8, 7)
     q = (grouped / _nonzero(scales_to_float(scales)).unsqueeze(-1)).round().clamp(*limits)
     q = q.view(experts, n, k)

@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kt_ray.adapter.adapter_file import Lora, Pair
-from kt_ray.adapter.peft_config import CONFIG, TEMPLATE, WEIGHTS
+from kt_ray.adapter.peft_config import CONFIG, TEMPLATE, WEIGHTS, converts_keys
 from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import KeyNames, tensors_made
@@ -135,18 +135,22 @@ class _Plan:
     def units(self, bf16: bool) -> list[Unit]:
         """Every tensor of the result, in the order of the base's bytes."""
         placed: list[Placed] = []
-        release = fused_release(family(self.index.config))
+        model_type = family(self.index.config)
+        release = fused_release(model_type)
+        if bf16 and release is not None and not converts_keys(model_type):
+            self._refuse_apart()
         group_of = {name: g for g in self.groups.values() for name in g.names.values()}
         rewritten_names = self.touched | (set(self.index.matrices) if bf16 else set())
         for name in sorted(rewritten_names):
             group, quantised = group_of.get(name), name in self.index.matrices
             swapped = group is not None and group.fused and group.transposed
             stays = not (bf16 and quantised)  # else it is written as the family's plain release is
+            plain = swapped if stays or release is None or group is None else swapped or release.transposed
             unit = rewritten(
                 self.index,
                 name,
                 bf16=not stays,
-                transposed=(swapped, swapped if stays or release is None else swapped or release.transposed),
+                transposed=(swapped, plain),
                 change=self._change(name, group) if name in self.touched else None,
                 touched=self._is_touched(name, group),
                 note=error_of("error") if quantised and stays else None,
@@ -160,6 +164,20 @@ class _Plan:
             written |= set(self.index.tensors) - self.index.names - parts
         placed += as_stored(self.index, [key for key in sorted(self.index.tensors) if key not in written])
         return [unit for _, unit in sorted(placed, key=lambda item: item[0])]
+
+    def _refuse_apart(self) -> None:
+        """Where the plain release has fused experts, which those one by one would have to become."""
+        parts = {name: expert_name(name) for name in self.index.matrices}
+        apart = [name for name, part in parts.items() if part is not None and part.expert is not None]
+        if apart:
+            raise damaged(
+                "quantised experts one by one have no BF16 form in this family, whose release fuses them",
+                self.index.path,
+                some(apart, 2),
+                "fused experts, or the base's own format",
+                "leave --dtype bf16 away, or fuse them first and merge into DIR: "
+                "python -m kt_ray.tools convert BASE DIR --to bf16",
+            )
 
     # -- matching
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from rich.console import Console
 
+from kt_ray.checkpoint.names import family, fused_release
 from kt_ray.checkpoint.random_values import Fill
 from kt_ray.checkpoint.safetensors_file import BITS, tensor_bytes
 from kt_ray.dims.config_json import dims_from_config
@@ -68,7 +69,12 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
     """
     target = Path(out)
     config = model_config(model, options.layers, options.changes)
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            "the output directory cannot be made", where=out, observed=error, remedy="name another one"
+        ) from error
     if any(target.iterdir()):
         raise UserError("the output directory is not empty", where=out, remedy="name a new directory")
     begun = time.monotonic()
@@ -78,7 +84,11 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
         if not options.changes:
             raise
         raise _bad_set(options.changes, error) from error
+    fused = any(len(shape) == 3 and is_expert(name) for name, shape in parameters)
+    release = fused_release(family(config))
     try:
+        if options.format == "fp8" and fused and release is not None and release.transposed:
+            raise ValueError("experts fused as [E, in, out] are not released in fp8")
         tensors = [e for name, shape in parameters for e in entries(name, shape, options.format)]
     except ValueError as error:
         fault = f"--format {options.format} does not fit {model}"
@@ -100,7 +110,6 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
         e.name for e in tensors if len(e.shape) == 2 and e.dtype == "BF16" and e.name.endswith(".weight")
     ]
     kept = [name for name in plain if "embed" not in name]
-    fused = any(len(shape) == 3 and is_expert(name) for name, shape in parameters)
     if (quantization := quantization_config(options.format, kept, fused)) is not None:
         config["quantization_config"] = quantization
     (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

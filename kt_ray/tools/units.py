@@ -58,6 +58,7 @@ def made(
     experts: int = 1,
     transposed: bool = False,
     unchanged: Callable[[int], list[Piece]] = lambda expert: [],
+    scales: Callable[[int], Tensor | None] = lambda expert: None,
     note: Note | None = None,
 ) -> Unit:
     """A matrix, or a stack of them, computed one expert at a time.
@@ -68,6 +69,7 @@ def made(
         experts: E of a stack.
         transposed: the stack is stored [E, in, out].
         unchanged: pieces of an expert that is copied; empty = it is computed.
+        scales: of an expert, with which it was stored as the target stores it; see `Encoding.encode`.
         note: called with notes, values before writing and as written.
     """
 
@@ -79,13 +81,16 @@ def made(
             before = read(expert)
             if isinstance(target, Entry):
                 after = before.to(TORCH_DTYPES[target.dtype])
+                _require_finite(after, target.key)
                 yield Piece(target.key, after.t() if transposed else after, expert)
                 after = after.float()
             else:
-                data, scales, after = target.encode(before.t().contiguous() if transposed else before)
+                _require_finite(before, target.data.key)
+                value = before.t().contiguous() if transposed else before
+                data, own, after = target.encode(value, scales(expert))
                 after = after.t() if transposed else after
                 yield Piece(target.data.key, data, expert)
-                yield Piece(target.scales.key, scales, expert)
+                yield Piece(target.scales.key, own, expert)
             if note is not None:
                 note(notes, before, after)
         if isinstance(target, Encoding):
@@ -138,8 +143,13 @@ def rewritten(
         keys = raw_keys(index, name)[:2]
         return [Piece(key, read_tensor(index.tensors[key].one(expert)), expert) for key in keys]
 
-    experts = shape[0] if stack else 1
-    return made(target, read, experts=experts, transposed=transposed[1], unchanged=unchanged, note=note)
+    def scales(expert: int) -> Tensor | None:
+        if matrix is None or bf16:
+            return None
+        return read_tensor(matrix.scales.one(expert) if stack else matrix.scales)
+
+    more: dict[str, Any] = {"unchanged": unchanged, "scales": scales, "note": note}
+    return made(target, read, experts=shape[0] if stack else 1, transposed=transposed[1], **more)
 
 
 def _plain_rows(info: TensorInfo, change: Change | None) -> Unit:
@@ -152,10 +162,23 @@ def _plain_rows(info: TensorInfo, change: Change | None) -> Unit:
     def produce(notes: Notes) -> Iterator[Piece]:
         for start in range(0, info.shape[0], rows):
             part = info.rows(start, min(start + rows, info.shape[0]))
-            value = change(read_tensor(part).float(), start)
-            yield Piece(info.name, value.to(TORCH_DTYPES[info.dtype]), start)
+            value = change(read_tensor(part).float(), start).to(TORCH_DTYPES[info.dtype])
+            _require_finite(value, info.name)
+            yield Piece(info.name, value, start)
 
     return Unit((Entry(info.name, info.dtype, info.shape),), produce)
+
+
+def _require_finite(values: Tensor, key: str) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise UserError(
+            "weights are not finite",
+            where=key,
+            observed="NaN or infinite values",
+            required="finite values",
+            remedy="download the checkpoint again; if it is as released, write BF16, whose range is larger "
+            "(merge --dtype bf16, convert --to bf16)",
+        )
 
 
 def error_of(name: str) -> Note:

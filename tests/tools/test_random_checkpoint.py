@@ -13,6 +13,7 @@ from kt_ray import cli
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
 from kt_ray.checkpoint.load_experts import load_experts
 from kt_ray.checkpoint.safetensors_file import read_tensor
+from kt_ray.checkpoint.shard_writer import Notes, copied
 from kt_ray.errors import BAD_INPUT
 from kt_ray.native import ExpertMatrix
 from kt_ray.tools.__main__ import RANDOM_FORMATS, main
@@ -144,6 +145,9 @@ def test_holes_are_filled_with_what_would_have_been_written(tmp_path: Path, make
         if len(info.shape) == 2 and info.shape[0] > 2:
             part = read_tensor(info.rows(1, 3)).contiguous().view(torch.uint8)
             assert torch.equal(part, raw[0].reshape(info.shape[0], -1)[1:3].reshape(part.shape)), key
+        # As merge and convert copy what they do not change.
+        pieces = [piece.value.contiguous().view(torch.uint8) for piece in copied(info).produce(Notes())]
+        assert torch.equal(torch.cat([piece.flatten() for piece in pieces]), raw[0].flatten()), key
     ours, theirs = (
         load_experts(index, ExpertLayout.detect(index), 1, [2, 0], threads=2) for index in (holes, written)
     )
@@ -183,3 +187,7 @@ def test_refusals(tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]
     (tmp_path / "full" / "x").touch()
     make(tmp_path / "full", code=BAD_INPUT)
     assert "not empty" in capsys.readouterr().err
+    assert main(["random", str(tmp_path / "g"), "--model", "gpt_oss_20b", "--format", "fp8"]) == BAD_INPUT
+    assert "are not released in fp8" in capsys.readouterr().err
+    make(tmp_path / "full" / "x", code=BAD_INPUT)
+    assert "cannot be made" in capsys.readouterr().err
