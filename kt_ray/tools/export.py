@@ -87,7 +87,8 @@ def export(
         UserError: an unreadable adapter, experts that a form cannot hold, a base that cannot be found.
     """
     lora, target = Lora.open(adapter), Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    left = f".{WEIGHTS}.partial"  # by an export that was killed
+    if target.exists() and (not target.is_dir() or any(p.name != left for p in target.iterdir())):
         what = "output directory is not empty" if target.is_dir() else "output is no directory"
         raise UserError(what, where=str(out), remedy="choose another directory")
     source = _base(lora, base)
@@ -345,6 +346,6 @@ def _write(
             if (template := lora.path / TEMPLATE).is_file():
                 shutil.copyfile(template, target / TEMPLATE)
             os.replace(partial, target / WEIGHTS)
-        except OSError:
+        except BaseException:  # Ctrl-C, too: the file may have gigabytes
             partial.unlink(missing_ok=True)
             raise

@@ -93,7 +93,6 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
     except ValueError as error:
         fault = f"--format {options.format} does not fit {model}"
         raise UserError(fault, observed=error, remedy="take another --format") from error
-    _tokenizer(options.tokenizer, target, int(config["vocab_size"]))
     total = sum(entry.nbytes for entry in tensors)
     free = shutil.disk_usage(target).free
     if total > free and not options.sparse:
@@ -104,6 +103,7 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
             required=f"{total / 1e9:.1f} GB",
             remedy="add --sparse (kt_ray makes the values while it reads), or fewer --layers",
         )
+    _tokenizer(options.tokenizer, target, int(config["vocab_size"]))
     config["architectures"] = [architecture]
     config.pop("quantization_config", None)
     plain = [

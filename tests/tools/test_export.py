@@ -152,6 +152,26 @@ def test_refusals(tmp_path: Path) -> None:
         export(save_adapter(tmp_path / "fewer", fewer), tmp_path / "f", "peft-fused", base=base)
 
 
+def test_an_export_that_is_interrupted_leaves_nothing_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save(tmp_path / "base", per_expert())
+    path = save_adapter(tmp_path / "adapter", lora(expert_modules()), base_model_name_or_path=str(base))
+    partial = tmp_path / "out" / ".adapter_model.safetensors.partial"
+
+    def interrupted(file: Path, *_: Any) -> None:
+        file.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("kt_ray.tools.export.write_safetensors", interrupted)
+        export(path, tmp_path / "out", "peft-fused")
+    assert not partial.exists()
+    partial.write_bytes(b"of one that was killed")
+    export(path, tmp_path / "out", "peft-fused")
+    assert not partial.exists()
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_peft_reads_every_form(tmp_path: Path, family: str) -> None:
     from peft import PeftModel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,7 +176,9 @@ def test_a_run_on_holes_is_a_run_on_the_written_files(tmp_path: Path, make: Make
     assert losses[0] == losses[1] and len(losses[0]) == 2
 
 
-def test_refusals(tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(
+    tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path / "m", "--format", "int4", shape=TINY.replace("size=96", "size=100"), code=BAD_INPUT)
     assert "multiple of 32" in capsys.readouterr().err
     assert not (tmp_path / "m" / "config.json").exists()
@@ -189,5 +192,9 @@ def test_refusals(tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]
     assert "not empty" in capsys.readouterr().err
     assert main(["random", str(tmp_path / "g"), "--model", "gpt_oss_20b", "--format", "fp8"]) == BAD_INPUT
     assert "are not released in fp8" in capsys.readouterr().err
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    make(tmp_path / "small", code=BAD_INPUT)
+    assert "add --sparse" in capsys.readouterr().err
+    make(tmp_path / "small", "--sparse")  # as it said
     make(tmp_path / "full" / "x", code=BAD_INPUT)
     assert "cannot be made" in capsys.readouterr().err
