@@ -251,9 +251,12 @@ class Lora:
                 if a.shape[1] == b2.shape[0] and inner is not None:
                     return {inner: first, "down": down}
         elif len(wrappers) == 1:
-            targets = [str(t) for t in self.config.get("target_parameters") or []]
+            # As PEFT compares: targets are ends of parameters' names, and may be other layers'.
+            targets = [f".{t}" for t in self.config.get("target_parameters") or []]
             named = {
-                r for r in ("gate_up", "up", "down") if any(t.endswith(f"experts.{r}_proj") for t in targets)
+                role
+                for role in ("gate_up", "up", "down")
+                if any(f".{prefix}.{role}_proj".endswith(target) for target in targets)
             }
             if len(named) == 1:
                 return {named.pop(): next(iter(wrappers))}

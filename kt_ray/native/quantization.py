@@ -95,7 +95,7 @@ def _mxfp4(w: Tensor, scales: Tensor | None) -> ExpertMatrix:
     # Halfway between neighbours the even code is nearest.
     code = torch.zeros_like(scaled, dtype=torch.uint8)
     for i, bound in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        code += (scaled > bound) | ((scaled == bound) & (i % 2 == 1))
+        code += (scaled >= bound) if i % 2 else (scaled > bound)
     code |= torch.signbit(grouped).to(torch.uint8) << 3
     return ExpertMatrix.mxfp4(code[..., 0::2] | code[..., 1::2] << 4, scales)
 
@@ -108,9 +108,10 @@ def _integers(
         raise ValueError(f"group: {group}, required a divisor of K = {k}")
     grouped = w.view(experts, n, k // group, group)
     steps = 127.0 if format == "int8" else 7.5
+    # Scales that are given may be another's, who used all of int8.
+    limits = (-127 if scales is None else -128, 127) if format == "int8" else (-8, 7)
     if scales is None:
         scales = _stored(grouped.abs().amax(-1) / steps, scale_type)
-    limits = (-127, 127) if format == "int8" else (-8, 7)
     q = (grouped / _nonzero(scales_to_float(scales)).unsqueeze(-1)).round().clamp(*limits)
     q = q.view(experts, n, k)
     if format == "int8":

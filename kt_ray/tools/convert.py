@@ -127,6 +127,8 @@ class _Plan:
         config = without_quantization(self.index.config, bf16=self.options.to == "bf16")
         if self.options.to == "bf16":
             return config
+        if self.options.to == "fp8" and "expert_dtype" in self.index.config:
+            config["expert_dtype"] = "fp8"
         ignored = [
             name.removesuffix(".weight")
             for name in sorted(self.plain)

@@ -87,10 +87,15 @@ def export(
         UserError: an unreadable adapter, experts that a form cannot hold, a base that cannot be found.
     """
     lora, target = Lora.open(adapter), Path(out)
-    left = f".{WEIGHTS}.partial"  # by an export that was killed
-    if target.exists() and (not target.is_dir() or any(p.name != left for p in target.iterdir())):
-        what = "output directory is not empty" if target.is_dir() else "output is no directory"
-        raise UserError(what, where=str(out), remedy="choose another directory")
+    if target.exists() and not target.is_dir():
+        raise UserError("output is no directory", where=str(out), remedy="choose another directory")
+    if present := sorted(p.name for p in target.iterdir()) if target.exists() else []:
+        raise UserError(
+            "output directory is not empty",
+            where=str(out),
+            observed=some(present, 3),  # hidden files, too: of an export that was killed, or is at work
+            remedy="choose another directory, or remove this one",
+        )
     source = _base(lora, base)
     config = {} if source is None else source.config
     lora = Lora.open(adapter, family(config))

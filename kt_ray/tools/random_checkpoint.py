@@ -106,6 +106,8 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
     _tokenizer(options.tokenizer, target, int(config["vocab_size"]))
     config["architectures"] = [architecture]
     config.pop("quantization_config", None)
+    if config.pop("expert_dtype", None) is not None and options.format == "fp8":
+        config["expert_dtype"] = "fp8"
     plain = [
         e.name for e in tensors if len(e.shape) == 2 and e.dtype == "BF16" and e.name.endswith(".weight")
     ]

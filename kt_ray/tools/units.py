@@ -193,7 +193,9 @@ def error_of(name: str) -> Note:
 
 def without_quantization(config: dict[str, Any], *, bf16: bool = True) -> dict[str, Any]:
     """config.json of the same model without quantised weights; in BF16, or in the types it states."""
-    result = {key: value for key, value in config.items() if key != "quantization_config"}
+    # expert_dtype: DeepSeek-V4's word for its experts' format, which is another now.
+    dropped = ("quantization_config", "expert_dtype")
+    result = {key: value for key, value in config.items() if key not in dropped}
     for key in ("text_config", "language_config"):
         if isinstance(result.get(key), dict):
             result[key] = without_quantization(result[key], bf16=bf16)

@@ -300,3 +300,12 @@ def test_shards_have_a_size(size: str, capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(SystemExit) as caught:
             main([*command, f"--shard-gb={size}"])
         assert caught.value.code == 2 and "--shard-gb: must be a number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["bf16", "fp8", "int8"])
+def test_deepseek_v4s_word_for_its_experts_follows_them(tmp_path: Path, to: str) -> None:
+    """Readers believe it before quantization_config."""
+    base = save(tmp_path / "base", encoded(per_expert(), "fp4"), {"expert_dtype": "fp4"})
+    convert(base, tmp_path / "out", Options(to=to))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("expert_dtype") == ("fp8" if to == "fp8" else None)

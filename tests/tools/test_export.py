@@ -167,9 +167,11 @@ def test_an_export_that_is_interrupted_leaves_nothing_in_the_way(
         patch.setattr("kt_ray.tools.export.write_safetensors", interrupted)
         export(path, tmp_path / "out", "peft-fused")
     assert not partial.exists()
-    partial.write_bytes(b"of one that was killed")
+    partial.write_bytes(b"of one that was killed, or is at work")
+    with pytest.raises(UserError, match=r"not empty.*\.adapter_model\.safetensors\.partial"):
+        export(path, tmp_path / "out", "peft-fused")
+    partial.unlink()
     export(path, tmp_path / "out", "peft-fused")
-    assert not partial.exists()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])

@@ -457,3 +457,25 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     base = save(tmp_path / "base", tensors)
     with pytest.raises(UserError, match=f"weights are not finite; at {key}"):
         merge(base, save_adapter(tmp_path / "adapter", lora(expert_modules())), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("targets", "roles"),
+    [
+        (["down_proj"], {0: "down", 1: "down"}),  # as PEFT saves target_modules=["down_proj"]
+        (
+            ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"],
+            {0: "gate_up", 1: "down"},
+        ),
+    ],
+)
+def test_one_fused_parameter_a_layer(tmp_path: Path, targets: list[str], roles: dict[int, str]) -> None:
+    tensors = {}
+    for layer, role in roles.items():
+        columns, rows = (H, 2 * I) if role == "gate_up" else (I, H)
+        prefix = f"model.layers.{layer}.mlp.experts"
+        tensors[f"{prefix}.lora_A.weight"] = values(E * 4, columns, seed=layer)
+        tensors[f"{prefix}.lora_B.weight"] = values(rows, 4 * E, seed=layer + 5)
+    base = save(tmp_path / "base", per_expert(torch.float32))
+    report = merge(base, save_adapter(tmp_path / "a", tensors, target_parameters=targets), tmp_path / "out")
+    assert report["experts"] == sum(2 * E if role == "gate_up" else E for role in roles.values())
