@@ -119,7 +119,7 @@ class Encoding:
         Args:
             value: `shape`, or its last two dimensions; any floating type, finite.
             before: scales that the values were stored with. A block keeps its scale unless a new one serves
-                it better: what did not change keeps its bytes, and a small change is not lost among new
+                it better: what did not change keeps its value, and a small change is not lost among new
                 roundings of everything else.
 
         Returns:

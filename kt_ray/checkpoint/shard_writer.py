@@ -93,9 +93,10 @@ def copied(info: TensorInfo) -> Unit:
     count = info.shape[0] if info.shape else 1
     width = info.nbytes // max(1, count)
     rows = max(1, _CHUNK // max(1, width))
-    # Values of a hole (`random --sparse`) are made by their type.
-    raw = replace(info, dtype="U8", shape=(count, width))
-    raw = raw if info.fill is None else replace(info, shape=info.shape or (1,))
+    if info.fill is None:
+        raw = replace(info, dtype="U8", shape=(count, width))
+    else:  # values of a hole (`random --sparse`) are made by their type
+        raw = replace(info, shape=info.shape or (1,))
 
     def produce(notes: Notes) -> Iterator[Piece]:
         for start in range(0, count, rows):
@@ -213,7 +214,7 @@ def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
         present = sorted(p.name for p in out.iterdir()) if out.exists() else []
     except NotADirectoryError as error:
         raise UserError("output is a file", where=str(out), remedy="choose another directory") from error
-    if present == [_JOB] and not any(record.parent.glob("*.json")):
+    if present == [_JOB] and not record.is_file():
         present = []  # stopped before it began
     if present and not record.is_file():
         raise damaged(

@@ -188,10 +188,7 @@ def disk(config: Config, plan: Plan | None) -> Check:
 
 
 def run_bytes(config: Config, plan: Plan) -> int:
-    """Bytes a run leaves: the float32 adapter, and checkpoints of weights and moments.
-
-    One checkpoint more than is kept exists while the newest is written. Where all are kept
-    (keep_checkpoints=0), two are counted: how many there will be is not known here.
-    """
+    """Bytes that a run of unknown length writes; of trainer.keep_checkpoints=0, which keeps all, two
+    checkpoints."""
     need = disk_need(plan.dims, config, None, 0.0)
     return need.total + need.checkpoint * (not config.trainer.keep_checkpoints)

@@ -43,8 +43,9 @@ class TextStream:
         self._marks = _marks(tokenizer)  # token id -> one of Harmony's tokens
         self._header: list[int] | None = None  # tokens of the header that is being read
         self._thinking = False  # whether a <think> is open
-        self._first = True  # message: the prompt has its role, so a tool that it names stands as text
-        self._addressed = False  # whether it named one
+        # The prompt holds the role of the first message, so a tool that is named behind it comes as text.
+        self._first = True  # whether no header was read yet
+        self._addressed = False  # whether the text before the header that is being read names a tool
 
     @property
     def decoded(self) -> int:
@@ -100,10 +101,9 @@ class TextStream:
         self._header = None
         role, _, channel = self._decode(header, special=True).partition(CHANNEL)
         self._thinking = channel.startswith("analysis")
-        # The same call has the same text, whether it is named behind the role or behind the channel.
-        words = (
-            f"{role.removeprefix(_START).removeprefix('assistant')} {channel.replace(_CONSTRAIN, '')}".split()
-        )
+        # A call has one text, wherever its header names the tool.
+        role, channel = role.removeprefix(_START).removeprefix("assistant"), channel.replace(_CONSTRAIN, "")
+        words = f"{role} {channel}".split()
         if self._addressed:
             return self._give(f" {' '.join(words)}\n")
         if any(word.startswith("to=") for word in words):

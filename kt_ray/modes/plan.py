@@ -201,10 +201,9 @@ def _unnamed(config: Config) -> str:
 
 def _targets_note(config: Config, plan: Plan) -> list[str]:
     """Names that training would refuse: it knows more modules than a plan does."""
-    strange = strange_targets(plan.dims, config.lora)
-    return (
-        [f"lora.target_modules name nothing outside routed experts: {', '.join(strange)}"] if strange else []
-    )
+    if strange := ", ".join(strange_targets(plan.dims, config.lora)):
+        return [f"lora.target_modules name nothing outside routed experts: {strange}"]
+    return []
 
 
 def _bf16_note(config: Config, plan: Plan) -> list[str]:

@@ -181,9 +181,9 @@ def run_tests(
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    where = os.environ.get("TMPDIR") or "/tmp"
+    where = tempfile.tempdir or "no directory for temporary files"
     logger.warning(
-        "reward=code: an answer gets no reward, its code cannot be run: %s (TMPDIR: %s)", reason, where
+        "reward=code: an answer gets no reward, its code cannot be run: %s (files in %s)", reason, where
     )
 
 

@@ -124,11 +124,9 @@ class _Plan:
 
     def config(self) -> dict[str, Any]:
         """config.json of the result; call after `units`."""
-        config = without_quantization(self.index.config, bf16=self.options.to == "bf16")
+        config = without_quantization(self.index.config, to=self.options.to)
         if self.options.to == "bf16":
             return config
-        if self.options.to == "fp8" and "expert_dtype" in self.index.config:
-            config["expert_dtype"] = "fp8"
         ignored = [
             name.removesuffix(".weight")
             for name in sorted(self.plain)

@@ -145,12 +145,12 @@ class _Plan:
             group, quantised = group_of.get(name), name in self.index.matrices
             swapped = group is not None and group.fused and group.transposed
             stays = not (bf16 and quantised)  # else it is written as the family's plain release is
-            plain = swapped if stays or release is None or group is None else swapped or release.transposed
+            swaps = not stays and group is not None and release is not None and release.transposed
             unit = rewritten(
                 self.index,
                 name,
                 bf16=not stays,
-                transposed=(swapped, plain),
+                transposed=(swapped, swapped or swaps),
                 change=self._change(name, group) if name in self.touched else None,
                 touched=self._is_touched(name, group),
                 note=error_of("error") if quantised and stays else None,

@@ -36,6 +36,7 @@ from kt_ray.checkpoint.safetensors_file import BITS, tensor_bytes
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
 from kt_ray.tools.random_formats import Entry, entries, is_expert, quantization_config
+from kt_ray.tools.units import without_quantization
 
 INDEX = "model.safetensors.index.json"
 # Files of a tokenizer, by how their names begin.
@@ -104,10 +105,7 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
             remedy="add --sparse (kt_ray makes the values while it reads), or fewer --layers",
         )
     _tokenizer(options.tokenizer, target, int(config["vocab_size"]))
-    config["architectures"] = [architecture]
-    config.pop("quantization_config", None)
-    if config.pop("expert_dtype", None) is not None and options.format == "fp8":
-        config["expert_dtype"] = "fp8"
+    config = {**without_quantization(config, to=options.format), "architectures": [architecture]}
     plain = [
         e.name for e in tensors if len(e.shape) == 2 and e.dtype == "BF16" and e.name.endswith(".weight")
     ]

@@ -17,6 +17,7 @@ from kt_ray.checkpoint.shard_writer import Notes, Piece, Unit, copied
 from kt_ray.errors import UserError
 
 _CHUNK = 16 << 20  # values computed at once
+_EXPERTS = "expert_dtype"  # DeepSeek-V4's word for the format of its experts
 # (values [out, in], expert of a stack or first row of a plain matrix) -> new values.
 Change = Callable[[Tensor, int], Tensor]
 Note = Callable[[Notes, Tensor, Tensor], None]
@@ -191,15 +192,19 @@ def error_of(name: str) -> Note:
     return note
 
 
-def without_quantization(config: dict[str, Any], *, bf16: bool = True) -> dict[str, Any]:
-    """config.json of the same model without quantised weights; in BF16, or in the types it states."""
-    # expert_dtype: DeepSeek-V4's word for its experts' format, which is another now.
-    dropped = ("quantization_config", "expert_dtype")
-    result = {key: value for key, value in config.items() if key not in dropped}
+def without_quantization(config: dict[str, Any], *, to: str = "bf16") -> dict[str, Any]:
+    """config.json of the same model without quantised weights.
+
+    Args:
+        to: format that the weights get. "bf16" sets the types that the configuration states, too.
+    """
+    result = {key: value for key, value in config.items() if key not in ("quantization_config", _EXPERTS)}
+    if to == "fp8" and _EXPERTS in config:
+        result[_EXPERTS] = to
     for key in ("text_config", "language_config"):
         if isinstance(result.get(key), dict):
-            result[key] = without_quantization(result[key], bf16=bf16)
-    for key in ("dtype", "torch_dtype") if bf16 else ():
+            result[key] = without_quantization(result[key], to=to)
+    for key in ("dtype", "torch_dtype") if to == "bf16" else ():
         if key in result:
             result[key] = "bfloat16"
     return result

@@ -413,19 +413,20 @@ def test_the_chat_template_of_the_adapter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (kind, _, _) in BASES.items() if kind != "plain"])
 def test_an_update_of_zero_moves_nothing_and_a_small_one_is_not_drowned(tmp_path: Path, name: str) -> None:
-    """Scales chosen anew would round every INT4 and MXFP4 weight once more: errors of 7 and 4 %."""
+    """Scales chosen anew would round every INT4 and MXFP4 weight once more, by several per cent."""
     _, tensors, config = BASES[name]
     names: dict[str, Any] = {"moe": "mlp", "leaves": ("gate_proj", "up_proj", "down_proj")}
     base, adapter = save(tmp_path / "base", tensors, config), lora(expert_modules(**names))
     before = matrices(base)
-    for factor in (0.0, 0.02):
+    for factor in (0.0, 0.13):  # the latter changes weights by 2 %
         update = {key: factor * v if "lora_B" in key else v for key, v in adapter.items()}
         out = tmp_path / f"out {factor}"
         merge(base, save_adapter(tmp_path / f"adapter {factor}", update), out)
         after, change = matrices(out), deltas(update, **names)
         for key, value in before.items():
-            error = float((after[key] - value - change[key]).norm())
-            assert error <= 1.1 * float(change[key].norm()), key
+            size, error = change[key].norm(), float((after[key] - value - change[key]).norm())
+            assert error <= 1.1 * float(size), key
+            assert not factor or 0.015 < float(size / value.norm()) < 0.025, key
 
 
 def test_bf16_of_families_whose_release_transposes_fused_experts(tmp_path: Path) -> None:
