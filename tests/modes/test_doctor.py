@@ -20,7 +20,7 @@ from kt_ray.doctor import machine_checks as machine
 from kt_ray.doctor import software_checks as software
 from kt_ray.doctor.check import FAIL, PASS, WARN, Check
 from kt_ray.modes import doctor
-from kt_ray.placement.memory import GIB
+from kt_ray.placement.memory import GIB, checkpoint_bytes
 from kt_ray.placement.plan import make_plan
 from tests.placement.configs import SMALL, make_config, make_hardware, small_dims
 
@@ -176,6 +176,8 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict(machine.disk(config, plan), FAIL, "run.root", "trainer.keep_checkpoints=1")
     one = with_keys(config, {"trainer.keep_checkpoints": 1})
     assert "keep_checkpoints" not in machine.disk(one, plan).remedy  # it keeps no more already
+    best = with_keys(one, {"trainer.save_best": True})
+    assert machine.run_bytes(best, plan) - machine.run_bytes(one, plan) == checkpoint_bytes(plan.dims, one)
     muon = make_config(optim={"name": "muon"}, trainer={"keep_checkpoints": 1})  # one moment
     assert machine.run_bytes(muon, plan) * 7 == machine.run_bytes(one, plan) * 5
     monkeypatch.setattr(os, "access", lambda *_: False)

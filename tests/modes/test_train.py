@@ -200,3 +200,8 @@ def test_the_best_of_a_run_that_began_with_a_checkpoint(
     assert Scripted.owes == (not continued)  # another run's figure says nothing here
     assert (best_step(tmp_path / "checkpoints") == 4) == marks
     assert (summary.eval_before, summary.eval_after) == ((7.5, 7.0) if kept == (8, 7.0) else (None, 4.5))
+    # Nor does the run's own, where another checkpoint than one of these rows is marked as the best.
+    for best in (None, tmp_path):
+        monkeypatch.setattr(train, "best_checkpoint", lambda _, best=best: best)
+        train._train(prepared, RunDir(tmp_path, continued=True), *rest)
+        assert Scripted.owes == (kept is None and best is not None)

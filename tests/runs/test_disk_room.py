@@ -19,7 +19,11 @@ from kt_ray.runs.rundir import place_to_write
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_a_checkpoint_and_an_adapter_are_as_large_as_predicted(tmp_path: Path, optim: str) -> None:
+def test_a_checkpoint_and_an_adapter_are_as_large_as_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str
+) -> None:
+    asked: list[tuple[int, Path]] = []
+    monkeypatch.setattr("kt_ray.runs.saving.check_next", lambda *room: asked.append(room))
     settings = [
         *("cluster=local", "data.limit=8", "trainer.batch_size=4", "trainer.max_steps=1"),
         *("eval.after_training=0", "trainer.eval_every=0", "tracking.plot=false"),
@@ -34,6 +38,9 @@ def test_a_checkpoint_and_an_adapter_are_as_large_as_predicted(tmp_path: Path, o
     assert 0 <= written - need.checkpoint < 0.2 * need.checkpoint
     assert 0 <= adapter - need.adapter < 0.3 * need.adapter
     assert need.checkpoint == checkpoint_bytes(model_dims(config.model), config)
+    assert {(size, place.name) for size, place in asked} == {
+        (need.checkpoint, "checkpoints")
+    }  # may be a link
 
 
 @pytest.mark.parametrize(
