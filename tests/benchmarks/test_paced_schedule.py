@@ -6,6 +6,7 @@ Looked at is what overlaps and in which order, never how long it took: others us
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,31 +53,55 @@ def together(one: list[tuple[float, float]], two: list[tuple[float, float]]) -> 
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in two)
 
 
+def assert_together(
+    bench: Any, model: Path, together_in: Callable[[Any], dict[str, float]], *options: str, hardware: str = ""
+) -> None:
+    """All that `together_in` finds of a run is more than 0 seconds.
+
+    A machine that others use comes late with its next order and can hide an overlap of milliseconds, so
+    slower cards are tried then. A schedule without one shows none at any speed.
+    """
+    for slow in (1.0, 4.0, 16.0):
+        planned, run = ran(bench, model, *options, slow=slow, hardware=hardware)
+        # Nothing is left out or counted twice: a run is not faster than simulated.
+        assert run.seconds > 0.95 * planned.simulated().pass_seconds
+        found = together_in(run)
+        if all(seconds > 0 for seconds in found.values()):
+            return
+    pytest.fail(f"seconds in which both work, at the slowest: {found}")
+
+
 @pytest.mark.parametrize("activations", ["group", "host"])
 def test_links_card_and_engine_work_at_the_same_time(bench: Any, model: Path, activations: str) -> None:
-    planned, run = ran(bench, model, "rule.resident_layers=0", f"rule.activations={activations}")
-    computing, engine = of(run, "compute"), of(run, "host")
-    # Attention of a group while the engine and the lane have another's tokens.
-    assert together(of(run, "compute", "forward"), of(run, "host", "forward")) > 0
-    assert together(of(run, "compute", "recompute"), of(run, "host", "backward")) > 0
-    assert together(of(run, "lane"), engine) > 0 and together(of(run, "experts"), engine) > 0
-    if activations == "host":
-        busy = computing + engine + of(run, "lane")
-        assert together(of(run, "shelf out"), busy) > 0 and together(of(run, "shelf in"), busy) > 0
-    # A streamed layer's weights come while the one before it is computed; asked for only when it begins, they
-    # would be waited for.
-    assert together(of(run, "weights"), computing) > 0
-    # Nothing is left out or counted twice: a run is not faster than simulated.
-    assert run.seconds > 0.95 * planned.simulated().pass_seconds
+
+    def together_in(run: Any) -> dict[str, float]:
+        computing, engine = of(run, "compute"), of(run, "host")
+        found = {
+            # Attention of a group while the engine and the lane have another's tokens.
+            "forward": together(of(run, "compute", "forward"), of(run, "host", "forward")),
+            "backward": together(of(run, "compute", "recompute"), of(run, "host", "backward")),
+            "lane": together(of(run, "lane"), engine),
+            "experts": together(of(run, "experts"), engine),
+            # A streamed layer's weights come while the one before it is computed; asked for only when it
+            # begins, they would be waited for.
+            "weights": together(of(run, "weights"), computing),
+        }
+        if activations == "host":
+            busy = computing + engine + of(run, "lane")
+            found |= {name: together(of(run, name), busy) for name in ("shelf out", "shelf in")}
+        return found
+
+    assert_together(bench, model, together_in, "rule.resident_layers=0", f"rule.activations={activations}")
 
 
 def test_tokens_and_answers_cross_the_link_beside_the_computation(bench: Any, model: Path) -> None:
     """Where the card has most to do: it goes on with one group while another's are on their way."""
+
+    def together_in(run: Any) -> dict[str, float]:
+        return {name: together(of(run, name), of(run, "compute")) for name in ("tokens", "answers")}
+
     only = ("rule.experts.stream=off", "rule.gpus=1")
-    planned, run = ran(bench, model, *only, hardware=bench.SERVER)
-    computing = of(run, "compute")
-    assert together(of(run, "answers"), computing) > 0 and together(of(run, "tokens"), computing) > 0
-    assert run.seconds > 0.95 * planned.simulated().pass_seconds
+    assert_together(bench, model, together_in, *only, hardware=bench.SERVER)
 
 
 def test_a_schedule_without_overlap_shows(bench: Any, model: Path) -> None:
@@ -84,7 +109,6 @@ def test_a_schedule_without_overlap_shows(bench: Any, model: Path) -> None:
     _, run = ran(bench, model, slow=0.25)
     _, other = ran(bench, model, "rule.overlap=false", slow=0.25)
     assert run.loss == other.loss
-    assert together(of(run, "compute", "forward"), of(run, "host", "forward")) > 0
     assert together(of(other, "compute", "forward"), of(other, "host", "forward")) == 0
     assert together(of(other, "answers"), of(other, "compute")) == 0
 
