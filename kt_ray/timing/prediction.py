@@ -24,7 +24,7 @@ from kt_ray.placement.memory import read_bytes
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan, WorkerPlan
-from kt_ray.timing.choose import choice_of, with_choice
+from kt_ray.timing.choose import choice_of, choose_plan, with_choice
 from kt_ray.timing.lane_products import lane_gemm
 from kt_ray.timing.lane_rates import lane_rates
 from kt_ray.timing.seats import even_waves, machine_of
@@ -279,7 +279,8 @@ def neighbours(
 ) -> tuple[Change, ...]:
     """The changes of one option that are predicted to help most, among those that are allowed and fit.
 
-    Groups and activations that are at auto stay as the plan has them: `choose_plan` compared them.
+    What is at auto stays as the plan has it: `choose_plan` compared it. For a larger batch it is chosen anew,
+    as a run of it would: room and micro-batches are others then.
 
     Args:
         plan: the present plan. base: its prediction at rows of `row` tokens. load: that it was made with.
@@ -288,12 +289,16 @@ def neighbours(
     changes = []
     present = choice_of(plan)
     for keys, effect in _candidates(config, plan):
-        changed = with_keys(with_choice(config, present), {**keys, "mode": "plan"})
+        anew = "trainer.batch_size" in keys
+        changed = with_keys(config if anew else with_choice(config, present), {**keys, "mode": "plan"})
         try:
             check(changed)
-            lane = lane_rates(changed, hardware, dims, rates)
-            tuned = None if lane is None else lane.tuned(plan.tuning)
-            other_plan = make_plan(dims, changed, hardware, load, tuned)
+            if anew:
+                other_plan = choose_plan(dims, changed, hardware, load, rates)
+            else:
+                lane = lane_rates(changed, hardware, dims, rates)
+                tuned = None if lane is None else lane.tuned(plan.tuning)
+                other_plan = make_plan(dims, changed, hardware, load, tuned)
         except UserError:
             continue
         if not other_plan.fits:

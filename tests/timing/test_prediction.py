@@ -18,6 +18,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import describe
+from kt_ray.timing.choose import choose_plan
 from kt_ray.timing.prediction import Prediction, neighbours, predict
 from kt_ray.timing.seats import even_waves
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
@@ -165,3 +166,19 @@ def test_stages_take_turns_and_replicas_do_not() -> None:
     assert of(stages=2, groups=8).tokens_per_s < stages.tokens_per_s  # more groups do not catch up
     assert stages.bottleneck.startswith("attention: its 2 stages take turns")
     assert "turns" not in one.bottleneck + replicas.bottleneck
+
+
+def test_a_larger_batch_gains_what_a_run_of_it_would() -> None:
+    """All that is at auto is chosen anew for it: here how many rows share a micro-batch."""
+    rates = nominal_rates(TWO_GPUS)
+
+    def planned(size: int) -> tuple[Config, Plan, Prediction]:
+        trainer = {"batch_size": size, "micro_batch_size": "auto"}
+        config = make_config(model=STEP["model"], data=STEP["data"], trainer=trainer)
+        plan = choose_plan(DIMS, config, TWO_GPUS, rates=rates)
+        return config, plan, predict(plan, config, rates)
+
+    (config, plan, base), (_, larger, faster) = planned(8), planned(32)
+    assert plan.micro_batch_rows < larger.micro_batch_rows
+    found = {c.overrides: c.gain for c in neighbours(plan, config, rates, base, 512)}
+    assert found["trainer.batch_size=32"] == faster.tokens_per_s / base.tokens_per_s
