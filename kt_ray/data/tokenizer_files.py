@@ -10,7 +10,9 @@ from kt_ray.errors import UserError
 from kt_ray.parse import read_json
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+_CONFIG = "copy config.json of the release there again"
 
 
 def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
@@ -33,10 +35,11 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
         )
     if (path / tiktoken_file.FILE).is_file() and not (path / "tokenizer.json").is_file():
         path = tiktoken_file.with_tokenizer_json(path)
+    config = _unknown_config(path)
     try:
         # Left out, trust_remote_code asks on standard input, and a "yes" there runs code of the directory.
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
+            str(path), config=config, local_files_only=True, trust_remote_code=False
         )
         # Settings of the wrong type come to light when they are used.
         tokenizer("a", return_offsets_mapping=bool(tokenizer.is_fast))
@@ -60,6 +63,26 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
             remedy="save its tokenizer.json into that directory, or set model.tokenizer to one that has it",
         )
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _unknown_config(path: Path) -> PreTrainedConfig | None:
+    """What a tokenizer asks config.json for, where transformers does not know that type of model.
+
+    Left to it, transformers checks values of which it cannot know what they belong to: Kimi-K2's YaRN ends in
+    an AttributeError.
+
+    Returns:
+        None: transformers reads the file, or there is none.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    file = path / "config.json"
+    config = read_json(file, "the model's config.json", _CONFIG) if file.is_file() else {}
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING:
+        return None
+    asked = {"model_type": kind, "tokenizer_class": config.get("tokenizer_class")}
+    return PreTrainedConfig.from_dict(asked)
 
 
 def vocabulary_of(model_dir: str) -> int | None:

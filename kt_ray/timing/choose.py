@@ -84,12 +84,10 @@ def choose_plan(
         plan = without if without.fits else plan
     if generates(config) or dims.refusal or not plan.fits:
         return plan
-    search = _Search(dims, hardware, load, lane, rates or rates_for(config, hardware))
-    search.seen.add(_kind(plan))
+    search = _Search(dims, config, hardware, load, lane, rates or rates_for(config, hardware))
     choices = layouts(dims, config, hardware)
     asked = not layout_is_auto(config.rule)
     if before is not None and (asked or _layout(before) in (choices or [layout_of(plan)])):
-        search.seen.clear()
         earlier = [
             one
             for one in search.fitting(_as_before(config, before), before.tuning)
@@ -98,11 +96,9 @@ def choose_plan(
         if earlier:  # the one that goes on bit for bit, if there is one
             same = next((one for one in earlier if one.choice[:5] == before[:5]), earlier[0])
             return _beside_resumed(replace(same.plan, compared=(same.choice,)), before)
-        search.seen.add(_kind(plan))
-        search.simulations.clear()
+        search.found.clear()
     own = with_layout(config, layout_of(plan)) if choices else config
-    first = _Candidate(own, plan, step_seconds(plan, config, search.rates))
-    search.simulations.append(first)
+    first = search.candidate(own, plan)
     # Copies first, the most that fit: as long as tokens travel, the network hides what a layout is worth.
     copied = (one for other in _other_copies(first) for one in search.fitting([other]))
     best = _faster(first, list(itertools.islice(copied, 1)))
@@ -136,40 +132,57 @@ def choose_plan(
 class _Search:
     """Plans that are made and simulated.
 
-    simulations: in that order. seen: what was planned, so that nothing is simulated twice.
+    asked: the user's configuration. found: by what they are alike in, so that nothing is simulated twice.
     """
 
     dims: ModelDims
+    asked: Config
     hardware: Hardware
     load: ExpertLoad | None
     lane: LaneRates | None
     rates: Rates
-    simulations: list[_Candidate] = field(default_factory=list)
-    seen: set[object] = field(default_factory=set)
+    found: dict[object, _Candidate] = field(default_factory=dict)
+
+    @property
+    def simulations(self) -> list[_Candidate]:
+        """In that order."""
+        return list(self.found.values())
 
     def fitting(self, configs: Iterable[Config], tuning: Tuning = UNTUNED) -> list[_Candidate]:
         """Those of the configurations that fit, simulated. tuning: of their lanes."""
-        found = []
+        fit = []
         tuned = None if self.lane is None else self.lane.tuned(tuning)
         for changed in configs:
             try:
                 other = make_plan(self.dims, changed, self.hardware, self.load, tuned)
             except UserError:  # a resumed run's layout that this machine does not have
                 continue
-            kind = _kind(other)
-            if other.fits and kind not in self.seen:  # more groups than micro-batches are as many
-                self.seen.add(kind)
-                found.append(_Candidate(changed, other, step_seconds(other, changed, self.rates)))
-        self.simulations += found
-        return found
+            if other.fits:
+                fit.append(self.candidate(changed, other))
+        return fit
+
+    def candidate(self, config: Config, plan: Plan) -> _Candidate:
+        """`plan`, simulated, or what is like it: more groups than micro-batches are as many."""
+        kind = _kind(plan)
+        if kind not in self.found:
+            seconds = step_seconds(plan, config, self.rates)
+            self.found[kind] = _Candidate(self.asked, config, plan, seconds)
+        return self.found[kind]
 
     def best_from(self, start: _Candidate) -> _Candidate:
-        """What is fastest from here, or from waves half as large: these gain little by themselves, but what
-        the room is good for is found out from there as well."""
+        """What is fastest from here, from waves half as large, or with layers that pass through the card.
+
+        These two gain little by themselves, but what the room is good for is found out from there as well.
+        """
         halves = self.fitting(_other_waves(start), start.plan.tuning)
         better = (half for half in halves if half.seconds * TUNED_GAIN < start.seconds)
         ends = [self.climbed(one) for one in (start, *better)]
-        return self.tuned(_faster(ends[0], ends[1:], TUNED_GAIN))
+        best = self.tuned(_faster(ends[0], ends[1:], TUNED_GAIN))
+        if best.plan.resident is not None:
+            return best
+        passing = self.fitting(_other_residents(best, (0.0,)), best.plan.tuning)
+        near = (one for one in passing if one.seconds < NEAR * best.seconds)
+        return _faster(best, [self.tuned(self.climbed(one)) for one in near])
 
     def climbed(self, start: _Candidate) -> _Candidate:
         """One thing after the other, as long as it is clearly faster."""
@@ -315,6 +328,10 @@ def _chooses_micro_batches(config: Config) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
+    """A plan. asked: the user's own configuration, in which what may be chosen is at auto; config: with what
+    is chosen so far."""
+
+    asked: Config
     config: Config
     plan: Plan
     seconds: float
@@ -330,11 +347,13 @@ def _faster(best: _Candidate, others: list[_Candidate], gain: float = GAIN) -> _
 
 
 def _other_residents(best: _Candidate, shares: tuple[float, ...] = (0.0, 0.5)) -> Iterator[Config]:
-    """Layers whose weights pass through the GPU leave room for larger waves. shares: of those that stay."""
+    """Layers whose weights pass through the GPU leave room for larger waves, or for hidden states. shares: of
+    those that stay."""
     plan = best.plan
     whole = waves_of(micro_batches(best.config), plan.wave) == 1 and plan.resident is None
     whole &= plan.stream_to != "workers"  # which fill the room with experts
-    if best.config.rule.resident_layers != "auto" or whole or plan.workers[0].device == "cpu":
+    whole &= plan.activations not in ("host", "ranges")
+    if best.asked.rule.resident_layers != "auto" or whole or plan.workers[0].device == "cpu":
         return
     layers = min(stop - start for start, stop in (worker.layers for worker in plan.workers))
     for resident in (int(share * layers) for share in shares):
@@ -351,7 +370,7 @@ def _with_layout(best: _Candidate, layout: Layout) -> Config:
 
 def _other_copies(best: _Candidate) -> Iterator[Config]:
     """Copies of the experts, most first: fewer tokens between hosts, and more bytes of experts on each."""
-    nodes, rule = best.plan.hardware.hosts, best.config.rule
+    nodes, rule = best.plan.hardware.hosts, best.asked.rule
     if rule.experts.copies == "auto" and best.plan.attention_hosts == nodes:
         for copies in range(nodes, 1, -1):
             if nodes % copies == 0:
@@ -360,7 +379,7 @@ def _other_copies(best: _Candidate) -> Iterator[Config]:
 
 def _other_micro_batches(best: _Candidate) -> Iterator[Config]:
     """Larger ones take fewer kernels, for which a fast GPU waits, and more memory."""
-    if _chooses_micro_batches(best.config) and best.plan.workers[0].device != "cpu":
+    if _chooses_micro_batches(best.asked) and best.plan.workers[0].device != "cpu":
         for tokens in MICRO_BATCHES:
             changed = with_keys(best.config, {"trainer.micro_batch_tokens": tokens})
             if changed.micro_batch_rows(best.plan.replicas) > best.plan.micro_batch_rows:
@@ -371,7 +390,7 @@ def _other_activations(best: _Candidate) -> Iterator[Config]:
     """What the experts keep trades memory, and so the number of waves, against computing."""
     activations = best.plan.experts[0].activations
     whole = waves_of(micro_batches(best.config), best.plan.wave) == 1
-    if best.config.rule.experts.activations == "auto" and not (activations == "retain" and whole):
+    if best.asked.rule.experts.activations == "auto" and not (activations == "retain" and whole):
         other = "recompute" if activations == "retain" else "retain"
         yield with_keys(best.config, {"rule.experts.activations": other})
 
@@ -380,7 +399,7 @@ def _other_attention(best: _Candidate) -> Iterator[Config]:
     """Smaller waves, of which attention workers hold more: a group's layers are computed again at once, while
     the experts work, and hidden states need not be copied to the host and back. Where workers compute experts
     these need the room that hidden states take."""
-    if best.config.rule.activations == "auto":
+    if best.asked.rule.activations == "auto":
         for kind in ("group", "host") if best.plan.stream_to == "workers" else ("group",):
             if kind != best.plan.activations:
                 yield with_keys(best.config, {"rule.activations": kind})
@@ -398,7 +417,7 @@ def _other_output(best: _Candidate) -> Iterator[Config]:
 
 def _other_waves(best: _Candidate) -> Iterator[Config]:
     """Smaller waves leave room for what larger ones copy to the host and back, or compute again."""
-    plan, rule = best.plan, best.config.rule
+    plan, rule = best.plan, best.asked.rule
     given_up = (
         rule.activations == "auto" and plan.activations != "group",
         rule.attention_output == "auto" and plan.attention_output == "recompute",
@@ -411,7 +430,7 @@ def _other_waves(best: _Candidate) -> Iterator[Config]:
 
 def _other_groups(best: _Candidate) -> Iterator[Config]:
     """More groups overlap attention and experts better and need less memory; each reads all weights again."""
-    if best.config.rule.groups == "auto":
+    if best.asked.rule.groups == "auto":
         tried = GROUPS if best.plan.stream_to == "actors" else WORKERS_GROUPS
         for groups in sorted({min(count, best.plan.wave) for count in tried} - {best.plan.groups}):
             yield with_keys(best.config, {"rule.groups": groups})

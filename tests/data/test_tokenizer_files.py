@@ -35,6 +35,21 @@ def test_load_tokenizer_faults(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+def test_a_type_of_model_that_transformers_does_not_know(tmp_path: Path) -> None:
+    """Its config.json beside the tokenizer, as Kimi-K2's: transformers fails to check its YaRN."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    rope = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0}
+    config = {"model_type": "kimi_k2", "max_position_embeddings": 131072, "rope_theta": 5e4}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": rope}))
+    loaded = load_tokenizer(str(tmp_path))
+    assert type(loaded) is type(tokenizer) and loaded("abc").input_ids == tokenizer("abc").input_ids
+
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(UserError, match=r"config\.json.*copy config\.json"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_ids_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
     check_vocabulary(10**9, str(tmp_path))  # no config.json: the checkpoint reader says so
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')

@@ -232,6 +232,25 @@ def test_larger_cards_are_no_slower() -> None:
         assert all(larger <= 1.06 * smaller for smaller, larger in itertools.pairwise(found)), found
 
 
+@pytest.mark.parametrize(("model", "sizes"), [("gpt_oss_20b", (8, 9)), ("qwen3_30b_a3b", (6, 7))])
+def test_larger_cards_are_no_slower_where_experts_are_streamed(model: str, sizes: tuple[int, int]) -> None:
+    """The larger one has just room for all layers. That they pass through it all the same pays only with what
+    is chosen after it: larger micro-batches, hidden states that stay, more experts on the card."""
+    rows = ("data.max_length=512", "trainer.batch_size=16")
+    config = compose(["mode=plan", f"model={model}", *rows])
+    machine = make_hardware(sockets=2, cores=32, memory=256 * GIB, isa="avx512_bf16")
+    smaller, larger = (
+        choose_plan(
+            model_dims(config.model),
+            config,
+            dataclasses.replace(machine, gpus=(Gpu(0, "RTX 4090", size * GIB),)),
+        )
+        for size in sizes
+    )
+    assert smaller.streams and larger.streams
+    assert larger.compared[0].seconds < GAIN * smaller.compared[0].seconds
+
+
 def test_a_resumed_run_whose_choice_is_not_possible_says_so() -> None:
     config, hardware = make_config(trainer={"batch_size": 8}), make_hardware()
     fresh = choose_plan(small_dims(), config, hardware)
