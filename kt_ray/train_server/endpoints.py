@@ -391,7 +391,7 @@ def _add_records(app: FastAPI, service: TrainService) -> None:
     @app.put(f"{checkpoint}/ttl")
     async def ttl(request: Request, run: str, kind: str, name: str) -> Response:
         seconds = (await _body(request, Expiry)).ttl_seconds
-        saved.set_expiry(found(run, kind, name), expiry(seconds))
+        saved.set_expiry(found(run, kind, name).path, expiry(seconds))
         return Response(status_code=204)
 
     @app.post(f"{checkpoint}/publish")

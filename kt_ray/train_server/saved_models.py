@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 import tarfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -88,8 +89,12 @@ class Saved(_OfLora):
     train_mlp: bool = True
 
     @property
+    def place(self) -> tuple[str, str, str]:
+        return self.run, self.kind, self.name
+
+    @property
     def path(self) -> str:
-        return f"tinker://{self.run}/{self.kind}/{self.name}"
+        return f"tinker://{'/'.join(self.place)}"
 
     @property
     def expired(self) -> bool:
@@ -144,6 +149,7 @@ class SavedModels:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._unreadable: set[Path] = set()
+        self._lock = threading.Lock()  # what is found under a name is what is changed there
         root.mkdir(parents=True, exist_ok=True)
         for described in root.glob("*/run.json"):
             for kind in _TYPES:
@@ -191,8 +197,9 @@ class SavedModels:
             size = sum(file.stat().st_size for file in (made / "data").rglob("*") if file.is_file())
             saved = Saved(**{**asdict(saved), "bytes": size})
             _write_json(made / "checkpoint.json", asdict(saved))
-            gone = self._hide(place)
-            made.rename(place)
+            with self._lock:
+                gone = self._hide(place)
+                made.rename(place)
             _remove(gone)
         finally:
             shutil.rmtree(made, ignore_errors=True)
@@ -202,14 +209,20 @@ class SavedModels:
         """At once for who looks; then the bytes."""
         _remove(self._hide(self._place(saved)))
 
-    def set_expiry(self, saved: Saved, expires: str | None) -> None:
-        _write_json(self._place(saved) / "checkpoint.json", {**asdict(saved), "expires": expires})
+    def set_expiry(self, path: str, expires: str | None) -> None:
+        """Raises ApiError: as `find`."""
+        with self._lock:
+            saved = self.find(path)
+            _write_json(self._place(saved) / "checkpoint.json", {**asdict(saved), "expires": expires})
 
     def sweep(self) -> None:
         """Delete what has expired."""
         for saved in self.all(expired=True):
             if saved.expired:
-                self.delete(saved)
+                with self._lock:  # unless it was replaced meanwhile
+                    gone = self._hide(self._place(saved)) if self._read(*saved.place) == saved else None
+                if gone is not None:
+                    _remove(gone)
 
     def runs(self) -> list[Run]:
         """All that have saved, the newest first."""
@@ -254,7 +267,7 @@ class SavedModels:
         return iter(sorted(self.data(saved).iterdir()))
 
     def _place(self, saved: Saved) -> Path:
-        return self.root / saved.run / saved.kind / saved.name
+        return self.root.joinpath(*saved.place)
 
     def _read(self, run: str, kind: str, name: str) -> Saved | None:
         found = self._described(self.root / run / kind / name / "checkpoint.json", Saved)

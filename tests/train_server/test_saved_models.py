@@ -91,6 +91,21 @@ def test_a_deletion_that_a_kill_ends_brings_back_nothing_in_part(
     assert SavedModels(tmp_path).all() == [] and not list((tmp_path / "run" / "weights").iterdir())
 
 
+def test_what_replaces_an_expired_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved anew after the old one was found to have expired, before it is deleted."""
+    models = SavedModels(tmp_path)
+    path = kept(models, "a", "old").path
+    models.set_expiry(path, "2026-01-01T00:00:00+00:00")
+    (expired,) = models.all(expired=True)
+    assert expired.expired
+    kept(models, "a", "new")
+    monkeypatch.setattr(models, "all", lambda **_: [expired])
+    models.sweep()
+    assert text_of(models, "a") == "new"
+    models.set_expiry(path, later := "2999-01-01T00:00:00+00:00")
+    assert models.find(path).expires == later and models.find(path).created != expired.created
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"run": "b"}', '{"unknown": 1}', "\0"])
 def test_files_that_say_nothing_are_passed_over(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
