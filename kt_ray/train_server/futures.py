@@ -50,9 +50,7 @@ class Promise:
         return self._future.result() if self._future.done() else None
 
     def settle(self, outcome: Outcome) -> None:
-        """Nothing but the first outcome counts."""
-        if not self._future.done():
-            self._future.set_result(outcome)
+        self._future.set_result(outcome)
 
     async def wait(self, seconds: float) -> Outcome | None:
         """The outcome; None = not yet."""
@@ -81,15 +79,23 @@ class Promises:
             self._all[promise.name] = promise
 
     def settle(self, promise: Promise, outcome: Outcome) -> None:
-        if promise.outcome is not None:
-            return
+        """Nothing but the first outcome counts."""
         with self._lock:
+            if promise.outcome is not None:
+                return
             if self._all.get(promise.name) is promise:
                 self._settled[promise.name] = time.monotonic() + UNFETCHED
                 self._bytes += _size(outcome)
-        promise.settle(outcome)
+            promise.settle(outcome)
         if self._bytes > KEPT_BYTES:
             self.sweep()
+
+    def abandon(self, failure: Failure) -> None:
+        """The outcome of all that has none."""
+        with self._lock:
+            waiting = [promise for promise in self._all.values() if promise.outcome is None]
+        for promise in waiting:
+            self.settle(promise, failure)
 
     def fetched(self, promise: Promise) -> None:
         """Its outcome was sent: it stays a while, in case the answer was lost."""

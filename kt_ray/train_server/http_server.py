@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
 from collections.abc import Callable
 from pathlib import Path
+
+import uvicorn
 
 from kt_ray.serve.run import AnnouncedServer, http_config
 from kt_ray.train_server.backend import Backend
@@ -12,6 +16,20 @@ from kt_ray.train_server.endpoints import make_app
 from kt_ray.train_server.service import TrainService
 
 FAREWELL = 5  # seconds that answers on their way get when the server ends
+
+
+class TrainServer(AnnouncedServer):
+    """Ends the service beside its connections: whoever waits learns of it, and is not just cut off."""
+
+    def __init__(self, service: TrainService, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config, ready)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.end()
+        patience = (self.config.timeout_graceful_shutdown or FAREWELL) - 1
+        asyncio.get_running_loop().call_later(patience, self._service.abandon)
+        await super().shutdown(sockets)
 
 
 def serve_backend(
@@ -35,6 +53,8 @@ def serve_backend(
     config = http_config(make_app(service, key, max_body), host, port, FAREWELL)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            AnnouncedServer(config, ready).run()  # uvicorn takes the signals, ends, and raises them again
+            TrainServer(
+                service, config, ready
+            ).run()  # uvicorn takes the signals, ends, and raises them again
     finally:
         service.close()

@@ -40,6 +40,7 @@ from kt_ray.train_server.work_queue import SAMPLES, Work, WorkQueue
 logger = logging.getLogger(__name__)
 
 MOST_SESSIONS = 10_000
+ENDS = "the server is shutting down"
 GONE = 60.0  # seconds of silence, six of the SDK's heartbeats, after which a client may lose its room
 _TURN = 64  # requests of one model before another has its turn, where no optimizer step ends it
 _SWEEP = 1.0  # seconds between looks at what has expired
@@ -75,14 +76,22 @@ class TrainService:
         self._thread = threading.Thread(target=self._work, name="kt-train-server", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """What runs comes to its end, samples are cancelled, what waits is dropped."""
         with self._lock:
             self._closing = self._rounds.closing = True
             for name in list(self._models):
-                self._queue.remove_model(name, "the server is shutting down")
-            self._rounds.cancel(lambda job: True, Failure("the server is shutting down", "server"))
+                self._queue.remove_model(name, ENDS)
+            self._rounds.cancel(lambda job: True, Failure(ENDS, "server"))
             self._lock.notify_all()
+
+    def abandon(self) -> None:
+        """Who waits for what still runs waits no longer."""
+        self.promises.abandon(Failure(f"{ENDS} and does not wait for this request's result", "server"))
+
+    def close(self) -> None:
+        """`end`, and wait for what runs."""
+        self.end()
         self._thread.join()
 
     # -- sessions ----------------------------------------------------------------------------------

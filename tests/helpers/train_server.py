@@ -24,6 +24,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from kt_ray.serve.access import digest
 from kt_ray.train_server.endpoints import make_app
+from kt_ray.train_server.http_server import TrainServer
 from kt_ray.train_server.service import TrainService
 from tests.helpers.fake_train_backend import FakeBackend
 
@@ -40,6 +41,7 @@ class Running:
     backend: FakeBackend
     service: TrainService
     directory: Path
+    end: Callable[[], None]
     clients: list[Any] = field(default_factory=list)
 
     def client(self, key: str = KEY) -> tinker.ServiceClient:
@@ -60,7 +62,13 @@ def running(
     config = uvicorn.Config(
         app, log_level=logging.ERROR, lifespan="off", ws="none", timeout_graceful_shutdown=1
     )
-    server = uvicorn.Server(config)
+    server = TrainServer(service, config, lambda: None)
+
+    def end() -> None:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
     with contextlib.closing(socket.socket()) as port:
         port.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [port]}, daemon=True)
@@ -68,15 +76,14 @@ def running(
         try:
             while not server.started:
                 time.sleep(0.01)
-            made = Running(f"http://127.0.0.1:{port.getsockname()[1]}", backend, service, directory)
+            made = Running(f"http://127.0.0.1:{port.getsockname()[1]}", backend, service, directory, end)
             yield made
         finally:
             backend.gate.set()
             for client in made.clients:
                 client.close("success").result(10)
             service.close()
-            server.should_exit = True
-            thread.join(10)
+            end()
             made.clients.clear()
             collect_clients()
 

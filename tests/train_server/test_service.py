@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tinker.proto import tinker_public_pb2 as proto
 
 from kt_ray.train_server import work_queue
+from kt_ray.train_server.service import ENDS
 from tests.helpers.fake_train_backend import FakeBackend, wrong
 from tests.helpers.train_server import Raw, Running, running, until
 
@@ -376,6 +378,25 @@ def test_closing_ends_what_waits(tmp_path: Path) -> None:
         answer = raw.http.post("create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0"})
         assert answer.status_code == 503
         raw.http.close()
+
+
+def test_who_waits_for_a_pass_is_told_that_the_server_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before it is cut off; not of a traceback."""
+    with running(tmp_path) as server, ThreadPoolExecutor() as threads:
+        raw = Raw(server)
+        model = raw.model()
+        server.backend.gate.clear()
+        at_work = raw.passed(model, 1)
+        until(lambda: raw.calls("backward"))
+        waiting = raw.step(model, 2)
+        answers = [threads.submit(raw.result, one) for one in (at_work, waiting)]
+        server.end()
+        errors = [answer.result(10)["error"] for answer in answers]
+        assert "does not wait for this request's result" in errors[0] and errors[1] == ENDS
+        raw.http.close()
+    assert not caplog.records
 
 
 def test_a_session_that_ends_before_its_model_is_made(raw: Raw) -> None:
