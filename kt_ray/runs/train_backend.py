@@ -17,7 +17,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -571,6 +571,9 @@ class ClusterBackend:
         data = [Datum(prompts[index][:-1], prompts[index][1:]) for index in rows]
 
         def work() -> list[Scores]:
+            self._load_again()
+            if self._is_gone(sampler):
+                return []
             nothing = Scores(np.zeros(0, dtype=np.float32), *_no_tops(0, top))
             scores = [nothing] * len(prompts)
             for wave in self._waves(data):
@@ -582,9 +585,9 @@ class ClusterBackend:
                         scores[rows[index]] = Scores(logprobs[row, : n - 1], ids, values)
             return scores
 
-        self._load_again()
+        scored = self._surely(work)
         self.check(sampler)
-        return self._surely(work)
+        return scored
 
     def _load_again(self) -> None:
         """Samplers from files that a death took. One whose file is gone stays away, see `check`."""
@@ -597,7 +600,7 @@ class ClusterBackend:
 
     def check(self, sampler: bool | str) -> None:
         """Raises UserError: the sampler's weights are not there."""
-        if isinstance(sampler, str) and sampler not in self._samplers:
+        if self._is_gone(sampler):
             raise UserError(
                 "the sampler's weights are gone",
                 where=sampler,
@@ -606,6 +609,9 @@ class ClusterBackend:
                 else "an actor died, and they were older than the training's last snapshot",
                 remedy="make another sampler of the training, or save weights under a name and load them",
             )
+
+    def _is_gone(self, sampler: bool | str) -> TypeGuard[str]:
+        return isinstance(sampler, str) and sampler not in self._samplers
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[SamplingSession]:

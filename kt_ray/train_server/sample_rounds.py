@@ -135,7 +135,12 @@ class SampleRounds:
         self._loaded[sampler.key] = sampler
 
     def make_room(self) -> None:
-        """For one more; the worker's. What can be loaded again goes first, what is waited for last."""
+        """For one more; the worker's. What can be loaded again goes first, what is waited for last.
+
+        A nameless sampler that is waited for answers before it goes.
+        """
+        while len(self._lasting()) >= self._most:
+            self.run(more=False)
         with self._queue.changed:
             needed = {job.sampler.key for job in self._running}
             spare = [
@@ -157,8 +162,13 @@ class SampleRounds:
             sampler.loaded = False
             sampler.lost = sampler.find is None
 
-    def run(self) -> None:
-        """Generate what waits; more joins until something else waits for the worker."""
+    def _lasting(self) -> set[str]:
+        """Samplers that cannot be loaded again and are waited for: they stay."""
+        with self._queue.changed:
+            return {key for key, sampler in self._loaded.items() if sampler.jobs and sampler.find is None}
+
+    def run(self, more: bool = True) -> None:
+        """Generate what waits. more: others join until something else waits for the worker."""
         self._died = False
         jobs = self._admit(lambda job: True)
         for sampler in {id(job.sampler): job.sampler for job in jobs}.values():
@@ -172,7 +182,7 @@ class SampleRounds:
             with self._backend.sampling() as session:
                 for job in jobs:
                     self._start(session, job)
-                self._attend(session)
+                self._attend(session, more)
         except Exception as error:
             with self._queue.changed:
                 for job in self._running:
@@ -181,7 +191,7 @@ class SampleRounds:
         finally:
             self._settle()
 
-    def _attend(self, session: SamplingSession) -> None:
+    def _attend(self, session: SamplingSession, more: bool) -> None:
         """Until nothing runs."""
         while True:
             self._tick()
@@ -191,7 +201,7 @@ class SampleRounds:
                     return
                 broken = [job for job in self._running if job.failure is not None or self.closing]
                 fresh: list[SampleJob] = []
-                if not (self._queue.waits or self.closing or self._died):
+                if more and not (self._queue.waits or self.closing or self._died):
                     fresh = self._admit(
                         lambda job: job.sampler.loaded or job.sampler.key is False, scored=False
                     )
@@ -209,20 +219,22 @@ class SampleRounds:
 
     def _admit(self, fits: Callable[[SampleJob], bool], scored: bool = True) -> list[SampleJob]:
         """Jobs that run from now on: from the first one that waits to the first that does not fit, of no more
-        samplers than the backend keeps."""
+        samplers than the backend keeps. Where samplers that stay take all the room, theirs go first."""
         with self._queue.changed:
             jobs: list[SampleJob] = []
             keys = {job.sampler.key for job in self._running if job.sampler.key is not False}
-            while (
-                self._waiting
-                and fits(self._waiting[0])
-                and (scored or not self._waiting[0].request.wants_scores)
-            ):
-                key = self._waiting[0].sampler.key
-                if key is not False and len(keys | {key}) > self._most:
+            keys |= self._lasting()
+            for job in self._waiting:
+                key = job.sampler.key
+                if not fits(job) or not (scored or not job.request.wants_scores):
                     break
-                keys |= set() if key is False else {key}
-                jobs.append(self._waiting.popleft())
+                if key is False or len(keys | {key}) <= self._most:
+                    keys |= set() if key is False else {key}
+                    jobs.append(job)
+                elif jobs or self._running:
+                    break
+            for job in jobs:
+                self._waiting.remove(job)
             self._running += jobs
             return jobs
 

@@ -28,6 +28,7 @@ from kt_ray.generate.requests import Request, Sampling
 from kt_ray.runs import train_backend
 from kt_ray.runs.train_backend import ClusterBackend
 from kt_ray.serve.api_errors import ApiError
+from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.reports import PassReport
 from kt_ray.train.trainer import StepBatches, Trainer
 from kt_ray.train_server.backend import Datum, Pass, PassResult
@@ -424,6 +425,34 @@ def test_what_a_rebuild_cannot_find_leaves_the_rest_whole(model: Path, tmp_path:
             assert backend.run(name, given, ENTROPY, backward=False).loss == loss
         with pytest.raises(RuntimeError, match="has no training 'nobody' put aside"):
             backend._cluster.switch_training("nobody", None)
+
+
+def test_a_death_while_a_prompt_is_scored(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sampler comes back before the prompt is scored again, or is said to be gone."""
+    given = data_of(rows(7))
+    with backend_on(model, tmp_path, *LAYOUTS["two"], "trainer.recoveries=2") as backend:
+        backend.create("one", 0, WHOLE)
+        backend.keep("one", "kept")
+        backend.save_adapter("one", tmp_path / "adapter")
+        backend.load_sampler("loaded", lambda: tmp_path / "adapter")
+        prompts, run_pass = [given[0].tokens], backend._cluster.run_pass
+        monkeypatch.setattr(backend._cluster, "recover", lambda: None)
+
+        def dying(spec: PassSpec) -> PassReport:
+            monkeypatch.setattr(backend._cluster, "run_pass", run_pass)
+            raise ActorLost("expert actor 0 died", observed="killed")
+
+        (seen,) = backend.score("loaded", prompts, 0)
+        monkeypatch.setattr(backend._cluster, "run_pass", dying)
+        np.testing.assert_array_equal(backend.score("loaded", prompts, 0)[0].logprobs, seen.logprobs)
+        backend.run("one", given, ENTROPY, backward=True)
+        backend.step("one", ADAM)
+        backend._write_snapshot("one")
+        monkeypatch.setattr(backend._cluster, "run_pass", dying)
+        with pytest.raises(UserError, match="older than the training's last snapshot"):
+            backend.score("kept", prompts, 0)
 
 
 def save_another(backend: ClusterBackend, given: Sequence[Datum], directory: Path) -> None:

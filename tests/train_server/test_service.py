@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -350,6 +351,49 @@ def test_nameless_samplers_beyond_the_limit_are_lost_and_say_so(tmp_path: Path) 
         for number, sampler in enumerate((saved, samplers[2], saved)):
             assert isinstance(raw.result(raw.sample(sampler, number)), bytes)
         assert len(server.backend.samplers) == 2
+        raw.http.close()
+
+
+def test_no_more_samplers_than_planned_although_all_are_waited_for(tmp_path: Path) -> None:
+    """Nameless ones answer before another takes their place, though who came first wants one from a file."""
+    with running(tmp_path, FakeBackend(), most_samplers=2) as server:
+        raw, backend = Raw(server), server.backend
+        model, numbers = raw.model(), itertools.count(1)
+        named = raw.result(
+            raw.post("save_weights_for_sampler", model_id=model, seq_id=next(numbers), path="n")
+        )
+        from_file = raw.post(
+            "create_sampling_session",
+            session_id=raw.session,
+            sampling_session_seq_id=9,
+            model_path=named["path"],
+        )["sampling_session_id"]
+        most = 0
+
+        def watched(change: Callable[..., None]) -> Callable[..., None]:
+            def changed(*args: Any) -> None:
+                nonlocal most
+                change(*args)
+                most = max(most, len(backend.samplers))
+
+            return changed
+
+        backend.keep = watched(backend.keep)  # type: ignore[method-assign]
+        backend.load_sampler = watched(backend.load_sampler)  # type: ignore[method-assign]
+
+        def kept(number: int) -> Any:
+            body = {"model_id": model, "seq_id": next(numbers), "sampling_session_seq_id": number}
+            return raw.post("save_weights_for_sampler", **body)
+
+        samplers = [raw.result(kept(number))["sampling_session_id"] for number in range(2)]
+        backend.gate.clear()
+        raw.passed(model, next(numbers))
+        until(lambda: raw.calls("backward"))
+        answers = [raw.sample(name, number) for number, name in enumerate((from_file, *samplers))]
+        new = kept(2)
+        backend.gate.set()
+        assert raw.result(new)["sampling_session_id"]
+        assert all(isinstance(raw.result(answer), bytes) for answer in answers) and most == 2
         raw.http.close()
 
 
