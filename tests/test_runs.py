@@ -264,12 +264,12 @@ def test_an_interrupted_run_goes_on_where_its_last_checkpoint_was() -> None:
     command = [sys.executable, str(REPO / "launch.py"), *SHORT, *RESUMED, *steps, "run.name=cut"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     metrics = Path("runs/cut/metrics.jsonl")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     taken = len(curve("cut"))
     assert process.returncode == STOPPED, err
     assert err.splitlines()[-1].startswith(f"SIGTERM: stopped after step {taken} of 10, saved"), err

@@ -55,7 +55,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def run_tests(folder: Path, seconds: float = 60, quick: bool = False) -> Result:
+def run_tests(folder: Path, seconds: float = 240, quick: bool = False) -> Result:
     items = {item.name: item for item in right.items(make_config(), make_hardware(), quick)}
     return complete(items["quick" if quick else "engine"], Directory(folder), seconds)
 
@@ -77,7 +77,7 @@ def test_a_failing_test_is_a_failure_and_passed_ones_are_not_run_again(
 def test_what_the_clock_cuts_off_goes_on(module: Path, tmp_path: Path) -> None:
     """Neither a pass nor a failure; what passed by then is not done again."""
     module.write_text(MODULE.replace('assert os.environ.get("HEALED")', "time.sleep(600); assert 0"))
-    result = run_tests(tmp_path, seconds=15)
+    result = run_tests(tmp_path, seconds=40)
     assert (result.status, result.cut, result.claims) == ("cut", True, ())
     assert "3 passed" in result.notes[0] and "the time was over" in result.notes[0]
     module.write_text(MODULE.replace('os.environ.get("HEALED")', "True"))

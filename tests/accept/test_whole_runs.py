@@ -65,12 +65,12 @@ def test_a_model_that_cannot_fit_is_left_out_and_weights_that_cannot_be_made_fai
     hardware = make_hardware(memory=GIB // 8)
     directory = Directory(tmp_path)
     config = make_config(cluster="local")
-    result = complete(whole_runs._item(TINY, config, hardware), directory, 120)
+    result = complete(whole_runs._item(TINY, config, hardware), directory, 600)
     assert result.status == "skip" and "of socket 0, which has" in result.notes[0]
     result = complete(
         whole_runs._item(TINY._replace(format="int4", shape=("hidden_size=100",)), config, hardware),
         directory,
-        120,
+        600,
     )
     assert result.status == "fail" and "making its weights" in result.claims[0].found
 

@@ -26,7 +26,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(*arguments: str, out: Path) -> tuple[dict[str, Any], str]:
     common = ["--shape", "tiny", "--rank", "4", "--threads", "1", "--rounds", "2", "--peak-seconds", "0.01"]
     command = [sys.executable, str(BENCHMARKS / "moe_layer.py"), *common, *arguments, "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout
 

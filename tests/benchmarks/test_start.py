@@ -93,7 +93,7 @@ def test_a_benchmark_ends_in_a_record(script: str, tmp_path: Path) -> None:
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     # The exit code may say that a figure missed its aim; one step proves nothing.
     assert out.is_file(), done.stderr[-3000:] + done.stdout[-1000:]

@@ -41,7 +41,7 @@ def test_a_run_ends_in_a_record_and_a_trace(case: str, clusters: list[str], tmp_
         env={**os.environ, "KT_RAY_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     whole = json.loads(out.read_text(encoding="utf-8"))

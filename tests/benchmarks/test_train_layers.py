@@ -37,7 +37,7 @@ def test_parties_take_the_same_steps(tmp_path: Path) -> None:
         env={**os.environ, "KT_RAY_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     records = {r["impl"]: r for r in json.loads(out.read_text(encoding="utf-8"))["records"]}

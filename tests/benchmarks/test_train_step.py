@@ -22,7 +22,7 @@ def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
     )
 
 

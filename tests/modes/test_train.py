@@ -57,6 +57,14 @@ def await_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
         time.sleep(0.02)
 
 
+def locked_by(run: Path) -> int:
+    """The process id of its driver; 0 while that changes."""
+    try:
+        return int(json.loads((run / ".lock").read_text())["pid"])
+    except (OSError, ValueError):
+        return 0
+
+
 def result(run: Path) -> tuple[list[tuple[int, float]], bytes]:
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(r["step"], r["loss"]) for r in records], (run / "adapter/adapter_model.safetensors").read_bytes()
@@ -93,11 +101,11 @@ def test_killed_drivers_need_no_hand(tmp_path: Path, undisturbed: Path) -> None:
     run = tmp_path / "a"
     for step in (3, 7):
         await_step(supervisor, run, step)
-        child = int(json.loads((run / ".lock").read_text())["pid"])
+        child = locked_by(run)
         assert child != supervisor.pid
         os.kill(child, signal.SIGKILL)
-        while steps(run) >= step and supervisor.poll() is None:  # until its successor has cut the curve back
-            time.sleep(0.05)
+        while locked_by(run) == child and supervisor.poll() is None:  # until its successor is there
+            time.sleep(0.02)
     error = supervisor.communicate(timeout=240)[1]
     assert supervisor.returncode == 0, error
     assert error.count("supervisor: the driver died (SIGKILL)") == 2

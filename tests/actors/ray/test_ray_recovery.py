@@ -219,7 +219,7 @@ def test_a_killed_node(model: Path, tmp_path: Path, nodes: Place) -> None:
         model,
         *COMMON,
         f"cluster.address={nodes.address}",
-        "cluster.start_timeout=60",
+        "cluster.start_timeout=240",
         "rule=cpu_1worker_1socket",
         "rule.ray.strategy=STRICT_SPREAD",
     )
@@ -245,6 +245,7 @@ def test_a_killed_node(model: Path, tmp_path: Path, nodes: Place) -> None:
         kill_node(nodes, last, run.pids()[name])
         with pytest.raises(UserError, match="died"):
             run.cluster.info()
+        until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1, 60)
         with pytest.raises(
             UserError,
             match=r"^no node has room for .*none came within 6 s; found 1 nodes; free now: CPU .*"
