@@ -69,6 +69,7 @@ class AdapterInfo:
     others: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     # modules of the routed experts that are adapted ("...layers.3.mlp.experts"), where others' are not
     expert_modules: tuple[str, ...] = ()
+    released_type: str = ""  # model_type of the base, where transformers has another name for it ("kimi_k2")
     revision: str | None = None  # commit of the base model, where base_model is its name on the hub
 
     @property
@@ -323,6 +324,12 @@ def adapter_readme(names: Iterable[str], info: AdapterInfo) -> str:
     if info.revision:
         base += f" --revision {info.revision}"
         loaded += f', revision="{info.revision}"'
+    renamed = ""
+    if info.released_type:
+        renamed = (
+            f"# transformers has no {info.released_type}: first write "
+            f'"model_type": "{info.model_type}" into config.json of the base (or of a copy of it)\n'
+        )
     tested = f"tested with tiny models of {info.model_type}" if info.model_type in TESTED else "untested here"
     return f"""---
 base_model: {json.dumps(info.base_model)}
@@ -343,7 +350,7 @@ tags: [lora, mixture-of-experts]
 from peft import PeftModel
 from transformers import {info.auto}
 
-model = {info.auto}.from_pretrained({loaded})
+{renamed}model = {info.auto}.from_pretrained({loaded})
 model = PeftModel.from_pretrained(model, "<this directory>")
 ```
 Needs transformers v5 and PEFT 0.21. Its warning that `rank_pattern` or `alpha_pattern` keys

@@ -23,6 +23,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# model_type in released files -> the same architecture's in transformers.
+ALIASES = {
+    "kimi_k2": "deepseek_v3",
+    "deepseek_ref": "deepseek_v4",
+    "minimax_m3": "minimax_m3_vl_text",
+}
 PROJECTIONS = ("gate", "up", "down")
 LEAVES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}  # transformers' and PEFT's names
 # Last parts of the names, by what the tensor holds.
@@ -210,7 +216,8 @@ def part_of(name: str, layers: int | None) -> str:
 
 
 def family(config: Mapping[str, Any]) -> str:
-    """model_type of the language model."""
+    """model_type of the language model, as transformers calls it."""
     text = config.get("text_config")
     own = text.get("model_type") if isinstance(text, Mapping) else None
-    return str(own or config.get("model_type") or "unknown")
+    named = str(own or config.get("model_type") or "unknown")
+    return ALIASES.get(named, named)

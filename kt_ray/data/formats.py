@@ -113,7 +113,8 @@ class Parser:
             if self.format == "auto":
                 empty = next((key for key in _QUESTIONS if row.get(key) == ""), None)
                 if not formats and empty is not None:
-                    raise bad_row("the question is empty", f"{where}, {empty}", "''", "text", FILL)
+                    what = "question" if empty == "prompt" else empty
+                    raise bad_row(f"the {what} is empty", f"{where}, {empty}", "''", "text", FILL)
                 if not formats:
                     raise UserError(
                         "unknown data format",

@@ -15,16 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from kt_ray.checkpoint.names import ALIASES
 from kt_ray.errors import UserError
 from kt_ray.model import attention, layer_calls
 from kt_ray.parse import read_json
 
-# model_type in released files -> the same architecture's in transformers.
-ALIASES = {
-    "kimi_k2": "deepseek_v3",
-    "deepseek_ref": "deepseek_v4",
-    "minimax_m3": "minimax_m3_vl_text",
-}
 _NESTED = ("text_config", "thinker_config")  # of multimodal configurations, outermost last
 _OTHER = "set model.path to a model of a family that the installed transformers knows"
 

@@ -352,9 +352,10 @@ def _train(
         _write_env(rundir, cluster)  # once more: how many kernel calls ran, and where
 
     kept = best_so_far(prepared, rundir) if resume and config.trainer.save_best else None
-    # What was measured before does not count here: by another run, or over other rows.
-    other_rows = config.trainer.save_best and kept is None and best_checkpoint(rundir.checkpoints) is not None
-    fresh = not rundir.continued or other_rows
+    known = [(step, sign * value) for step, value in _evaluations(rundir, figure, first_step)]
+    # What was measured before does not count here: by another run, over other rows, or where no checkpoint is
+    # marked for it. The state that this begins with may be the best.
+    fresh = not rundir.continued or (config.trainer.save_best and kept is None and not known)
     signals = stop_signals() if config.trainer.on_signal == "save" else contextlib.nullcontext(None)
     with display, signals as stop:
         events = Events(on_step, on_eval, save, timeline, display.repeating, display.line, best, on_skip)
@@ -370,7 +371,7 @@ def _train(
             profile=rundir.path / "profile",
             began=began if supervisor.began is None else supervisor.began,
             kept=kept,
-            evaluated=[(step, sign * value) for step, value in _evaluations(rundir, figure, first_step)],
+            evaluated=known,
             stop=stop,
             owes_evaluation=resume is not None and (fresh or not _evaluated(resume)),
             rollouts=rollouts,

@@ -76,6 +76,11 @@ def _loss(run: RunData) -> Iterator[Finding]:
         broken = [r.get("step") for r in applied if key in r and r[key] is None]
         if broken:
             yield Finding("bad", f"The {name} is not finite at step {broken[0]}: lower optim.lr.")
+    without = [r.get("step") for r in run.records if "eval_reward" in r and r["eval_reward"] is None]
+    if without:
+        yield Finding(
+            "bad", f"No held-out answer got a reward at step {without[0]}: look at what the reward returns."
+        )
     values = run.values("loss") if not run.series("policy_reward") else []  # whose loss says nothing
     if len(values) >= 2 * LAST and mean(values[-LAST:]) >= mean(values[:LAST]):
         yield Finding(

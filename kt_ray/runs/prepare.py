@@ -23,7 +23,7 @@ from kt_ray.batch import Wave
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import Manifest
-from kt_ray.checkpoint.names import layer_of, one_expert
+from kt_ray.checkpoint.names import ALIASES, layer_of, one_expert
 from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.config.checks import check_warmup
 from kt_ray.config.faults import value_of
@@ -293,6 +293,7 @@ def adapter_info(
         dropout=lora.dropout,
         notes=notes,
         whole_type="" if family.whole is None else family.model_type,
+        released_type=family.model_type if family.whole is None and family.model_type in ALIASES else "",
         auto=family.auto,
         expert_modules=() if whole or experts is None else tuple(experts[layer] for layer in layers),
     )

@@ -30,7 +30,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kt_ray.checkpoint.names import family, fused_release
+from kt_ray.checkpoint.names import ALIASES, family, fused_release
 from kt_ray.checkpoint.random_values import Fill
 from kt_ray.checkpoint.safetensors_file import BITS, tensor_bytes
 from kt_ray.dims.config_json import dims_from_config
@@ -41,8 +41,6 @@ from kt_ray.tools.units import without_quantization
 INDEX = "model.safetensors.index.json"
 # Files of a tokenizer, by how their names begin.
 TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
-# Architectures that carry another name in config.json.
-ALIASES = {"kimi_k2": "deepseek_v3"}
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 

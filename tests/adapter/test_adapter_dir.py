@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,16 @@ def test_the_readme_quotes_the_base_model() -> None:
     assert loading is not None and ast.literal_eval(loading[1]) == base
     for command in re.findall(r"^(?:vllm|python -m) .*", page.replace("\\\n", ""), re.M):
         assert base in shlex.split(command)
+
+
+def test_the_readme_says_what_transformers_calls_the_base() -> None:
+    info = AdapterInfo("moonshotai/Kimi-K2", "deepseek_v3", 4, 8)
+    names = ["model.layers.0.self_attn.o_proj.lora_A.weight"]
+    renamed = adapter_readme(names, replace(info, released_type="kimi_k2"))
+    assert (
+        '# transformers has no kimi_k2: first write "model_type": "deepseek_v3" into config.json' in renamed
+    )
+    assert "transformers has no" not in adapter_readme(names, info)
 
 
 def test_processes_write_one_file(tmp_path: Path) -> None:

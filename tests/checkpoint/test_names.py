@@ -8,7 +8,9 @@ import pytest
 import transformers
 
 from kt_ray.checkpoint.names import (
+    ALIASES,
     expert_name,
+    family,
     fused_release,
     gguf_expert_name,
     is_interleaved,
@@ -81,6 +83,14 @@ def test_interleaved_families_are_those_of_transformers() -> None:
     stated = {name for name, text in sources.items() if "is_concatenated=False" in text}
     assert stated == {name for name in sources if is_interleaved(name)} and "gpt_oss" in stated
     assert not is_interleaved("qwen3_vl_moe_text") and fused_release("qwen3_moe") is None
+
+
+def test_families_have_transformers_names() -> None:
+    assert family({"model_type": "kimi_k2"}) == "deepseek_v3"
+    assert family({"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}}) == "deepseek_v3"
+    assert family({"model_type": "qwen3_moe"}) == "qwen3_moe" and family({}) == "unknown"
+    assert not any(name in transformers.CONFIG_MAPPING for name in ALIASES)
+    assert all(name in transformers.CONFIG_MAPPING for name in ALIASES.values())
 
 
 @pytest.mark.parametrize(

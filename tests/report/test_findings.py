@@ -34,6 +34,11 @@ def test_a_healthy_run_has_no_remarks(tmp_path, make_run):
             "held-out loss is not finite at step 50",
         ),
         (
+            lambda r: r | {"eval_reward": None} if r["step"] == 20 else None,
+            "bad",
+            "No held-out answer got a reward at step 20",
+        ),
+        (
             lambda r: {"step": 7, "skipped": 1, "loss": None, "grad_norm": 1e9} if r["step"] == 7 else None,
             "look",
             "1 of 60 steps was skipped, the first at step 7",
