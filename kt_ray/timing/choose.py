@@ -4,7 +4,8 @@
 the host's rates, and takes one that is clearly faster. An alternative has to gain 5 %: predictions are no
 more accurate than that, and measuring the rates again must not change the order in which a run adds up.
 
-Waves half as large are tried where the largest compute again, or copy to the host, what would then stay.
+Waves half as large are tried where the largest compute again, or copy to the host, what would then stay;
+layers that pass through the card are tried once more when all else is chosen.
 Every simulated step is one under Ray, with overlap, over the usual transports, and with rows of
 data.max_length tokens, whatever the run uses: what changes no bit of a run must not change its plan. (With
 rule.nodes > 1, cluster=local folds all hosts into one and may choose otherwise.) Pure functions.
