@@ -53,8 +53,7 @@ def serve_backend(
     config = http_config(make_app(service, key, max_body), host, port, FAREWELL)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            TrainServer(
-                service, config, ready
-            ).run()  # uvicorn takes the signals, ends, and raises them again
+            # uvicorn takes the signals, ends, and raises them again
+            TrainServer(service, config, ready).run()
     finally:
         service.close()
