@@ -116,7 +116,7 @@ def test_copies_and_products_take_what_the_card_says(cards: Any) -> None:
     assert found["cuda:0", "lane"] == pytest.approx(0.005)
     assert found["pcie cuda:0 out", "kept"] == pytest.approx(0.02)
     ends = [d.end for d in cards.board.done]
-    assert ends == sorted(ends) and cards.board.done[1].start == ends[0]
+    assert ends == sorted(ends) and cards.board.done[1].start >= ends[0]
 
 
 @pytest.mark.parametrize("products", [0.001, 0.02])
