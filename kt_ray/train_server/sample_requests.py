@@ -30,6 +30,7 @@ class SampleRequest:
     prompt_logprobs: bool
     prompt_top: int  # most probable tokens at each place of the prompt
     last: int | None  # only so many tokens of the prompt get log-probabilities; None = all but the first
+    draws: bool = True  # False = the prompt leaves no room, and is scored only
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -69,6 +70,7 @@ def sample_of(request: Any, backend: Backend, adapter: str | bool) -> SampleRequ
         bool(request.prompt_logprobs),
         request.topk_prompt_logprobs,
         last,
+        len(prompt) < backend.max_length,
     )
 
 
@@ -89,7 +91,9 @@ def _samples(
 ) -> tuple[Request, ...]:
     params, room = request.sampling_params, backend.max_length - len(prompt)
     most = room if params.max_tokens is None else params.max_tokens
-    if not 1 <= most <= room:
+    # compute_logprobs of the SDK asks for one token that nobody looks at.
+    scores_only = room == 0 and most == 1 and request.prompt_logprobs
+    if not (1 <= most <= room or scores_only):
         raise bad(
             f"the prompt has {len(prompt)} tokens and max_tokens is {most}; this server takes at most "
             f"{backend.max_length} together, one of them to be generated",

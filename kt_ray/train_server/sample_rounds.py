@@ -266,13 +266,15 @@ class SampleRounds:
             scores = self._backend.score(key, prompts, max(job.request.prompt_top for job in jobs))
             for job, scored in zip(jobs, scores, strict=True):
                 job.scores = scored
+                if not job.request.draws:
+                    job.sequences = [[Token(0, -1, finish="length")] for _ in job.request.samples]
         except Exception as error:
             failure = failure_of(error)
             for job in jobs:
                 job.failure = failure
 
     def _start(self, session: SamplingSession, job: SampleJob) -> None:
-        if job.failure is not None:
+        if job.failure is not None or not job.request.draws:
             return
         job.sequences = [[] for _ in job.request.samples]
         with self._queue.changed:
@@ -316,7 +318,11 @@ class SampleRounds:
     def _settle(self) -> None:
         """Tell of what has ended."""
         with self._queue.changed:
-            ended = [j for j in self._running if not j.running and (j.failure or j.again or j.answers)]
+            ended = [
+                job
+                for job in self._running
+                if not job.running and (job.failure or job.again or job.answers or not job.request.draws)
+            ]
             for job in reversed(ended):
                 self._running.remove(job)
                 if job.again and job.failure is None:
