@@ -173,9 +173,8 @@ def test_logprobs_of_prompts_and_samples(server: Running) -> None:
     sampler = server.client().create_sampling_client(base_model="demo/model").result()
     assert sampler.compute_logprobs(PROMPT).result() == [None, pytest.approx(-0.6), pytest.approx(-0.7)]
     assert sampler.compute_logprobs(PROMPT, 1).result() == [None, None, pytest.approx(-0.7)]
-    whole = types.ModelInput.from_ints(
-        [3] * server.backend.max_length
-    )  # no room for the token that the SDK asks for
+    # no room for the token that the SDK asks for
+    whole = types.ModelInput.from_ints([3] * server.backend.max_length)
     assert len([value for value in sampler.compute_logprobs(whole).result() if value is not None]) == 63
     with pytest.raises(tinker.BadRequestError, match="at most 64 together"):
         sampler.sample(whole, 1, types.SamplingParams(max_tokens=1)).result()
