@@ -30,7 +30,7 @@ class SampleRequest:
     prompt_logprobs: bool
     prompt_top: int  # most probable tokens at each place of the prompt
     last: int | None  # only so many tokens of the prompt get log-probabilities; None = all but the first
-    draws: bool = True  # False = the prompt leaves no room, and is scored only
+    draws: bool  # False = the prompt leaves no room, and is scored only
 
     @property
     def prompt(self) -> tuple[int, ...]:

@@ -226,7 +226,7 @@ class SampleRounds:
             keys |= self._lasting()
             for job in self._waiting:
                 key = job.sampler.key
-                if not fits(job) or not (scored or not job.request.wants_scores):
+                if not fits(job) or (job.request.wants_scores and not scored):
                     break
                 if key is False or len(keys | {key}) <= self._most:
                     keys |= set() if key is False else {key}

@@ -425,17 +425,24 @@ def test_closing_ends_what_waits(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_a_pass_is_told_that_the_server_ends(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it is cut off; not of a traceback."""
+    """Before it is cut off, and the log has no traceback."""
     with running(tmp_path) as server, ThreadPoolExecutor() as threads:
-        raw = Raw(server)
+        raw, asked, promise = Raw(server), list[str](), server.service.promise
+
+        def seen(name: str) -> Any:
+            asked.append(name)
+            return promise(name)
+
+        monkeypatch.setattr(server.service, "promise", seen)
         model = raw.model()
         server.backend.gate.clear()
         at_work = raw.passed(model, 1)
         until(lambda: raw.calls("backward"))
         waiting = raw.step(model, 2)
         answers = [threads.submit(raw.result, one) for one in (at_work, waiting)]
+        until(lambda: {at_work["request_id"], waiting["request_id"]} <= {*asked})
         server.end()
         errors = [answer.result(10)["error"] for answer in answers]
         assert "does not wait for this request's result" in errors[0] and errors[1] == ENDS
