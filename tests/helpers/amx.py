@@ -1,4 +1,5 @@
-"""AMX code in tests: on a CPU that has AMX as it is, on others under the emulator in tests/native/amxemu.
+"""AMX code in tests: on a CPU that has AMX as it is, on others under the emulator in tests/native/amxemu, on
+those without AVX-512 with the extension of tests/helpers/avx512.py, too.
 
 amx = Amx.build(tmp_path_factory.mktemp("amx"))     # once per session; Amx.unusable() says why not
 amx.run([sys.executable, "-c", "..."])              # a process whose detection finds AMX
@@ -18,26 +19,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1] / "native"
-SOURCES = Path(__file__).resolve().parents[2] / "kt_ray" / "native" / "src"
+from tests.helpers import avx512
+from tests.helpers.avx512 import cpu_flags
+from tests.helpers.engine_cases import ISA_FLAGS, ROOT, SOURCES
+
+TESTS = ROOT / "tests" / "native"
 EMULATOR = TESTS / "amxemu"
 
 TILE_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
-AVX512_FLAGS = (
-    *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-    *("-mprefer-vector-width=512", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni"),
-)
 # As CMakeLists.txt compiles an instruction set's object.
-ISA_FLAGS = (
-    *("-std=c++20", "-O3", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"),
-    *(*AVX512_FLAGS, *TILE_FLAGS),
+AMX_FLAGS = (
+    *("-std=c++20", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fno-exceptions", "-fno-rtti"),
+    *(ISA_FLAGS["amx"] if avx512.has_avx512() else (*avx512.FLAGS, *TILE_FLAGS)),
 )
-
-
-def cpu_flags() -> set[str]:
-    with open("/proc/cpuinfo") as file:
-        return next((set(line.split()) for line in file if line.startswith("flags")), set())
 
 
 def has_amx() -> bool:
@@ -62,18 +57,18 @@ def build_emulator(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Amx:
-    """How AMX code runs on this machine. `emulator` is None where the CPU has AMX."""
+    """How AMX code runs on this machine. `emulator` is None where the CPU has AMX, `extension` where it has
+    AVX-512."""
 
     folder: Path
     emulator: Path | None
+    extension: Path | None = None
 
     @staticmethod
     def unusable() -> str:
         """Why neither the CPU nor the emulator can run AMX code here; empty if one can."""
-        needed = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_vnni", "avx512_bf16"}
-        missing = needed - cpu_flags()
-        if missing:
-            return f"this CPU lacks {', '.join(sorted(missing))}"
+        if missing := avx512.unusable():
+            return missing
         for compiler in ("gcc", "g++"):
             if shutil.which(compiler) is None:
                 return f"no {compiler}"
@@ -85,8 +80,9 @@ class Amx:
 
     @classmethod
     def build(cls, folder: Path) -> Amx:
-        """Compiles the emulator into `folder`, unless the CPU needs none."""
-        return cls(folder, None if has_amx() else build_emulator(folder))
+        """Compiles the emulator into `folder`, and the extension, unless the CPU needs none."""
+        extension = None if avx512.has_avx512() else avx512.extension()
+        return cls(folder, None if has_amx() else build_emulator(folder), extension)
 
     @property
     def emulated(self) -> bool:
@@ -96,7 +92,7 @@ class Amx:
         """tests/native/cpp/NAME.cpp, compiled as the engine compiles its kernels, but for `flags`."""
         program = self.folder / name
         source = TESTS / "cpp" / f"{name}.cpp"
-        arguments = (*ISA_FLAGS, "-Werror", *flags, "-I", SOURCES, source, "-pthread")
+        arguments = (*AMX_FLAGS, "-Werror", *flags, "-I", SOURCES, source, "-pthread")
         compile_with("g++", program, *arguments)
         return program
 
@@ -112,6 +108,8 @@ class Amx:
                 "KT_RAY_TEST_ASSUME_AMX": "1",
                 "AMXEMU_STATS": str(self.folder / "counts"),
             }
+        if self.extension is not None:
+            result |= avx512.replacing(self.extension, self.folder / "site")
         return result
 
     def run(self, command: Sequence[str], **more: str) -> str:

@@ -163,13 +163,8 @@ def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str], also: Se
     program = compiler()
     assert program is not None
     checks = [*sanitizers, "-O1", "-g1"]
-    cache = default_cache_dir() / "test_objects"
-    cache.mkdir(parents=True, exist_ok=True)
-    written = _digest_of_sources(program)
-    for old in cache.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process compiles, too
-            if old.stat().st_mtime < time.time() - 30 * 24 * 3600:
-                old.unlink()
+    cache = object_cache()
+    written = digest_of(program, SOURCES, DRIVER.parent)
 
     def compile_one(name: str) -> Path:
         if name == "driver":
@@ -194,10 +189,22 @@ def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str], also: Se
     return folder / "engine_driver"
 
 
-def _digest_of_sources(program: str) -> str:
-    """Of the compiler's version, and of every file that an object may be made of."""
+def object_cache() -> Path:
+    """The folder for what tests compile, without what is older than 30 days."""
+    cache = default_cache_dir() / "test_objects"
+    cache.mkdir(parents=True, exist_ok=True)
+    for old in cache.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process compiles, too
+            if old.stat().st_mtime < time.time() - 30 * 24 * 3600:
+                old.unlink()
+    return cache
+
+
+def digest_of(program: str, *roots: Path) -> str:
+    """Of the compiler's version, and of every file that an object may be made of: those below `roots`."""
     digest = hashlib.sha256(run([program, "--version"]).encode())
-    for path in sorted(p for root in (SOURCES, DRIVER.parent) for p in root.rglob("*") if p.is_file()):
+    files = [p for root in roots for p in ([root] if root.is_file() else root.rglob("*")) if p.is_file()]
+    for path in sorted(files):
         digest.update(f"{path} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 

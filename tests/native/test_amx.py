@@ -16,10 +16,12 @@ from tests.helpers.amx import (
     build_emulator,
     compile_with,
 )
+from tests.helpers.avx512 import SLOW_WITHOUT
 
 pytestmark = [
     pytest.mark.accept("engine"),
     pytest.mark.skipif(bool(Amx.unusable()), reason=f"AMX cannot run here: {Amx.unusable()}"),
+    *SLOW_WITHOUT,
 ]
 
 

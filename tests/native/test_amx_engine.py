@@ -16,12 +16,14 @@ import torch
 
 from kt_ray.native import Engine
 from tests.helpers.amx import Amx
+from tests.helpers.avx512 import SLOW_WITHOUT
 from tests.helpers.matrices import VARIANTS, quantised_case
 from tests.helpers.native import Case, Shape, make_case, tolerance
 
 pytestmark = [
     pytest.mark.accept("engine"),
     pytest.mark.skipif(bool(Amx.unusable()), reason=f"AMX cannot run here: {Amx.unusable()}"),
+    *SLOW_WITHOUT,
 ]
 
 HERE = Path(__file__).parent

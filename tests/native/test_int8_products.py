@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kt_ray.native import Engine, ExpertMatrix, available_isas
+from kt_ray.native import Engine, ExpertMatrix
 from kt_ray.native.quantization import quantize
 from tests.helpers.amx import Amx, cpu_flags
 from tests.helpers.int8 import expect_int8
@@ -348,6 +348,5 @@ def test_amx_gives_the_bits_of_avx512(tmp_path: Path) -> None:
     assert len(found) == 12
     assert all(same for same, _ in found)
     assert max(error for _, error in found) < 5e-3
-    assert "avx512_bf16" in available_isas()
     if amx.emulated:
         assert amx.counts()["tdpbssd"] > 0

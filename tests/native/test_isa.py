@@ -113,6 +113,7 @@ def test_amx_needs_the_operating_system_s_permission(tmp_path) -> None:
     )
 
 
+@pytest.mark.skipif("avx512_bf16" not in available_isas(), reason="this CPU lacks what AMX needs besides")
 @pytest.mark.skipif(bool(Amx.unusable()), reason=f"AMX cannot run here: {Amx.unusable()}")
 def test_amx_with_permission_is_available(tmp_path) -> None:
     environment = Amx.build(tmp_path).environment()

@@ -21,6 +21,7 @@ WIDE = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("isa", "flags"), [("avx2", FLAGS), ("avx512", FLAGS + WIDE)])
 def test_panels_have_the_plain_decoders_bits(isa: str, flags: list[str], tmp_path: Path) -> None:
     """Whole panels and ragged ones, scales of every type, NaN among E4M3, scales that overflow."""

@@ -273,8 +273,8 @@ __attribute__((constructor)) static void begin(void) {
     if (permission && !strcmp(permission, "free")) policy = kFree;
     single = getenv("AMXEMU_SINGLE") != NULL;
     if (cpu_has_amx() && policy != kDeny) return;
-    if (!__builtin_cpu_supports("avx512f")) {
-        fputs("amxemu: needs AVX-512\n", stderr);
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
+        fputs("amxemu: needs AVX2 and FMA\n", stderr);
         return;
     }
     if (pthread_key_create(&thread_end, give_back) || pthread_atfork(NULL, NULL, after_fork)) abort();
