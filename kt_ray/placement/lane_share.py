@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from kt_ray.placement.expert_load import touched
@@ -322,6 +323,7 @@ class Shares(NamedTuple):
     recompute: bool
 
 
+@lru_cache(maxsize=256)  # the plans of a search ask the same
 def choose_shares(sizes: ExpertSizes, rates: LaneRates, most_tokens: int, *, recompute: bool) -> Shares:
     """How much is carried in calls of up to `most_tokens`.
 

@@ -259,6 +259,7 @@ def _laid_out(
     def keeping(activations: str) -> tuple[ExpertActorPlan, ...]:
         return tuple(replace(actor, activations=activations) for actor in experts)
 
+    @cache
     def with_streams(groups: int) -> tuple[WorkerPlan, ...]:
         return streaming(workers, dims, groups, resident, trains=not generating, lowest=backward.lowest)
 

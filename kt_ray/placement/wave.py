@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kt_ray.config.schema import Config
@@ -76,23 +76,28 @@ def fit(
         for count in (ranges if of_attention == "ranges" else (0,))
     ]
     largest = min(asked, micro) if isinstance(asked, int) else micro
-    whole = {kind: budget_of(largest, kind) for kind in kinds}
+
+    def fitted(size: int, kind: Held) -> Fit:
+        notes = _notes(config, micro, size, kind, lambda kind: budget_of(largest, kind))
+        return Fit(size, kind, budget_of(size, kind), notes)
+
     for room in (ROOM, 1.0):
-        sizes = {
-            kind: largest if isinstance(asked, int) else _largest(budget_of, kind, micro, room)
-            for kind in kinds
-        }
+        for kind in kinds:  # mostly the first
+            if not _lacking(budget_of(largest, kind), room):
+                return fitted(largest, kind)
+        if isinstance(asked, int):
+            continue
+        sizes = {kind: _largest(budget_of, kind, micro, room) for kind in kinds}
         for kind in sorted(kinds, key=lambda kind: -sizes[kind]):  # stable: those preferred first
-            memory = budget_of(sizes[kind], kind)
-            if not _lacking(memory, room):
-                return Fit(sizes[kind], kind, memory, _notes(config, micro, sizes[kind], kind, whole))
+            if not _lacking(budget_of(sizes[kind], kind), room):
+                return fitted(sizes[kind], kind)
     least = largest if isinstance(asked, int) else 1
 
     def shortage(kind: Held) -> int:
         return sum(max(0, b.total - b.capacity) for b in budget_of(least, kind) if b.capacity)
 
     kind = min(reversed(kinds), key=shortage)
-    return Fit(least, kind, budget_of(least, kind), _notes(config, micro, least, kind, whole))
+    return fitted(least, kind)
 
 
 def attention_kinds(config: Config, dims: ModelDims, device: str) -> tuple[str, ...]:
@@ -119,8 +124,9 @@ def output_kinds(config: Config) -> tuple[str, ...]:
 
 
 def _largest(budget_of: BudgetOf, kind: Held, micro: int, room: float) -> int:
-    """Micro-batches per wave of the fewest waves that fit (1 where none does); waves of a step are alike."""
-    low, high = 1, micro
+    """Micro-batches per wave of the fewest waves that fit (1 where none does), of at least two; waves of a
+    step are alike."""
+    low, high = 1, micro - 1
     while low < high:
         middle = (low + high + 1) // 2
         if _lacking(budget_of(middle, kind), room):
@@ -136,13 +142,13 @@ def _lacking(memory: Sequence[Budget], room: float) -> list[Budget]:
 
 
 def _notes(
-    config: Config, micro: int, wave: int, kind: Held, whole: Mapping[Held, tuple[Budget, ...]]
+    config: Config, micro: int, wave: int, kind: Held, whole: Callable[[Held], Sequence[Budget]]
 ) -> tuple[str, ...]:
-    """whole: the memory of each kind with the whole step, or rule.wave, as one wave."""
+    """whole: the memory of a kind with the whole step, or rule.wave, as one wave."""
     rule, notes = config.rule, []
 
     def need(kind: Held) -> str:
-        full = _lacking(whole[kind], ROOM)
+        full = _lacking(whole(kind), ROOM)
         worst = max(full, key=lambda b: b.total / b.capacity, default=None)
         return (
             f"would need {gib(worst.total)} of the {gib(worst.capacity)} of {worst.device}" if worst else ""

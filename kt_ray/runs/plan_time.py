@@ -57,11 +57,14 @@ def show_time(
     """
     rates = rates_for(config, plan.hardware)
     prediction = predict(plan, config, rates)
-    changes = neighbours(plan, config, rates, prediction, config.data.max_length, load)
     if len(plan.compared) > 1:
         console.print(_compared_table(plan))
     console.print(_table(prediction))
-    for line in (*_summary(config, plan, prediction, rates, rows), *_changes(changes)):
+    for line in _summary(config, plan, prediction, rates, rows):
+        console.print(line, markup=False, soft_wrap=True)
+    # Last, since it plans and simulates anew: most of the seconds that mode=plan takes.
+    changes = neighbours(plan, config, rates, prediction, config.data.max_length, load)
+    for line in _changes(changes):
         console.print(line, markup=False, soft_wrap=True)
     return prediction
 

@@ -62,10 +62,11 @@ def test_deepseek_v3_on_four_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_step_of_unnamed_rows_is_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = output(capsys, "model=deepseek_v3", "plan.hardware=4x4090_2xSPR")
+    where = ("model=deepseek_v2_lite", "plan.hardware=4x4090_2xSPR")
+    _, text = output(capsys, *where)
     assert "8 rows x 1024 tokens = 8,192 tokens at most (no rows are named: " in text
     assert "run        length unknown" in text
-    _, text = output(capsys, "model=deepseek_v3", "plan.hardware=4x4090_2xSPR", "trainer.stage=dpo")
+    _, text = output(capsys, *where, "trainer.stage=dpo")
     assert "8 pairs x 2 x 1024 tokens = 16,384 tokens at most" in text
     assert " s per step of 16,384 tokens" in text
     assert "no rows are named" not in output(capsys, "model=mini")[1]
@@ -266,7 +267,7 @@ def test_needs_no_torch_and_no_ray() -> None:
         "import sys\n"
         "from kt_ray.config.compose import compose\n"
         "from kt_ray.modes.plan import run\n"
-        "given = ['model=deepseek_v3', 'rule=amx_4gpu', 'plan.hardware=4x4090_2xSPR']\n"
+        "given = ['model=deepseek_v2_lite', 'rule=amx_4gpu', 'plan.hardware=4x4090_2xSPR']\n"
         "assert run(compose(['mode=plan', *given])) == 0\n"
         "heavy = {'torch', 'ray', 'transformers', 'peft'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
