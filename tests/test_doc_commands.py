@@ -25,10 +25,15 @@ from tests.helpers.doc_commands import (
     programs,
     tools_arguments,
 )
+from tests.helpers.exhaustive import exhaustive
 
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 BLOCKS = {page: blocks(page, text) for page, text in TEXTS.items()}
-RUN = [page for page in PAGES if any(block.mark == "run" for block in BLOCKS[page])]
+# What was decided is read after what there is, and its commands are run in `make exhaustive` only.
+RUN = sorted(
+    (page for page in PAGES if any(block.mark == "run" for block in BLOCKS[page])),
+    key=lambda page: "decisions" in page.parts,
+)
 HOW = "put <!-- run -->, <!-- needs: ... --> or <!-- usage --> above it (tests/helpers/doc_commands.py)"
 
 
@@ -78,7 +83,7 @@ def what_for(command: tuple[str, ...]) -> tuple[str, ...]:
 # on all machines.
 FIRST = {
     what_for(command): block
-    for page in reversed(PAGES)
+    for page in reversed(RUN)
     for block in reversed(BLOCKS[page])
     if block.mark == "run"
     for command in block.commands
@@ -87,7 +92,7 @@ FIRST = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # seconds each, but on a busy machine
-@pytest.mark.parametrize("page", RUN, ids=str)
+@pytest.mark.parametrize("page", [exhaustive(p) if "decisions" in p.parts else p for p in RUN], ids=str)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order and in one directory, which holds rows.jsonl: what a command makes is there for the next."""
     monkeypatch.chdir(tmp_path)

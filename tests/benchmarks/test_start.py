@@ -37,7 +37,16 @@ STARTS = {
     "soak": "--steps 2 --every 1 --warm 1 --json {out} -- cluster=local",
     "train_server": "--trainings 2 --rows 1 --tokens 4 --layers 1 --steps 1 --rounds 1 --json {out}",
 }
-LONG = {"decode", "doorbell", "first_night", "network", "prediction", "train_server"}
+LONG = {
+    "decode",
+    "doorbell",
+    "first_night",
+    "joined_trainings",
+    "network",
+    "prediction",
+    "soak",
+    "train_server",
+}
 WITH_RAY = {"doorbell", "network"}
 TESTED = {
     "chaos": "test_chaos.py",

@@ -18,6 +18,7 @@ from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling, SessionSpec, Token
 from kt_ray.generate.sampling import RowSampler
 from tests.helpers.devices import DEVICES, layers_on
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.generation import answers, hugging_face, random_prompts, replicas_answers
 from tests.helpers.hf_reference import FAMILIES, Row, build_checkpoint, random_rows
 from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, steps, waves_of
@@ -112,7 +113,7 @@ def test_answers_to_one_prompt_share_its_prefill(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("stages", "experts"), [(1, 4), (2, 4), (1, 32)])
+@pytest.mark.parametrize(("stages", "experts"), [exhaustive((1, 4)), (2, 4), (1, 32)])
 def test_replicas_that_share_calls_give_the_same_bits(
     tmp_path: Path, stages: int, experts: int, device: str
 ) -> None:

@@ -21,6 +21,7 @@ from kt_ray.errors import UserError
 from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.prepare import Prepared, prepare
 from kt_ray.runs.start_adapter import DIGEST, open_start
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.hf_reference import build_chat_checkpoint, build_checkpoint
 from tests.helpers.random_adapter import random_adapter
 
@@ -101,7 +102,7 @@ def test_training_goes_on_where_the_adapter_ended(
     assert "LoRA rank 4" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("stage", [exhaustive("sft"), "dpo"])
 def test_a_resumed_run_is_the_same_run(
     model: Path, first: Path, pairs: Path, tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from kt_ray.experts import LocalExperts
 from tests.helpers.devices import DEVICES, layers_on
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, steps, waves_of
 
@@ -107,7 +108,7 @@ def test_overlap_changes_no_bit(tmp_path: Path) -> None:
         assert waiting == curve(path, *layout, stop=3)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "olmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", exhaustive("olmoe")])
 def test_what_attention_holds_changes_no_bit(tmp_path: Path, family: str) -> None:
     """The same sums in the same order, whatever is recomputed when and wherever hidden states wait."""
     path = build_checkpoint(tmp_path, family)
@@ -119,7 +120,9 @@ def test_what_attention_holds_changes_no_bit(tmp_path: Path, family: str) -> Non
             assert curve(path, *common, f"rule.activations={held}", output, stop=3) == whole
 
 
-@pytest.mark.parametrize(("family", "dense"), [("deepseek_v3", {"first_k_dense_replace": 3}), ("olmoe", {})])
+@pytest.mark.parametrize(
+    ("family", "dense"), [("deepseek_v3", {"first_k_dense_replace": 3}), exhaustive(("olmoe", {}))]
+)
 def test_streamed_layers_change_no_bit(tmp_path: Path, family: str, dense: dict[str, int]) -> None:
     """Seven layers through three slots, all or every other one.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kt_ray.actors.local_cluster import LocalHandle
 from kt_ray.transport.messages import Message
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, waves_of
 
@@ -53,7 +54,7 @@ def gradient_distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> flo
     return distance(*(torch.cat([g[name].flatten().float() for name in exact]) for g in (found, exact)))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
+@pytest.mark.parametrize("family", ["deepseek_v3", exhaustive("mixtral")])
 def test_what_rounded_answers_cost(tmp_path: Path, family: str) -> None:
     path = build_checkpoint(tmp_path, family)
     exact: dict[str, dict[str, Tensor]] = {}

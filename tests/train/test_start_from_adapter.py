@@ -30,6 +30,7 @@ from kt_ray.errors import UserError
 from kt_ray.model.preference_losses import dpo_losses
 from kt_ray.runs.start_adapter import open_start, start_of
 from tests.helpers.devices import DEVICES, by_name, layers_on
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.mortal import Death, MortalCluster
 from tests.helpers.random_adapter import random_adapter
@@ -186,7 +187,7 @@ def test_the_reference_of_dpo_is_the_adapter_it_starts_from(path: Path, tmp_path
     assert_same_gradients(found, wanted, 1e-4)
 
 
-@pytest.mark.parametrize("stage", ["dpo", "kto"])
+@pytest.mark.parametrize("stage", ["dpo", exhaustive("kto")])
 def test_a_preference_run_begins_at_its_reference(path: Path, tmp_path: Path, stage: str) -> None:
     """The first loss is that of equal policies; a death in any pass of a step changes no bit."""
     adapter = of_peft(path, tmp_path / "adapter", 1)
