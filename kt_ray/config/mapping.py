@@ -166,8 +166,10 @@ def unknown_key(key: str, value: Any, text: str = "") -> UserError:
         return UserError(what, observed=f"{key}={given}", remedy=f"write {match}={given}")
     match = closest(key, groups()) if isinstance(value, Mapping) else None
     group = key.rpartition(".")[0]
+    while group and group not in groups():
+        group = group.rpartition(".")[0]
     names = list(hints(groups().get(group, Config)))
-    within = f"{group} has" if group in groups() else "the keys are"
+    within = f"{group} has" if group else "the keys are"
     what = f"unknown key {key}" + (f"; did you mean {match}?" if match else "")
     remedy = f"see docs/configuration.md; {within} {', '.join(names)}"
     return UserError(what, observed=f"{key}={given}", remedy=remedy)

@@ -327,30 +327,57 @@ class Trainer:
         raise Stopped(f"{self.stop.name}: stopped after {steps}, saved: {saved}")
 
     def _save(self, taken: int, leaving: bool = False) -> None:
-        """A checkpoint. One that cannot be written is tried again later, and ends the run only if it is the
-        last (`leaving`: this process takes no further step)."""
+        """A checkpoint. One that cannot be written is tried again later; the last one for as long as the
+        steps took that would be lost, then the run ends. leaving: this process takes no further step, and
+        waits for nothing."""
         if taken <= self._saved:
             return
-        try:
-            with self._timed("checkpoint"):
-                directory = self.events.save(taken)
-        except ActorLost:
-            raise
-        except UserError as error:
-            if leaving or taken == self._last:
-                raise self.recovery.with_way_on(error) from error
-            if self._save_again_at is None:
-                self.events.say(f"{error.line()}. Training goes on, the checkpoint is tried again")
-            logger.info("checkpoint after step %d: %s", taken, error.line())
-            self.cluster.discard()  # the other actors were told to stop
-            self._save_again_at = time.monotonic() + SAVE_AGAIN
-            return
+        tried_until: float | None = None  # time.monotonic()
+        while True:
+            try:
+                with self._timed("checkpoint"):
+                    directory = self.events.save(taken)
+                break
+            except ActorLost:
+                raise
+            except UserError as error:
+                logger.info("checkpoint after step %d: %s", taken, error.line())
+                if not leaving and taken == self._last and tried_until is None:
+                    tried_until = self._tried_until(error)
+                if leaving or (tried_until is not None and not self._waited(tried_until)):
+                    raise self.recovery.with_way_on(error) from error
+                self.cluster.discard()  # the other actors were told to stop
+                if tried_until is None:
+                    if self._save_again_at is None:
+                        self.events.say(f"{error.line()}. Training goes on, the checkpoint is tried again")
+                    self._save_again_at = time.monotonic() + SAVE_AGAIN
+                    return
         self._saved, self._saved_at, self._save_again_at = taken, time.monotonic(), None
         if directory is not None:
             self.recovery.point = Point(taken, directory)
             if self.policy is not None:
                 self.policy.forget_before(taken)
         self.recovery.progressed()
+
+    def _tried_until(self, error: UserError) -> float:
+        """When the last checkpoint is given up, by time.monotonic(). A minute's steps are not waited for."""
+        now = time.monotonic()
+        patience = now - self._saved_at
+        if (hours := self.config.trainer.max_hours) is not None:
+            patience = min(patience, self._began + 3600 * hours - now)
+        if patience < SAVE_AGAIN:
+            return now
+        minutes = f"{patience / 60:.0f} min, as long as the steps took that would be lost"
+        self.events.say(f"{error.line()}. The checkpoint is tried again for {minutes}")
+        return now + patience
+
+    def _waited(self, until: float) -> bool:
+        """Until the last checkpoint is to be tried once more; False = it is given up, or a signal came."""
+        now = time.monotonic()
+        again = min(until, now + SAVE_AGAIN)
+        while not self.stop and time.monotonic() < again:
+            time.sleep(0.2)
+        return not self.stop and now < until
 
     @property
     def _evaluates(self) -> bool:

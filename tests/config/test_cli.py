@@ -38,6 +38,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["run={nam: x}"], ["unknown key run.nam", "run.nam=x", "write run.name=x"]),
     (["rule.experts.socket=2"], ["rule.experts.socket=2", "write rule.experts.sockets=2"]),
     (["zzzz=1"], ["unknown key zzzz", "zzzz=1", "the keys are mode, seed, model"]),
+    (["tracking.wandb.mode=disabled"], ["unknown key tracking.wandb.mode", "tracking has name, project"]),
     (
         ["model=deepseek_v3", "model.config.hiden_size=3"],
         ["model.config.hiden_size=3", "write +model.config.hiden"],
