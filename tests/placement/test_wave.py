@@ -79,6 +79,11 @@ def test_retain_comes_first_where_both_need_as_many_waves() -> None:
     assert fit(config_of(8), linear(20, 8, 29)).held.experts == "recompute"  # retain would leave no room
 
 
+def test_all_but_one_of_three() -> None:
+    """Two waves, of which the larger has two micro-batches."""
+    assert fit(config_of(3), linear(20, 20, 60)).wave == 2
+
+
 def test_a_gpu_may_be_filled_but_not_overfilled() -> None:
     assert fit(config_of(8), linear(20, 8, 170, device="cuda:0")).wave == 8
     chosen = fit(config_of(8), linear(20, 20, 169, device="cuda:0"))
