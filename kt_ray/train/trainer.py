@@ -360,24 +360,25 @@ class Trainer:
         self.recovery.progressed()
 
     def _tried_until(self, error: UserError) -> float:
-        """When the last checkpoint is given up, by time.monotonic(). A minute's steps are not waited for."""
+        """When the last checkpoint is given up, by time.monotonic(). Nothing waits for less than a minute's
+        steps, nor after a signal."""
         now = time.monotonic()
         patience = now - self._saved_at
         if (hours := self.config.trainer.max_hours) is not None:
             patience = min(patience, self._began + 3600 * hours - now)
-        if patience < SAVE_AGAIN:
+        if self.stop or patience < SAVE_AGAIN:
             return now
-        minutes = f"{patience / 60:.0f} min, as long as the steps took that would be lost"
+        minutes = f"{patience / 60:.0f} min, no longer than the steps took that would be lost"
         self.events.say(f"{error.line()}. The checkpoint is tried again for {minutes}")
         return now + patience
 
     def _waited(self, until: float) -> bool:
-        """Until the last checkpoint is to be tried once more; False = it is given up, or a signal came."""
-        now = time.monotonic()
+        """Until the last checkpoint is to be tried once more, at a signal at once; False = it is given up."""
+        now, told = time.monotonic(), bool(self.stop)
         again = min(until, now + SAVE_AGAIN)
-        while not self.stop and time.monotonic() < again:
-            time.sleep(0.2)
-        return not self.stop and now < until
+        while not self.stop and (left := again - time.monotonic()) > 0:
+            time.sleep(min(left, 0.2))
+        return not told and now < until
 
     @property
     def _evaluates(self) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import engine_cases
 from tests.helpers.engine_cases import (
     ISA_FLAGS,
     ROOT,
@@ -67,9 +68,8 @@ def unusable() -> str:
         return f"this CPU lacks {', '.join(sorted(missing))}"
     if has_avx512() or shipped_objects():
         return ""
-    return (
-        f"this CPU lacks {', '.join(sorted(NEEDED - cpu_flags()))}, the extension's build folder is not here"
-    )
+    missing = ", ".join(sorted(NEEDED - cpu_flags()))
+    return f"this CPU lacks {missing}, and the objects of an extension of these sources are not here"
 
 
 def extension() -> Path:
@@ -80,7 +80,11 @@ def extension() -> Path:
     """
     program = compiler()
     assert program is not None
-    digest = digest_of(program, SOURCES, INTRINSICS, Path(__file__))
+    shipped = {path.name.removesuffix(".cpp.o"): path for path in shipped_objects()}
+    engine = [path for path in shipped["engine"].parent.glob("*.o") if path != shipped["cpu_features"]]
+    others = [*engine, shipped["reference"], shipped["avx2"]]
+    made_of = (SOURCES, INTRINSICS, Path(__file__), Path(engine_cases.__file__), *others)
+    digest = digest_of(program, *made_of)
     target = object_cache() / f"extension-{digest}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if target.exists():
         return target
@@ -102,11 +106,8 @@ def extension() -> Path:
         kernels = [f"isa/{isa}.cpp" for isa in ("amx", "avx512_bf16", "avx512", "avx512_vnni")]
         with ThreadPoolExecutor(2) as pool:
             made = [*pool.map(compile_one, [*kernels, "cpu_features.cpp"])]
-        plain = [p for p in shipped_objects() if p.name in ("reference.cpp.o", "avx2.cpp.o")]
-        engine = next(p for p in shipped_objects() if p.name == "engine.cpp.o").parent
-        others = [p for p in engine.glob("*.o") if p.name != "cpu_features.cpp.o"]
         partial = folder / "extension.so"
-        run([program, "-shared", *map(str, (*others, *plain)), *made, "-pthread", "-o", str(partial)])
+        run([program, "-shared", *map(str, others), *made, "-pthread", "-o", str(partial)])
         shutil.copy(partial, target.with_suffix(f".{os.getpid()}"))
         target.with_suffix(f".{os.getpid()}").rename(target)
     return target
