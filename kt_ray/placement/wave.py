@@ -124,8 +124,8 @@ def output_kinds(config: Config) -> tuple[str, ...]:
 
 
 def _largest(budget_of: BudgetOf, kind: Held, micro: int, room: float) -> int:
-    """Micro-batches per wave of the fewest waves that fit (1 where none does), of at least two; waves of a
-    step are alike."""
+    """Micro-batches per wave of the fewest waves that fit (1 where none does), where one wave of all does
+    not; waves of a step are alike."""
     low, high = 1, micro - 1
     while low < high:
         middle = (low + high + 1) // 2

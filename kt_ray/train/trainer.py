@@ -327,31 +327,23 @@ class Trainer:
         raise Stopped(f"{self.stop.name}: stopped after {steps}, saved: {saved}")
 
     def _save(self, taken: int, leaving: bool = False) -> None:
-        """A checkpoint. One that cannot be written is tried again later; the last one for as long as the
-        steps took that would be lost, then the run ends. leaving: this process takes no further step, and
-        waits for nothing."""
+        """A checkpoint. One that cannot be written is tried again later, and ends the run only if it is the
+        last (`leaving`: this process takes no further step)."""
         if taken <= self._saved:
             return
-        tried_until: float | None = None  # time.monotonic()
-        while True:
-            try:
-                with self._timed("checkpoint"):
-                    directory = self.events.save(taken)
-                break
-            except ActorLost:
-                raise
-            except UserError as error:
-                logger.info("checkpoint after step %d: %s", taken, error.line())
-                if not leaving and taken == self._last and tried_until is None:
-                    tried_until = self._tried_until(error)
-                if leaving or (tried_until is not None and not self._waited(tried_until)):
-                    raise self.recovery.with_way_on(error) from error
-                self.cluster.discard()  # the other actors were told to stop
-                if tried_until is None:
-                    if self._save_again_at is None:
-                        self.events.say(f"{error.line()}. Training goes on, the checkpoint is tried again")
-                    self._save_again_at = time.monotonic() + SAVE_AGAIN
-                    return
+        last = taken == self._last
+        try:
+            directory = self._checkpoint(taken, waits=last and not leaving)
+        except ActorLost:
+            raise
+        except UserError as error:
+            if leaving or last:
+                raise self.recovery.with_way_on(error) from error
+            if self._save_again_at is None:
+                self.events.say(f"{error.line()}. Training goes on, the checkpoint is tried again")
+            self.cluster.discard()  # the other actors were told to stop
+            self._save_again_at = time.monotonic() + SAVE_AGAIN
+            return
         self._saved, self._saved_at, self._save_again_at = taken, time.monotonic(), None
         if directory is not None:
             self.recovery.point = Point(taken, directory)
@@ -359,26 +351,41 @@ class Trainer:
                 self.policy.forget_before(taken)
         self.recovery.progressed()
 
-    def _tried_until(self, error: UserError) -> float:
-        """When the last checkpoint is given up, by time.monotonic(). Nothing waits for less than a minute's
-        steps, nor after a signal."""
+    def _checkpoint(self, taken: int, waits: bool) -> Path | None:
+        """Its directory. waits: one that cannot be written is tried for as long as the steps took that would
+        be lost, if they took a minute; a signal brings the last try."""
+        until: float | None = None  # time.monotonic()
+        while True:
+            told = bool(self.stop)
+            try:
+                with self._timed("checkpoint"):
+                    return self.events.save(taken)
+            except ActorLost:
+                raise
+            except UserError as error:
+                logger.info("checkpoint after step %d: %s", taken, error.line())
+                if not waits or told:
+                    raise
+                if until is None:
+                    until = self._patience_ends(error)
+                if time.monotonic() >= until:
+                    raise
+            self.cluster.discard()  # the other actors were told to stop
+            again = min(until, time.monotonic() + SAVE_AGAIN)
+            while not self.stop and (left := again - time.monotonic()) > 0:
+                time.sleep(min(left, 0.2))
+
+    def _patience_ends(self, error: UserError) -> float:
+        """When the last checkpoint is given up, by time.monotonic(); the run says so."""
         now = time.monotonic()
         patience = now - self._saved_at
         if (hours := self.config.trainer.max_hours) is not None:
             patience = min(patience, self._began + 3600 * hours - now)
-        if self.stop or patience < SAVE_AGAIN:
+        if patience < SAVE_AGAIN:
             return now
         minutes = f"{patience / 60:.0f} min, no longer than the steps took that would be lost"
         self.events.say(f"{error.line()}. The checkpoint is tried again for {minutes}")
         return now + patience
-
-    def _waited(self, until: float) -> bool:
-        """Until the last checkpoint is to be tried once more, at a signal at once; False = it is given up."""
-        now, told = time.monotonic(), bool(self.stop)
-        again = min(until, now + SAVE_AGAIN)
-        while not self.stop and (left := again - time.monotonic()) > 0:
-            time.sleep(min(left, 0.2))
-        return not told and now < until
 
     @property
     def _evaluates(self) -> bool:

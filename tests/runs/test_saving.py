@@ -164,7 +164,7 @@ def test_the_last_checkpoint_waits_for_room(
     assert told.out.count("checkpoint cannot be written") == 1 and "is tried again for 0 min" in told.out
     assert told.err.rstrip().endswith("then continue with trainer.resume=latest")
 
-    monkeypatch.setattr(trainer.Trainer, "_tried_until", lambda *_: time.monotonic() + 600)
+    monkeypatch.setattr(trainer.Trainer, "_patience_ends", lambda *_: time.monotonic() + 600)
     free = iter([10**9, 10**9, 10**6, 10**6, 10**9])
     assert cli.main([*RUN, "run.name=b", "trainer.max_steps=2"]) == 0
     assert sorted(os.listdir("runs/b/checkpoints")) == ["latest", "step_000001", "step_000002"]
@@ -187,7 +187,7 @@ def test_a_signal_ends_the_wait_for_room(
 
     monkeypatch.setattr(disk_room, "free_bytes", free_bytes)
     monkeypatch.setattr(trainer, "SAVE_AGAIN", 600.0)
-    monkeypatch.setattr(trainer.Trainer, "_tried_until", lambda *_: time.monotonic() + 600)
+    monkeypatch.setattr(trainer.Trainer, "_patience_ends", lambda *_: time.monotonic() + 600)
     assert cli.main([*RUN, "run.name=a", "trainer.max_steps=2"]) == (0 if room else 2)
     assert tries == [0, 1] and "SIGTERM: saving" in capfd.readouterr().err
     assert Path("runs/a/adapter").exists() == room
