@@ -28,8 +28,10 @@ struct PieceState {
     PieceRun runs[2];
     int run = 0, count = 0;
     int64_t piece = 0;  // next, of the current run
-    int64_t quota = 0;  // pieces per line of products, or per kLinesBetween
-    bool bad = false;   // seen: what the vectors do not decode, an E4M3 NaN or too large a scale
+    // Pieces are spread over the lines of products: one whenever `due`, which grows by all pieces with every
+    // line, reaches all lines.
+    int64_t pieces = 0, lines = 0, due = 0;
+    bool bad = false;  // seen: what the vectors do not decode, an E4M3 NaN or too large a scale
 };
 
 // Lines of memory that products ask for one by one.
@@ -63,12 +65,14 @@ struct PieceJob {
     static constexpr int64_t kOfSlice = kAlongColumns ? kSlice / kRows : U::kBytes / 16 * kSplit;
 
     PieceRun run;
-    int64_t piece, quota;
+    int64_t piece, pieces, lines, due;
     bool bad;
 
-    explicit PieceJob(const PieceState& s) : run(s.runs[s.run]), piece(s.piece), quota(s.quota), bad(s.bad) {}
+    explicit PieceJob(const PieceState& s)
+        : run(s.runs[s.run]), piece(s.piece), pieces(s.pieces), lines(s.lines), due(s.due), bad(s.bad) {}
     void end(PieceState& s) const {
         s.piece = piece;
+        s.due = due;
         s.bad = bad;
     }
 
@@ -81,9 +85,11 @@ struct PieceJob {
         return lines;
     }
     [[gnu::always_inline]] void step() {
-        for (int64_t q = 0; q < quota && piece < run.pieces; ++q) {
-            if (q > 0) fetch();
+        bool more = false;
+        for (due += pieces; due >= lines && piece < run.pieces; due -= lines) {
+            if (more) fetch();
             decode();
+            more = true;
         }
     }
     void fetch() const {
@@ -263,8 +269,9 @@ struct ComputeF32Ahead {
             constexpr int64_t kSteps = kLinesBetween * MicroF32::kLine;
             for (int64_t done = 0, steps = slices * kSlice; done < steps; done += kSteps) {
                 const int64_t now = min_of(kSteps, steps - done);
-                const int64_t pieces =
-                    min_of((job.quota * now + kSteps - 1) / kSteps, job.run.pieces - job.piece);
+                job.due += job.pieces * (now / MicroF32::kLine);
+                const int64_t pieces = min_of(job.due / job.lines, job.run.pieces - job.piece);
+                job.due -= pieces * job.lines;
                 PieceFetch fetch{job.run, job.piece, pieces, J::kOfSlice, J::kRows, kAlongColumns};
                 MicroF32::run_lines(count, left + done * count, now, panel + done * 2 * kLanes, tile,
                                     accumulate || done > 0, fetch);
@@ -303,7 +310,7 @@ struct ComputeF32Ahead {
     struct Functions {
         Products products = nullptr;
         Drain drain = nullptr;
-        int64_t of_slice = 0, bytes = 0, lines_between = 1;
+        int64_t of_slice = 0, bytes = 0;
         float factor = 1.0f;
         const uint8_t* (*first)(const Matrix&, int64_t n,
                                 int64_t k) = nullptr;  // bytes of (n, k), or its block
@@ -316,13 +323,8 @@ struct ComputeF32Ahead {
     template <Format F, bool kAlongColumns>
     static constexpr Functions functions_of() {
         if constexpr (Units<F>::kThere && (kAlongColumns || !Units<F>::kBlocks))
-            return {products<F, kAlongColumns>,
-                    drain<F, kAlongColumns>,
-                    PieceJob<F, kAlongColumns>::kOfSlice,
-                    Units<F>::kBytes,
-                    kInside<F, kAlongColumns> ? 1 : kLinesBetween,
-                    Units<F>::kScale,
-                    first_bytes<F>};
+            return {products<F, kAlongColumns>, drain<F, kAlongColumns>, PieceJob<F, kAlongColumns>::kOfSlice,
+                    Units<F>::kBytes,           Units<F>::kScale,        first_bytes<F>};
         return {};
     }
     static Functions functions(Format format, bool along_columns) {
@@ -347,7 +349,7 @@ struct ComputeF32Ahead {
         // As UnitAhead::start. What does not come in whole slices is decoded here.
         void start(const Stretch& now, float* to, int64_t slices, const Stretch& then) {
             state.run = state.count = 0;
-            state.piece = 0;
+            state.piece = state.pieces = state.due = 0;
             state.bad = false;
             wanted = now;
             panel = to;
@@ -357,7 +359,6 @@ struct ComputeF32Ahead {
             const Part& a = from.part[0];
             use = functions(a.m.format, a.along_columns);
             if (use.products == nullptr || !whole(from)) return units.start(now, to, slices);
-            int64_t total = 0;
             const bool along_columns = a.along_columns;
             for (int i = 0; i < 2; ++i) {
                 if (along_columns && i >= from.parts) break;
@@ -397,10 +398,10 @@ struct ComputeF32Ahead {
                     next.m.data + (next.along_columns ? k_next * next.m.row_bytes + at_next * bytes / kSlice
                                                       : at_next * next.m.row_bytes + k_next * bytes / kSlice);
                 run.after_row_bytes = next.m.row_bytes;
-                total += run.pieces;
+                state.pieces += run.pieces;
                 ++state.count;
             }
-            state.quota = slices == 0 ? 0 : pieces(total * use.lines_between, 2 * slices);
+            state.lines = max_of(1, slices * (kSlice / MicroF32::kLine));
         }
         // All columns there, row-major, one format, one direction.
         static bool whole(const Source& source) {

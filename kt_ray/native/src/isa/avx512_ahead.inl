@@ -79,8 +79,10 @@ struct AheadState {
     };
     Run runs[2];
     int run = 0, count = 0;
-    int64_t unit = 0;   // next, in the current run
-    int64_t quota = 0;  // units per slice of products
+    int64_t unit = 0;  // next, in the current run
+    // Units are spread over the slices of products: one whenever `due`, which grows by all units with every
+    // slice, reaches all slices.
+    int64_t units = 0, slices = 0, due = 0;
 };
 
 // A step of the products asks for one of the lines; those that do not fit are not asked for.
@@ -110,7 +112,7 @@ struct Job {
     AheadState& state;
     const AheadState::Run& run;
     S first, second;
-    int64_t unit, quota;
+    int64_t unit, units, slices, due;
     Touch touch;
 
     Job(AheadState& s, Touch t)
@@ -119,13 +121,22 @@ struct Job {
           first(run.m[0]),
           second(run.m[1]),
           unit(s.unit),
-          quota(s.quota),
+          units(s.units),
+          slices(s.slices),
+          due(s.due),
           touch(t) {}
-    ~Job() { state.unit = unit; }
+    ~Job() {
+        state.unit = unit;
+        state.due = due;
+    }
 
     KT_INLINE void step() {
         touch_one(touch);
-        for (int64_t q = 0; q < quota && unit < run.units; ++q, ++unit) decode(unit, q > 0);
+        bool more = false;
+        for (due += units; due >= slices && unit < run.units; ++unit, due -= slices) {
+            decode(unit, more);
+            more = true;
+        }
     }
     // The 8 lines that the first unit of the next step asks for.
     KT_INLINE Lines far() const { return lines(unit + kFar * kBf16Units); }
@@ -275,7 +286,6 @@ struct ComputeBf16 {
             use = {products_alone, nullptr};
             if (!whole(source)) return decode<Bf16>(source, begin, end, panel);
             const bool along_columns = source.part[0].along_columns;
-            int64_t units = 0;
             const int parts = along_columns ? source.parts : 1;
             for (int i = 0; i < parts; ++i) {
                 const Part& part = source.part[i];
@@ -311,10 +321,10 @@ struct ComputeBf16 {
                 run.after_at[1] = next.parts == 1 ? next_first.at + kLanes : next_other.at;
                 run.skip = next_slice - next_first.slice_begin - run.slice - run.units / kBf16Units;
                 run.panel = reinterpret_cast<char*>(panel) + (first - begin) * kPanelSlice;
-                units += run.units;
+                state.units += run.units;
             }
             if (state.count == 0) return;
-            state.quota = slices == 0 ? 0 : pieces(units, slices);
+            state.slices = max_of(1, slices);
             use = functions(source.part[0].m, along_columns);
         }
 
