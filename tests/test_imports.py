@@ -27,6 +27,7 @@ errors: terminal
 disk: errors
 parse: errors disk
 native: [torch]
+gptq:
 batch: [numpy]
 timeline:
 pulse:
@@ -35,7 +36,7 @@ gpu: errors [torch]
 cpu_products: [torch]
 gpu_turns: [torch]
 config: errors parse
-dims: errors parse
+dims: errors parse gptq
 hardware: errors disk parse native config
 placement: errors parse config dims hardware
 timing: errors native config dims hardware placement
@@ -44,7 +45,7 @@ tracking: terminal disk parse timeline config
 evaluate: errors parse
 generate: errors [numpy torch]
 rewards: errors parse evaluate [numpy]
-checkpoint: terminal errors disk pulse parse native [torch]
+checkpoint: terminal errors disk pulse parse native gptq [torch]
 model: errors pulse parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
     [numpy torch]
 adapter: disk parse config checkpoint [torch]

@@ -57,13 +57,15 @@ class Encoding:
     scales: Entry
     extra: tuple[Entry, ...] = ()  # a weight_shape tensor, or nothing
     powers: bool = False  # scales are powers of two although their type could hold others
+    turned: bool = False  # data and scales are stored transposed, in GPTQ's packing
 
     @classmethod
     def like(cls, matrix: StoredMatrix, *, powers: bool = False) -> Encoding:
-        """As `matrix` is stored. Its weight_shape, where it has one, stays as it is and is not an entry."""
+        """As `matrix` is stored. What it has beside values and scales stays as it is, and is no entry."""
         data = Entry(matrix.data.name, matrix.data.dtype, matrix.data.shape)
         scales = Entry(matrix.scales.name, matrix.scales.dtype, matrix.scales.shape)
-        return cls(matrix.format, matrix.shape, matrix.block, data, scales, powers=powers)
+        turned = matrix.gptq is not None
+        return cls(matrix.format, matrix.shape, matrix.block, data, scales, powers=powers, turned=turned)
 
     @classmethod
     def new(cls, convention: str, name: str, shape: tuple[int, ...], *, group: int | None = None) -> Encoding:
@@ -138,10 +140,13 @@ class Encoding:
         parts = stack.split(rows, 1)
         kept: Iterable[Tensor | None] = [None] * len(parts)
         if before is not None:
+            before = before.t().contiguous() if self.turned else before
             down = -(-self.shape[-2] // self.block[0])
             kept = before.reshape(len(stack), down, -1).split(-(-rows // self.block[0]), 1)
         bands = [self._quantize(part, scales) for part, scales in zip(parts, kept, strict=True)]
         data, scales, meant = (torch.cat(each, 1) for each in zip(*bands, strict=True))
+        if self.turned:
+            data, scales = data[0].t().contiguous(), scales[0].t().contiguous()
         drop = len(self.shape) - value.dim()
         shape = read_shape(self.data.dtype, self.data.shape)[drop:]
         data = data.reshape(shape).view(read_dtype(self.data.dtype))

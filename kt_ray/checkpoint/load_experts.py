@@ -1,10 +1,10 @@
 """Read routed experts from the checkpoint straight into the memory the engine computes from.
 
-No file is mapped and nothing is repacked: each expert's bytes go from the file to their final place, in
-huge pages where the machine has them; the halves of fused projections are views. An expert's matrices and
-scales lie one after the other, so that a GPU lane copies it in one piece. The reading threads touch
-the memory first, so the caller's memory policy decides its NUMA node. Only a backend with another format
-than the checkpoint's needs scratch memory, for one expert at a time.
+No file is mapped and nothing is repacked, but GPTQ's words, which are transposed: each expert's bytes go from
+the file to their final place, in huge pages where the machine has them; the halves of fused projections are
+views. An expert's matrices and scales lie one after the other, so that a GPU lane copies it in one piece. The
+reading threads touch the memory first, so the caller's memory policy decides its NUMA node. Only a backend
+with another format than the checkpoint's needs scratch memory, for one expert at a time.
 Legend: E experts, I intermediate size of one expert, H hidden size; n is the number of experts asked for.
 """
 
@@ -32,9 +32,9 @@ from kt_ray.checkpoint.safetensors_file import (
     damaged,
     read_dtype,
     read_into,
-    read_tensor,
     tensor_bytes,
 )
+from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate, quantize
 
 Target = Literal["int8", "int4"]
@@ -222,6 +222,28 @@ def _read(
         jobs.append(ReadJob(_one(infos, layout, expert), lambda i=i: slab[i]))  # type: ignore[misc]
 
 
+def _read_turned(
+    slab: Tensor,
+    infos: Sequence[TensorInfo],
+    matrices: Sequence[StoredMatrix],
+    experts: Sequence[int],
+    jobs: list[ReadJob],
+) -> None:
+    """The same for experts one by one in GPTQ's order, which is not the engine's."""
+
+    def place(i: int, expert: int, raw: Tensor) -> None:
+        parts = matrices[expert].gptq
+        assert parts is not None
+        if infos[expert] is matrices[expert].data:
+            parts.check()
+        slab[i].copy_(raw.t())
+
+    for i, expert in enumerate(experts):
+        info = infos[expert]
+        scratch = functools.partial(torch.empty, info.shape, dtype=read_dtype(info.dtype))
+        jobs.append(ReadJob(info, scratch, functools.partial(place, i, expert)))
+
+
 def _as_stored(
     index: CheckpointIndex,
     layout: ExpertLayout,
@@ -238,7 +260,10 @@ def _as_stored(
 
     def filled(tensors: list[Tensor]) -> Tensor | ExpertMatrix:
         for slab, own in zip(tensors, infos, strict=True):
-            _read(slab, own, layout, experts, jobs)
+            if matrices and matrices[0].gptq is not None:
+                _read_turned(slab, own, matrices, experts, jobs)
+            else:
+                _read(slab, own, layout, experts, jobs)
         if matrices:
             return matrices[0].matrix(*tensors)
         return tensors[0].transpose(1, 2) if layout.transposed else tensors[0]
@@ -266,9 +291,8 @@ def _requantised(
     def place(data: Tensor, scales: Tensor, i: int, expert: int, raw: Tensor) -> None:
         value = raw.unsqueeze(0)
         if matrices:
-            place_of_scales = _one([m.scales for m in matrices], layout, expert)
-            stored_scales = read_tensor(place_of_scales).reshape(1, *matrices[0].scales_shape)
-            value = matrices[0].matrix(value, stored_scales).dequantize()
+            stored = matrices[0].one(expert) if layout.kind == "fused" else matrices[expert]
+            value = stored.of(raw).dequantize()
         elif layout.transposed:
             value = value.transpose(1, 2)
         matrix = quantize(target, value, group=group, scale_type=_SCALES)
@@ -277,7 +301,7 @@ def _requantised(
         scales[i].copy_(matrix.scales[0])
 
     scratch = functools.partial(
-        torch.empty, matrices[0].data_shape if matrices else shape, dtype=read_dtype(infos[0].dtype)
+        torch.empty, matrices[0].file_shape if matrices else shape, dtype=read_dtype(infos[0].dtype)
     )
 
     def filled(tensors: list[Tensor]) -> ExpertMatrix:

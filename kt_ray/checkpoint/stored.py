@@ -9,6 +9,7 @@ Names, types and shapes tell which; the matrix gets the name of its parameter ("
            experts.gate_up_proj F8_E4M3 with experts.gate_up_proj_scale_inv: transformers' fused experts
     int8   X.weight I8 with X.weight_scale [N, 1] or [N, K/group]: compressed-tensors int-quantized
     int4   X.weight_packed I32 [N, K/8] with X.weight_scale: compressed-tensors pack-quantized
+           X.qweight I32 [K/8, N] with X.scales [K/group, N], X.qzeros and X.g_idx: kt_ray/gptq.py
     mxfp4  X_blocks U8 [E, N, K/32, 16] with X_scales U8 [E, N, K/32]: gpt-oss
            X.weight_packed U8 [N, K/2] with X.weight_scale U8: compressed-tensors mxfp4-pack-quantized
            X.weight I8 [N, K/2] with X.scale F8_E8M0 [N, K/32]: DeepSeek-V4
@@ -26,18 +27,20 @@ from typing import Any
 
 import torch
 
+from kt_ray import gptq
 from kt_ray.checkpoint.names import expert_name
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_shape, read_tensor
+from kt_ray.errors import UserError
 from kt_ray.native import ExpertMatrix
 
 _SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 # Of activations and caches: no weight needs them.
 _ACTIVATION = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|activation_scale)$")
-_SCALE = re.compile(r"(\.weight_scale_inv|\.weight_scale|\.weight_shape|\.weight_zero_point|_scale_inv)$")
+_SCALE = re.compile(
+    r"(\.weight_scale_inv|\.weight_scale|\.weight_shape|\.weight_zero_point|_scale_inv|\.qzeros|\.g_idx)$"
+)
 # Formats that no engine of this project reads, by how a key ends.
 _REFUSED = {
-    ".qweight": "GPTQ or AWQ integers",
-    ".qzeros": "GPTQ or AWQ integers",
     ".weight_g_idx": "integers in an order of their own (actorder)",
     ".weight_zero_point": "asymmetric integers (compressed-tensors with zero points)",
     ".weight_global_scale": "NVFP4",
@@ -47,9 +50,8 @@ _REFUSED = {
     ".SCB": "bitsandbytes",
 }
 _IN_WORDS = "pack-quantized"  # compressed-tensors' name of integers packed into I32
-_OTHER = (
-    "use the model's bfloat16 release, or one in block FP8, MXFP4 or symmetric INT8/INT4 (compressed-tensors)"
-)
+_READ = "symmetric INT8/INT4 (compressed-tensors), or symmetric INT4 in GPTQ's packing"
+_OTHER = f"use the model's bfloat16 release, or one in block FP8, MXFP4, {_READ}"
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,18 @@ class StoredMatrix:
     scales: TensorInfo
     shape: tuple[int, ...]  # of the values: (N, K), or (E, N, K) for a stack
     block: tuple[int, int]  # rows and columns that one scale covers
-    keys: tuple[str, ...]  # of the checkpoint: data, scales and, where there is one, weight_shape
+    keys: tuple[str, ...]  # of the checkpoint: data, scales and what else belongs to them
+    gptq: GptqParts | None = None  # of GPTQ's packing
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """Shape of the values' tensor as read, one matrix: [N, bytes or words of a row ...], or GPTQ's."""
+        return read_shape(self.data.dtype, self.data.shape[len(self.shape) - 2 :])
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """Shape of the values' tensor as read, one matrix: [N, bytes or words of a row ...]."""
-        return read_shape(self.data.dtype, self.data.shape[len(self.shape) - 2 :])
+        """The same as the engine takes it."""
+        return self.file_shape if self.gptq is None else self.file_shape[::-1]
 
     @property
     def scales_shape(self) -> tuple[int, int]:
@@ -89,13 +97,45 @@ class StoredMatrix:
 
     def read(self) -> ExpertMatrix:
         """All of it from the file; one matrix [N, K] as a stack of one."""
+        return self.of(read_tensor(self.data))
+
+    def of(self, data: torch.Tensor) -> ExpertMatrix:
+        """The same with values that were read already, [*file_shape] or a stack of them."""
         count = self.shape[0] if len(self.shape) == 3 else 1
-        data = read_tensor(self.data).reshape(count, *self.data_shape)
-        return self.matrix(data, read_tensor(self.scales).reshape(count, *self.scales_shape))
+        scales = read_tensor(self.scales)
+        if self.gptq is not None:
+            self.gptq.check()
+            data, scales = data.t().contiguous(), scales.t().contiguous()
+        return self.matrix(data.reshape(count, *self.data_shape), scales.reshape(count, *self.scales_shape))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values [N, K] or [E, N, K]: in float32, then rounded to `dtype`."""
         return self.read().dequantize(dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class GptqParts:
+    """What GPTQ stores beside values and scales, and what it must hold to be read."""
+
+    zeros: TensorInfo  # I32 [groups, N / 8]
+    order: TensorInfo | None  # I32 [K]
+    zero_point: int
+    group: int
+
+    def check(self) -> None:
+        """Raises UserError: zero points, or an order of their own."""
+        word = int.from_bytes(bytes([self.zero_point * 17] * 4), "little", signed=True)
+        if bool((read_tensor(self.zeros) != word).any()):
+            observed = f"zero points other than {self.zero_point}"
+            raise _unread(self.zeros.place, observed, "symmetric integers")
+        if self.order is not None:
+            order = read_tensor(self.order)
+            if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // self.group):
+                raise _unread(self.order.place, "an order of their own", f"groups of {self.group} in order")
+
+
+def _unread(where: object, observed: object, required: object) -> UserError:
+    return damaged("the checkpoint's quantised format cannot be read", where, observed, required, _OTHER)
 
 
 def find_matrices(
@@ -118,9 +158,12 @@ def find_matrices(
         if scales is None:
             faults.append(f"{name} ({tensors[name].dtype} without scales)")
             continue
-        shape = logical.removesuffix(".weight") + ".weight_shape"
-        keys = (name, scales, *((shape,) if shape in tensors else ()))
-        stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization)
+        if name.endswith(".qweight"):
+            stored = _gptq_matrix(logical, name, scales, tensors, quantization)
+        else:
+            shape = logical.removesuffix(".weight") + ".weight_shape"
+            keys = (name, scales, *((shape,) if shape in tensors else ()))
+            stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization)
         if isinstance(stored, str):
             faults.append(f"{name} {list(tensors[name].shape)} with {scales} {stored}")
         else:
@@ -141,18 +184,18 @@ def is_auxiliary(name: str) -> bool:
 
 def _refuse(path: Path, tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> None:
     refused: dict[str, list[str]] = {}
-    other_bits = _other_packed_bits(quantization)
+    other_bits, unread = _other_packed_bits(quantization), gptq.unread(quantization)
     for name, info in tensors.items():
+        if unread and name.endswith((".qweight", ".qzeros")):
+            refused.setdefault(f"integers {unread}", []).append(name)
         if other_bits and info.dtype == "I32" and name.endswith(".weight_packed"):
             refused.setdefault(f"INT{other_bits} packed into words", []).append(name)
         for suffix, what in _REFUSED.items():
             if name.endswith(suffix):
                 refused.setdefault(what, []).append(name)
     for what, names in sorted(refused.items()):
-        required = "BF16, F32, FP8, MXFP4, or symmetric INT8/INT4 (compressed-tensors)"
         observed = f"{what} ({len(names)} tensors)"
-        where = f"{path}, {min(names)}"
-        raise damaged("the checkpoint's quantised format cannot be read", where, observed, required, _OTHER)
+        raise _unread(f"{path}, {min(names)}", observed, f"BF16, F32, FP8, MXFP4, {_READ}")
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,6 +213,9 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str | Non
     if name.endswith("_blocks") and info.dtype == "U8":
         logical = name.removesuffix("_blocks")
         candidates = [f"{logical}_scales"]
+    elif name.endswith(".qweight"):
+        logical = name.removesuffix("qweight") + "weight"
+        candidates = [name.removesuffix("qweight") + "scales"]
     elif name.endswith(".weight_packed"):
         logical = name.removesuffix("_packed")
         candidates = [f"{logical}_scale"]
@@ -206,6 +252,31 @@ def _matrix(
     if block[1] < shape[-1] and block[1] % 32:
         return f"{list(scales.shape)} (groups of {block[1]}, required a multiple of 32)"
     return StoredMatrix(name, kind, data, scales, shape, block, keys)
+
+
+def _gptq_matrix(
+    name: str, values: str, scales: str, tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
+) -> StoredMatrix | str:
+    """The same in GPTQ's packing."""
+    base = values.removesuffix("qweight")
+    data, own, zeros = tensors[values], tensors[scales], tensors.get(f"{base}qzeros")
+    order = tensors.get(f"{base}g_idx")
+    if data.dtype != "I32" or len(data.shape) != 2 or own.dtype not in ("F32", "BF16", "F16"):
+        return f"{own.dtype} {list(own.shape)} (values must be I32 [K / 8, N], scales F32, BF16 or F16)"
+    columns, rows = 8 * data.shape[0], data.shape[1]
+    groups = own.shape[0] if len(own.shape) == 2 and own.shape[1] == rows else 0
+    if not groups or columns % groups:
+        return f"{list(own.shape)} (values {[rows, columns]})"
+    if columns // groups % 32 and groups > 1:
+        return f"{list(own.shape)} (groups of {columns // groups}, required a multiple of 32)"
+    # Integers of other bits in some modules would be taken for rows of another length.
+    if zeros is None or zeros.dtype != "I32" or zeros.shape != (groups, rows // 8):
+        return f"{list(own.shape)} (required {base}qzeros I32 [{groups}, {rows // 8}])"
+    if order is not None and (order.dtype != "I32" or order.shape != (columns,)):
+        return f"{list(own.shape)} (required {base}g_idx I32 [{columns}])"
+    parts = GptqParts(zeros, order, gptq.zero_point(quantization), columns // groups)
+    keys = (values, scales, zeros.name, *((order.name,) if order else ()))
+    return StoredMatrix(name, "int4", data, own, (rows, columns), (1, columns // groups), keys, parts)
 
 
 def _kind(data: TensorInfo, scales: TensorInfo) -> str | None:

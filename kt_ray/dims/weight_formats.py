@@ -13,6 +13,7 @@ from typing import Any
 
 import regex
 
+from kt_ray import gptq
 from kt_ray.errors import UserError
 from kt_ray.parse import matches
 
@@ -124,7 +125,10 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
     group = _group_of(quantization, None) if method == "compressed-tensors" else None
     weights = group["weights"] if group else {}
     stored, whole_numbers = fmt, fmt in ("int8", "int4")
-    if method in ("gptq", "awq", "auto-round", "bitsandbytes"):
+    unread = gptq.unread(quantization) if method in (*gptq.METHODS, "awq") else None
+    if unread:
+        stored += f" {unread}"
+    elif method == "bitsandbytes":
         stored += f" in the packing of {method}"
     elif fmt not in TRAINABLE_FORMATS:
         stored += f" as {method} packs them" if method and method != fmt else ""
@@ -140,7 +144,7 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
         return None
     return (
         f"routed experts stored as {stored} are not read; use the model's BF16 checkpoint, or one in FP8 "
-        "(per block, row or tensor), MXFP4 or symmetric INT8/INT4 (compressed-tensors)"
+        "(per block, row or tensor), MXFP4 or symmetric INT8/INT4 (compressed-tensors; GPTQ for INT4)"
     )
 
 
@@ -171,7 +175,8 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
     if method in ("gptq", "awq", "auto-round"):
         bits = _whole(quantization, "bits", "w_bit", default=4)
         columns = max(0, _whole(quantization, "group_size", "q_group_size", default=128))
-        return Storage("int4" if bits <= 4 else "int8", (1, columns), 2 + bits / 8)
+        zero = 0 if gptq.unread(quantization) is None else bits / 8
+        return Storage("int4" if bits <= 4 else "int8", (1, columns), 2 + zero)
     algorithm = str(quantization.get("quant_algo", "")).lower()
     return Storage("nvfp4", (1, 16), 1) if "nvfp4" in (method, algorithm) else Storage(method)
 
@@ -230,7 +235,17 @@ def _excluded(config: Mapping[str, Any]) -> list[str]:
     """Patterns of the modules that are not quantised."""
     quantization = _quantization(config)
     listed = [quantization.get(key) for key in ("modules_to_not_convert", "ignore", "ignored_layers")]
-    return [str(pattern) for some in listed if isinstance(some, list) for pattern in some]
+    patterns = [str(pattern) for some in listed if isinstance(some, list) for pattern in some]
+    # GPTQModel's and AutoRound's: by module, "-:" or other bits.
+    for key in ("dynamic", "extra_config"):
+        own = quantization.get(key)
+        for pattern, changes in own.items() if isinstance(own, Mapping) else ():
+            bits = changes.get("bits") if isinstance(changes, Mapping) else None
+            if pattern.startswith("-:"):
+                patterns.append(f"re:{pattern[2:]}")
+            elif isinstance(bits, int) and bits >= 16:
+                patterns.append(pattern)
+    return patterns
 
 
 def _names_match(patterns: Iterable[str], layer: int, names: Iterable[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,8 @@ def test_the_module_alone(kind: str, tmp_path: Path) -> None:
     save_file(
         {k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"}
     )
-    block = f'"weight_block_size": [{BLOCK}, {BLOCK}]'
-    (tmp_path / "config.json").write_text(f'{{"model_type": "x", "quantization_config": {{{block}}}}}')
+    quantization = {"weight_block_size": [BLOCK, BLOCK]} | ({"quant_method": kind} if kind == "gptq" else {})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     index = CheckpointIndex.open(tmp_path)
     stored = index.matrices["a.weight"].read()
     linear = QuantizedLinear(stored, torch.float32, "cpu")

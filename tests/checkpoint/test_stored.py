@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
+from kt_ray.checkpoint.content import check_content
 from kt_ray.checkpoint.safetensors_file import TensorInfo
 from kt_ray.checkpoint.stored import find_matrices
 from kt_ray.errors import UserError
@@ -220,6 +222,118 @@ def test_quantised_while_reading(tmp_path: Path, target: Any, stored: str) -> No
         assert torch.equal(held.dequantize(), wanted.dequantize())
 
 
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+
+
+def _gptq(tensors: Tensors, **quantization: Any) -> CheckpointIndex:
+    path = Path(tempfile.mkdtemp())
+    return CheckpointIndex.open(
+        write_checkpoint(path, tensors, config=_config(quantization_config=GPTQ | quantization))
+    )
+
+
+def _gptq_experts(group: int = 32) -> tuple[Tensors, dict[str, torch.Tensor]]:
+    """Random integers as GPTQ stores them, and scale * (integer - 8) of each, float32 [N, K]."""
+    generator = torch.Generator().manual_seed(8)
+    tensors: Tensors = {}
+    values: dict[str, torch.Tensor] = {}
+    for leaf, (n, k) in {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}.items():
+        for e in range(E):
+            base, groups = f"{PREFIX}.{e}.{leaf}", k // group
+            integers = torch.randint(16, (n, k), generator=generator)
+            words = torch.zeros(k // 8, n, dtype=torch.int64)
+            for column in range(k):
+                words[column // 8] |= integers[:, column] << 4 * (column % 8)
+            scales = torch.rand(groups, n, generator=generator).half()
+            order = torch.arange(k) // group
+            tensors |= {
+                f"{base}.qweight": torch.where(words >= 2**31, words - 2**32, words).int(),
+                f"{base}.scales": scales,
+                f"{base}.qzeros": torch.full((groups, n // 8), 0x77777777).int(),
+                f"{base}.g_idx": order.int(),
+            }
+            values[f"{base}.weight"] = scales.float()[order].t() * (integers - 8)
+    return tensors, values
+
+
+@pytest.mark.parametrize("release", ["gptq", "gptq_v2", "auto-round"])
+def test_gptq(release: str) -> None:
+    """Both versions of zero points; AutoRound's files have no g_idx."""
+    tensors, values = _gptq_experts()
+    changes: dict[str, Any] = {}
+    if release == "gptq_v2":
+        changes = {"checkpoint_format": "gptq_v2"}
+        tensors |= {
+            k: torch.full_like(v, 0x88888888 - (1 << 32)) for k, v in tensors.items() if "qzeros" in k
+        }
+    if release == "auto-round":
+        changes = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+        tensors = {k: v for k, v in tensors.items() if "g_idx" not in k}
+    index = _gptq(tensors, **changes)
+    check_content(index)
+    layout = ExpertLayout.detect(index)
+    assert layout.distinct_formats == ("int4",) and index.names == set(values)
+    loaded = load_experts(index, layout, 1, [2, 0], threads=2)
+    assert loaded.bytes == 2 * layout.expert_bytes[1]
+    held = {"gate_proj": loaded.gate, "up_proj": loaded.up, "down_proj": loaded.down}
+    for leaf, matrix in held.items():
+        assert isinstance(matrix, ExpertMatrix) and matrix.format == "int4"
+        wanted = torch.stack([values[f"{PREFIX}.{e}.{leaf}.weight"] for e in (2, 0)])
+        assert torch.equal(matrix.dequantize(), wanted)
+        assert torch.equal(index.value(f"{PREFIX}.0.{leaf}.weight"), wanted[1])
+    eight = load_experts(index, layout, 1, [1], target="int8")
+    wanted = quantize("int8", values[f"{PREFIX}.1.up_proj.weight"][None], scale_type="bfloat16").dequantize()
+    assert isinstance(eight.up, ExpertMatrix) and torch.equal(eight.up.dequantize(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("qzeros", lambda v: v - 1, "zero points other than 7; required symmetric integers"),
+        ("g_idx", lambda v: v.flip(0), "an order of their own; required groups of 32 in order"),
+    ],
+)
+def test_gptq_of_other_content(
+    key: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    """config.json need not tell: found before a run, and by whoever reads the weights."""
+    tensors, _ = _gptq_experts()
+    name = f"{PREFIX}.1.up_proj.{key}"
+    index = _gptq(tensors | {name: change(tensors[name]).contiguous()})
+    layout = ExpertLayout.detect(index)
+    assert load_experts(index, layout, 1, [0, 2])
+    for read in (
+        lambda: load_experts(index, layout, 1, [1]),
+        lambda: load_experts(index, layout, 1, [1], target="int8"),
+        lambda: index.value(f"{PREFIX}.1.up_proj.weight"),
+    ):
+        with pytest.raises(UserError) as caught:
+            read()
+        assert message in caught.value.line() and name in caught.value.line()
+    odd = _gptq({k: change(v).contiguous() if k.endswith(key) else v for k, v in tensors.items()})
+    with pytest.raises(UserError, match=message):
+        check_content(odd)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 8}, "integers of 8 bits in the packing of gptq"),
+        ({"sym": False}, "integers with zero points in the packing of gptq"),
+        ({"desc_act": True}, "integers in an order of their own (desc_act) in the packing of gptq"),
+        ({"quant_method": "awq"}, "integers in the packing of awq"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+            "integers in the packing of auto-round auto_round:auto_awq",
+        ),
+    ],
+)
+def test_integers_in_other_packings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ExpertLayout.detect(_gptq(_gptq_experts()[0], **changes))
+    assert message in str(caught.value) and "symmetric INT4 in GPTQ's packing" in caught.value.line()
+
+
 def _info(name: str, dtype: str, *shape: int) -> TensorInfo:
     return TensorInfo(name, Path("model.safetensors"), dtype, shape, 0, 0)
 
@@ -237,6 +351,36 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
     "zero points": ([_info("a.weight_zero_point", "I32", 8)], "asymmetric"),
     "nvfp4": ([_info("a.weight_global_scale", "F32", 1)], "NVFP4"),
     "awq": ([_info("a.qweight", "I32", 8, 8)], "GPTQ or AWQ"),
+    "gptq without scales": ([_info("a.qweight", "I32", 8, 8)], "a.qweight (I32 without scales)"),
+    "gptq without zero points": (
+        [_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 2, 8)],
+        "a.qweight [8, 8] with a.scales [2, 8] (required a.qzeros I32 [2, 1])",
+    ),
+    # a module of 8 bits: taken for 4, its rows would be twice as long
+    "gptq of 8 bits": (
+        [_info("a.qweight", "I32", 16, 8), _info("a.scales", "F16", 2, 8), _info("a.qzeros", "I32", 2, 2)],
+        "required a.qzeros I32 [2, 1]",
+    ),
+    "gptq, scales of another shape": (
+        [_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 3, 8), _info("a.qzeros", "I32", 3, 1)],
+        "a.scales [3, 8] (values [8, 64])",
+    ),
+    "gptq, groups of 16": (
+        [_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 4, 8), _info("a.qzeros", "I32", 4, 1)],
+        "groups of 16, required a multiple of 32",
+    ),
+    "gptq, values of another type": (
+        [_info("a.qweight", "I16", 8, 8), _info("a.scales", "F16", 2, 8), _info("a.qzeros", "I32", 2, 1)],
+        "values must be I32 [K / 8, N]",
+    ),
+    "gptq, order of another length": (
+        [
+            *(_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 2, 8)),
+            *(_info("a.qzeros", "I32", 2, 1), _info("a.g_idx", "I32", 32)),
+        ],
+        "required a.g_idx I32 [64]",
+    ),
+    "zero points alone": ([_info("a.qzeros", "I32", 2, 1)], "a.qzeros (no weight)"),
     "bitsandbytes": ([_info("a.weight.absmax", "F32", 8)], "bitsandbytes"),
 }
 
@@ -261,6 +405,7 @@ def test_words_of_other_integers_are_refused() -> None:
 @pytest.mark.parametrize("case", FAULTS)
 def test_refused(case: str) -> None:
     infos, message = FAULTS[case]
+    config = {} if case == "awq" else {"quantization_config": GPTQ} if "a.q" in infos[0].name else {}
     with pytest.raises(UserError) as caught:
-        find_matrices(Path("model"), {info.name: info for info in infos}, {})
+        find_matrices(Path("model"), {info.name: info for info in infos}, config)
     assert message in str(caught.value) and caught.value.remedy

@@ -112,6 +112,28 @@ def test_exclusions_of_other_modules_leave_experts_quantised(pattern: str) -> No
     assert dims.expert_format == "fp8_block" and dims.plain_expert_layers == ()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "gptq", "dynamic": {r"-:.*self_attn": {}}},
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "extra_config": {r".*self_attn.*": {"bits": 16}, "mlp.gate": {"bits": 8}},
+        },
+    ],
+)
+def test_gptq(changes: dict[str, Any]) -> None:
+    """Two groups of 32 a row. GPTQModel and AutoRound say by module what is not quantised."""
+    dims = small_dims("mixtral", quantization_config={**changes, "group_size": 32, "sym": True})
+    plain = small_dims("mixtral")
+    assert dims.refusal is None and dims.expert_format == "int4"
+    values = plain.expert_bytes() // 2
+    assert dims.expert_bytes() == values // 2 + values // 32 * 2
+    assert bool(dims.quantised and dims.quantised[0].params) == (len(changes) == 2 and "bits" in changes)
+
+
 def test_groups_that_name_other_modules() -> None:
     quantization = packed(num_bits=8, type="int", strategy="channel")
     quantization["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*"]
@@ -135,8 +157,11 @@ def test_weights_outside_the_experts() -> None:
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "stored as int4 in the packing of gptq"),
-        ({"quant_method": "gptq", "bits": 8}, "stored as int8 in the packing of gptq"),
+        ({"quant_method": "gptq", "sym": False}, "stored as int4 with zero points in the packing of gptq"),
+        ({"quant_method": "gptq", "bits": 8}, "stored as int8 of 8 bits in the packing of gptq"),
+        ({"quant_method": "gptq", "desc_act": True}, "an order of their own (desc_act)"),
+        ({"quant_method": "gptq", "group_size": 16}, "groups of 16"),
+        ({"quant_method": "auto-round", "bits": 4}, "stored as int4 in the packing of auto-round"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "stored as int4 in the packing of awq"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},

@@ -180,11 +180,11 @@ def test_impossible_layouts(rule: dict[str, Any], gpus: int, trainer: dict[str, 
 
 
 def test_refused_models_are_planned_but_not_trained() -> None:
-    dims = small_dims(quantization_config={"quant_method": "gptq", "bits": 4})
+    dims = small_dims(quantization_config={"quant_method": "awq", "bits": 4})
     assert make_plan(dims, make_config(mode="plan"), make_hardware()).budgets
     with pytest.raises(UserError, match="cannot be trained") as caught:
         make_plan(dims, make_config(mode="train"), make_hardware())
-    assert "gptq" in caught.value.line()
+    assert "awq" in caught.value.line()
 
 
 def test_rows_longer_than_transformers_computes_as_trained() -> None:

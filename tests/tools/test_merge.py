@@ -17,6 +17,7 @@ from kt_ray.checkpoint.expert_groups import expert_groups
 from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.merge import merge
+from tests.helpers.released.formats import gptq
 from tests.helpers.tiny_families import tiny_family
 from tests.helpers.tiny_moe import (
     E,
@@ -33,6 +34,16 @@ from tests.helpers.tiny_moe import (
     save_adapter,
     values,
 )
+
+
+def gptq_experts() -> dict[str, torch.Tensor]:
+    parts = (
+        (k, v) if ".experts." not in k else (k, gptq(k, v.float()).tensors) for k, v in per_expert().items()
+    )
+    return {
+        name: value for k, v in parts for name, value in (v.items() if isinstance(v, dict) else ((k, v),))
+    }
+
 
 MIXTRAL: dict[str, Any] = {"moe": "block_sparse_moe", "leaves": ("w1", "w3", "w2")}
 SCALE = 6 / 4
@@ -53,6 +64,7 @@ BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fp8 fused": ("fp8", encoded(fused(), "fp8-fused"), {}),
     "int8": ("int8", encoded(per_expert(), "int8"), {}),
     "int4": ("int4", encoded(per_expert(), "int4", group=32), {}),
+    "gptq": ("int4", gptq_experts(), {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
     "mxfp4": ("mxfp4", encoded(per_expert(), "mxfp4"), {}),
     "fp4": ("mxfp4", encoded(per_expert(), "fp4"), {}),
 }

@@ -63,6 +63,7 @@ STORED = [
     Case("qwen2_moe", "bf16"),
     Case("qwen3_5_moe", "bf16"),
     Case("qwen3_moe", "fp8"),
+    Case("qwen3_moe", "gptq"),
     Case("qwen3_moe", "mxfp4"),
     Case("qwen3_next", "fp8"),
 ]

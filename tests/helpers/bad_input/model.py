@@ -212,10 +212,10 @@ MODEL: list[Case] = [
         lambda p: p.weights(lambda t: t.update({EXPERT + "_scale_inv": torch.ones(1, 1)})),
     ),
     Case(
-        "experts GPTQ by config",
+        "experts AWQ by config",
         TINY,
-        ["int4 in the packing of gptq", "use the model's BF16 checkpoint", "mode=plan"],
-        lambda p: p.config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        ["int4 in the packing of awq", "use the model's BF16 checkpoint", "mode=plan"],
+        lambda p: p.config(quantization_config={"quant_method": "awq", "bits": 4}),
     ),
     Case(
         "experts F16",

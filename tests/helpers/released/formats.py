@@ -102,6 +102,28 @@ def int4_packed(key: str, value: Tensor) -> Encoded:
     return Encoded(tensors, codes * wide)
 
 
+def gptq(key: str, value: Tensor) -> Encoded:
+    """Symmetric GPTQ, first version: eight rows of Wᵀ per int32, low bits first, a float16 scale per 32."""
+    rows, columns = value.shape
+    if columns % 32:  # quantisers leave it as it is
+        return plain(torch.bfloat16)(key, value)
+    scale = (value.view(rows, -1, 32).abs().amax(2) / 7).half()
+    wide = _spread(scale.float(), (1, 32), value.shape)
+    codes = (value / wide).round().clamp(-8, 7)
+    words = torch.zeros(columns // 8, rows, dtype=torch.int64)
+    for k in range(columns):
+        words[k // 8] += (codes[:, k] + 8).to(torch.int64) << 4 * (k % 8)
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    name = key.removesuffix("weight")
+    tensors = {
+        f"{name}qweight": words,
+        f"{name}scales": scale.t().contiguous(),
+        f"{name}qzeros": torch.full((columns // 32, rows // 8), 0x77777777, dtype=torch.int32),
+        f"{name}g_idx": torch.arange(columns, dtype=torch.int32) // 32,
+    }
+    return Encoded(tensors, codes * wide)
+
+
 def _fp4(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """OCP MXFP4 of [.., K]: (bytes [.., K/2], even columns in the low bits; exponents + 127; values)."""
     groups = value.unflatten(-1, (-1, 32))

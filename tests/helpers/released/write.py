@@ -27,6 +27,7 @@ from tests.helpers.released.formats import (
     fp4_scale,
     fp8_block,
     fp8_row,
+    gptq,
     int4_packed,
     int8_row,
     mxfp4_blocks,
@@ -104,6 +105,12 @@ FORMATS: dict[str, Format] = {
         None,
         _compressed("pack-quantized", _group(4, "int", "group", 32), _EXPERTS_ONLY),
         _GROUPED,
+    ),
+    "gptq": Format(
+        gptq,
+        gptq,
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+        Sizes(96, 160, 64, 2),
     ),
     "mxfp4": Format(
         mxfp4_packed,
