@@ -170,14 +170,13 @@ def stage_specs(
     plan: Plan, config: Config, model_dir: str, start: StartAdapter | None = None
 ) -> tuple[StageSpec, ...]:
     """What each attention worker of `plan` builds, by rank."""
-    dtype = config.model.dtype if config.model.dtype != "auto" else plan.dims.dtype
     return tuple(
         StageSpec(
             model_dir=model_dir,
             layers=worker.layers,
             num_layers=plan.dims.num_layers,
             device=worker.device,
-            dtype=dtype,
+            dtype=plan.dtype,
             attn_implementation=config.model.attn_implementation,
             seed=config.seed,
             lora=config.lora,

@@ -70,7 +70,7 @@ def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
         kinds[
             (index.tensors[name].dtype,)
             if matrix is None
-            else (matrix.data.dtype, matrix.scales.dtype, matrix.block)
+            else (matrix.data.dtype, matrix.scales.dtype, matrix.block, *(("GPTQ",) if matrix.gptq else ()))
         ].append(name)
     if len(kinds) > 1:
         few = min(kinds.values(), key=len)

@@ -70,7 +70,8 @@ def _check_file(
                 observed = f"zero throughout: {some(zero)}"
                 raise _unfinished("shard holds zeros instead of weights", file, observed, "weights")
             for info in infos:
-                if len(info.shape) == 1 and info.name not in scales and not info.name.endswith(_SCALES):
+                small = len(info.shape) == 1 and _is_floating(info)
+                if small and info.name not in scales and not info.name.endswith(_SCALES):
                     _check_finite(info, os.pread(fd, info.nbytes, info.start))
             for info in _spread([i for i in infos if i.name in scales]):
                 matrix = scales[info.name]
@@ -133,10 +134,14 @@ def _zero(piece: bytes) -> bool:
     return piece.count(0) == len(piece)
 
 
+def _is_floating(info: TensorInfo) -> bool:
+    return info.dtype in TORCH_DTYPES and TORCH_DTYPES[info.dtype].is_floating_point
+
+
 def _check_finite(info: TensorInfo, piece: bytes) -> None:
-    dtype = TORCH_DTYPES.get(info.dtype)
-    if dtype is None or not dtype.is_floating_point:
+    if not _is_floating(info):
         return
+    dtype = TORCH_DTYPES[info.dtype]
     whole = len(piece) - len(piece) % dtype.itemsize
     values = torch.frombuffer(bytearray(piece[:whole]), dtype=dtype).float()
     bad = int((~torch.isfinite(values)).sum())

@@ -166,6 +166,8 @@ def find_groups(index: CheckpointIndex) -> tuple[dict[str, ExpertGroup], tuple[s
             if is_unknown_expert_tensor(name):
                 unknown.append(name)
             continue
+        if parts.bias and index.is_blank_bias(name):
+            continue
         group = groups.get(parts.prefix)
         if group is None:
             layer = -1 if parts.layer is None else parts.layer

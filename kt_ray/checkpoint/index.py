@@ -131,6 +131,11 @@ class CheckpointIndex:
         plain = {name for name in self.tensors if name not in parts and not is_auxiliary(name)}
         return frozenset(plain | set(self.matrices))
 
+    def is_blank_bias(self, name: str) -> bool:
+        """A bias of zeros beside GPTQ's integers: AutoGPTQ once gave one to every module."""
+        matrix = self.matrices.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
+        return matrix is not None and matrix.gptq is not None and not bool(self.read(name).any())
+
     def first(self, name: str) -> TensorInfo:
         """Where the values of a parameter of `names` lie."""
         matrix = self.matrices.get(name)

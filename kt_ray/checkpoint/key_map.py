@@ -62,7 +62,12 @@ def map_keys(
             mapping.setdefault(renamed, (converter, []))[1].append((key, pattern or key))
         elif renamed in names.state:
             continue  # another stage's
-        elif is_mtp(key, count) or any(p.search(key) for p in ignore) or names.other_tower(key):
+        elif (
+            is_mtp(key, count)
+            or any(p.search(key) for p in ignore)
+            or names.other_tower(key)
+            or index.is_blank_bias(key)
+        ):
             ignored.add(key)
         elif layer is None or layers[0] <= layer < layers[1]:
             unexpected.append(key)

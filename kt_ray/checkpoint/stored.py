@@ -125,7 +125,11 @@ class GptqParts:
     def check(self) -> None:
         """Raises UserError: zero points, or an order of their own."""
         word = int.from_bytes(bytes([self.zero_point * 17] * 4), "little", signed=True)
-        if bool((read_tensor(self.zeros) != word).any()):
+        zeros = read_tensor(self.zeros)
+        if bool((zeros != word).any()):
+            if not bool(zeros.any()):
+                what = "shard holds zeros instead of zero points"
+                raise damaged(what, self.zeros.place, "zeros", f"{self.zero_point} throughout")
             observed = f"zero points other than {self.zero_point}"
             raise _unread(self.zeros.place, observed, "symmetric integers")
         if self.order is not None:
@@ -150,6 +154,7 @@ def find_matrices(
     _refuse(path, tensors, quantization)
     matrices: dict[str, StoredMatrix] = {}
     faults: list[str] = []
+    faulty: set[str] = set()  # modules
     for name in sorted(tensors):
         names = _parts(name, tensors)
         if names is None:
@@ -166,10 +171,13 @@ def find_matrices(
             stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization)
         if isinstance(stored, str):
             faults.append(f"{name} {list(tensors[name].shape)} with {scales} {stored}")
+            faulty.add(logical.removesuffix("weight"))
         else:
             matrices[logical] = stored
     used = {key for matrix in matrices.values() for key in matrix.keys}
-    faults += [f"{name} (no weight)" for name in sorted(tensors) if _SCALE.search(name) and name not in used]
+    for name in sorted(tensors):
+        if _SCALE.search(name) and name not in used and not name.startswith(tuple(faulty)):
+            faults.append(f"{name} (no weight)")
     if faults:
         shown = "; ".join(faults[:4]) + (f"; {len(faults)} in all" if len(faults) > 4 else "")
         required = "for each weight its scales, of the shape that quantization_config states"
@@ -265,13 +273,18 @@ def _gptq_matrix(
         return f"{own.dtype} {list(own.shape)} (values must be I32 [K / 8, N], scales F32, BF16 or F16)"
     columns, rows = 8 * data.shape[0], data.shape[1]
     groups = own.shape[0] if len(own.shape) == 2 and own.shape[1] == rows else 0
-    if not groups or columns % groups:
+    if not groups:
         return f"{list(own.shape)} (values {[rows, columns]})"
-    if columns // groups % 32 and groups > 1:
-        return f"{list(own.shape)} (groups of {columns // groups}, required a multiple of 32)"
     # Integers of other bits in some modules would be taken for rows of another length.
     if zeros is None or zeros.dtype != "I32" or zeros.shape != (groups, rows // 8):
-        return f"{list(own.shape)} (required {base}qzeros I32 [{groups}, {rows // 8}])"
+        required = f"{base}qzeros I32 [{groups}, {rows // 8}]"
+        return f"{list(own.shape)} (required {required}; or a module of other than 4 bits)"
+    stated = gptq.stated_group(quantization) or columns
+    if columns % groups or (order is None and groups != max(1, columns // stated)):
+        said = f"config.json says {stated} columns each"
+        return f"{list(own.shape)} ({groups} groups in rows of {columns}, {said})"
+    if columns // groups % 32:
+        return f"{list(own.shape)} (groups of {columns // groups}, required a multiple of 32)"
     if order is not None and (order.dtype != "I32" or order.shape != (columns,)):
         return f"{list(own.shape)} (required {base}g_idx I32 [{columns}])"
     parts = GptqParts(zeros, order, gptq.zero_point(quantization), columns // groups)

@@ -219,7 +219,9 @@ def _laid_out(
     hardware = with_hosts(hardware, 1 if local else rule.nodes)
     device = resolve_device(rule, hardware)
     stages = count_stages(rule, device, hardware, dims)
-    dtype = dims.dtype if config.model.dtype == "auto" else config.model.dtype
+    # float16 has no room for gradients without scaling them, which nothing here does.
+    usual = "bfloat16" if dims.dtype == "float16" else dims.dtype
+    dtype = usual if config.model.dtype == "auto" else config.model.dtype
 
     def balance() -> Ranges:
         unnamed = stage_devices(rule, device, (None,) * stages, hardware)
@@ -229,6 +231,8 @@ def _laid_out(
     devices = stage_devices(rule, device, split.devices, hardware)
     hosts = attention_hosts(rule, device, hardware.hosts)
     notes = [*dims.notes, *_weights_notes(dims, config, dtype)]
+    if dims.dtype == "float16":
+        notes.append(f"the checkpoint's float16 becomes {dtype}: gradients would leave its range")
     if not hardware.present:
         notes.append(f"planned for described hardware, not for this host: {hardware.source}")
     workers = _workers(rule, hardware, split, devices, device, hosts)

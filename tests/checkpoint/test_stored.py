@@ -232,14 +232,16 @@ def _gptq(tensors: Tensors, **quantization: Any) -> CheckpointIndex:
     )
 
 
-def _gptq_experts(group: int = 32) -> tuple[Tensors, dict[str, torch.Tensor]]:
-    """Random integers as GPTQ stores them, and scale * (integer - 8) of each, float32 [N, K]."""
+def _gptq_experts(columns: int = 32) -> tuple[Tensors, dict[str, torch.Tensor]]:
+    """Random integers as GPTQ stores them, and scale * (integer - 8) of each, float32 [N, K]; columns of a
+    scale, 0 = all."""
     generator = torch.Generator().manual_seed(8)
     tensors: Tensors = {}
     values: dict[str, torch.Tensor] = {}
     for leaf, (n, k) in {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}.items():
         for e in range(E):
-            base, groups = f"{PREFIX}.{e}.{leaf}", k // group
+            base, group = f"{PREFIX}.{e}.{leaf}", columns or k
+            groups = k // group
             integers = torch.randint(16, (n, k), generator=generator)
             words = torch.zeros(k // 8, n, dtype=torch.int64)
             for column in range(k):
@@ -256,23 +258,28 @@ def _gptq_experts(group: int = 32) -> tuple[Tensors, dict[str, torch.Tensor]]:
     return tensors, values
 
 
-@pytest.mark.parametrize("release", ["gptq", "gptq_v2", "auto-round"])
-def test_gptq(release: str) -> None:
-    """Both versions of zero points; AutoRound's files have no g_idx."""
-    tensors, values = _gptq_experts()
-    changes: dict[str, Any] = {}
+@pytest.mark.parametrize("group", [32, 0], ids=["groups", "rows"])
+@pytest.mark.parametrize("release", ["gptq", "gptq_v2", "auto-round", "AutoGPTQ"])
+def test_gptq(release: str, group: int) -> None:
+    """Both versions of zero points; no g_idx in AutoRound's files, blank biases in old ones of AutoGPTQ."""
+    tensors, values = _gptq_experts(group)
+    changes: dict[str, Any] = {"group_size": group or -1, "desc_act": not group}
+    if release == "AutoGPTQ":
+        blank = {k.removesuffix("qweight"): v.shape[1] for k, v in tensors.items() if k.endswith("qweight")}
+        tensors |= {f"{base}bias": torch.zeros(n).half() for base, n in blank.items()}
     if release == "gptq_v2":
-        changes = {"checkpoint_format": "gptq_v2"}
+        changes |= {"checkpoint_format": "gptq_v2"}
         tensors |= {
             k: torch.full_like(v, 0x88888888 - (1 << 32)) for k, v in tensors.items() if "qzeros" in k
         }
     if release == "auto-round":
-        changes = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+        changes |= {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
         tensors = {k: v for k, v in tensors.items() if "g_idx" not in k}
     index = _gptq(tensors, **changes)
     check_content(index)
     layout = ExpertLayout.detect(index)
-    assert layout.distinct_formats == ("int4",) and index.names == set(values)
+    assert layout.distinct_formats == ("int4",) and not layout.biased
+    assert {name for name in index.names if not name.endswith("bias")} == set(values)
     loaded = load_experts(index, layout, 1, [2, 0], threads=2)
     assert loaded.bytes == 2 * layout.expert_bytes[1]
     held = {"gate_proj": loaded.gate, "up_proj": loaded.up, "down_proj": loaded.down}
@@ -290,6 +297,7 @@ def test_gptq(release: str) -> None:
     ("key", "change", "message"),
     [
         ("qzeros", lambda v: v - 1, "zero points other than 7; required symmetric integers"),
+        ("qzeros", torch.zeros_like, "found zeros; required 7 throughout"),
         ("g_idx", lambda v: v.flip(0), "an order of their own; required groups of 32 in order"),
     ],
 )
@@ -313,6 +321,14 @@ def test_gptq_of_other_content(
     odd = _gptq({k: change(v).contiguous() if k.endswith(key) else v for k, v in tensors.items()})
     with pytest.raises(UserError, match=message):
         check_content(odd)
+
+
+def test_biases_beside_gptq_that_are_not_blank() -> None:
+    tensors, _ = _gptq_experts()
+    biases = {
+        k.replace("qweight", "bias"): torch.ones(v.shape[1]) for k, v in tensors.items() if "qweight" in k
+    }
+    assert ExpertLayout.detect(_gptq(tensors | biases)).biased
 
 
 @pytest.mark.parametrize(
@@ -354,7 +370,7 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
     "gptq without scales": ([_info("a.qweight", "I32", 8, 8)], "a.qweight (I32 without scales)"),
     "gptq without zero points": (
         [_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 2, 8)],
-        "a.qweight [8, 8] with a.scales [2, 8] (required a.qzeros I32 [2, 1])",
+        "with a.scales [2, 8] (required a.qzeros I32 [2, 1]; or a module of other than 4 bits)",
     ),
     # a module of 8 bits: taken for 4, its rows would be twice as long
     "gptq of 8 bits": (
@@ -363,15 +379,29 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
     ),
     "gptq, scales of another shape": (
         [_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 3, 8), _info("a.qzeros", "I32", 3, 1)],
-        "a.scales [3, 8] (values [8, 64])",
+        "a.scales [3, 8] (3 groups in rows of 64, config.json says 32 columns each)",
     ),
     "gptq, groups of 16": (
-        [_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 4, 8), _info("a.qzeros", "I32", 4, 1)],
+        [
+            *(_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 4, 8)),
+            *(_info("a.qzeros", "I32", 4, 1), _info("a.g_idx", "I32", 64)),
+        ],
         "groups of 16, required a multiple of 32",
     ),
     "gptq, values of another type": (
         [_info("a.qweight", "I16", 8, 8), _info("a.scales", "F16", 2, 8), _info("a.qzeros", "I32", 2, 1)],
         "values must be I32 [K / 8, N]",
+    ),
+    "gptq, rows of no whole groups, no order": (
+        [_info("a.qweight", "I32", 24, 8), _info("a.scales", "F16", 2, 8), _info("a.qzeros", "I32", 2, 1)],
+        "a.scales [2, 8] (2 groups in rows of 192, config.json says 32 columns each)",
+    ),
+    "gptq, rows of no whole groups": (
+        [
+            *(_info("a.qweight", "I32", 24, 8), _info("a.scales", "F16", 7, 8)),
+            *(_info("a.qzeros", "I32", 7, 1), _info("a.g_idx", "I32", 192)),
+        ],
+        "with a.scales [7, 8] (7 groups in rows of 192, config.json says 32 columns each); required",
     ),
     "gptq, order of another length": (
         [

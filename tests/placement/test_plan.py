@@ -179,6 +179,14 @@ def test_impossible_layouts(rule: dict[str, Any], gpus: int, trainer: dict[str, 
     assert caught.value.remedy and caught.value.where
 
 
+def test_float16_is_computed_in_bfloat16() -> None:
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32}  # as such releases are
+    dims = small_dims("mixtral", torch_dtype="float16", quantization_config=quantization)
+    plan = make_plan(dims, make_config(mode="train"), make_hardware())
+    assert plan.dtype == "bfloat16"
+    assert "the checkpoint's float16 becomes bfloat16: gradients would leave its range" in plan.notes
+
+
 def test_refused_models_are_planned_but_not_trained() -> None:
     dims = small_dims(quantization_config={"quant_method": "awq", "bits": 4})
     assert make_plan(dims, make_config(mode="plan"), make_hardware()).budgets

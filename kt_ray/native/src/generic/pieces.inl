@@ -29,9 +29,17 @@ struct PieceState {
     int run = 0, count = 0;
     int64_t piece = 0;  // next, of the current run
     // Pieces are spread over the lines of products: one whenever `due`, which grows by all pieces with every
-    // line, reaches all lines.
+    // line, reaches all lines. Anew with each run, as a tile does not go beyond the end of one.
     int64_t pieces = 0, lines = 0, due = 0;
+    int64_t left = 0;  // lines of products still to come
     bool bad = false;  // seen: what the vectors do not decode, an E4M3 NaN or too large a scale
+
+    void spread() {
+        pieces = 0;
+        for (int i = run; i < count; ++i) pieces += runs[i].pieces;
+        lines = max_of(1, left);
+        due = 0;
+    }
 };
 
 // Lines of memory that products ask for one by one.
@@ -349,7 +357,7 @@ struct ComputeF32Ahead {
         // As UnitAhead::start. What does not come in whole slices is decoded here.
         void start(const Stretch& now, float* to, int64_t slices, const Stretch& then) {
             state.run = state.count = 0;
-            state.piece = state.pieces = state.due = 0;
+            state.piece = 0;
             state.bad = false;
             wanted = now;
             panel = to;
@@ -398,10 +406,10 @@ struct ComputeF32Ahead {
                     next.m.data + (next.along_columns ? k_next * next.m.row_bytes + at_next * bytes / kSlice
                                                       : at_next * next.m.row_bytes + k_next * bytes / kSlice);
                 run.after_row_bytes = next.m.row_bytes;
-                state.pieces += run.pieces;
                 ++state.count;
             }
-            state.lines = max_of(1, slices * (kSlice / MicroF32::kLine));
+            state.left = slices * (kSlice / MicroF32::kLine);
+            state.spread();
         }
         // All columns there, row-major, one format, one direction.
         static bool whole(const Source& source) {
@@ -442,7 +450,9 @@ struct ComputeF32Ahead {
         if (state.run < state.count && state.piece == state.runs[state.run].pieces) {
             ++state.run;
             state.piece = 0;
+            state.spread();
         }
+        state.left -= slices * (kSlice / MicroF32::kLine);
         if (state.run == state.count) return ahead.units.run(count, left, slices, panel, tile, accumulate);
         ahead.use.products(state, count, left, slices, panel, tile, accumulate);
     }

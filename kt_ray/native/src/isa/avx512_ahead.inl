@@ -81,8 +81,16 @@ struct AheadState {
     int run = 0, count = 0;
     int64_t unit = 0;  // next, in the current run
     // Units are spread over the slices of products: one whenever `due`, which grows by all units with every
-    // slice, reaches all slices.
+    // slice, reaches all slices. Anew with each run, as a tile does not go beyond the end of one.
     int64_t units = 0, slices = 0, due = 0;
+    int64_t left = 0;  // slices of products still to come
+
+    void spread() {
+        units = 0;
+        for (int i = run; i < count; ++i) units += runs[i].units;
+        slices = max_of(1, left);
+        due = 0;
+    }
 };
 
 // A step of the products asks for one of the lines; those that do not fit are not asked for.
@@ -321,10 +329,10 @@ struct ComputeBf16 {
                 run.after_at[1] = next.parts == 1 ? next_first.at + kLanes : next_other.at;
                 run.skip = next_slice - next_first.slice_begin - run.slice - run.units / kBf16Units;
                 run.panel = reinterpret_cast<char*>(panel) + (first - begin) * kPanelSlice;
-                state.units += run.units;
             }
             if (state.count == 0) return;
-            state.slices = max_of(1, slices);
+            state.left = slices;
+            state.spread();
             use = functions(source.part[0].m, along_columns);
         }
 
@@ -365,8 +373,10 @@ struct ComputeBf16 {
         if (state.run < state.count && state.unit == state.runs[state.run].units) {
             ++state.run;
             state.unit = 0;
+            state.spread();
             if (state.run == state.count) ahead.use.products = products_alone;
         }
+        state.left -= slices;
         ahead.use.products(state, count, left, slices, panel, tile, accumulate, touch);
     }
 };
