@@ -171,12 +171,12 @@ def find_matrices(
             stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization)
         if isinstance(stored, str):
             faults.append(f"{name} {list(tensors[name].shape)} with {scales} {stored}")
-            faulty.add(logical.removesuffix("weight"))
+            faulty.add(logical.removesuffix(".weight"))
         else:
             matrices[logical] = stored
     used = {key for matrix in matrices.values() for key in matrix.keys}
     for name in sorted(tensors):
-        if _SCALE.search(name) and name not in used and not name.startswith(tuple(faulty)):
+        if _SCALE.search(name) and name not in used and name.rpartition(".")[0] not in faulty:
             faults.append(f"{name} (no weight)")
     if faults:
         shown = "; ".join(faults[:4]) + (f"; {len(faults)} in all" if len(faults) > 4 else "")

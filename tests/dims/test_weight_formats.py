@@ -131,6 +131,8 @@ def test_gptq(changes: dict[str, Any]) -> None:
     assert dims.refusal is None and dims.expert_format == "int4"
     values = plain.expert_bytes() // 2
     assert dims.expert_bytes() == values // 2 + values // 32 * 2
+    rows = small_dims("mixtral", quantization_config={**changes, "group_size": -1})
+    assert values // 2 < rows.expert_bytes() < dims.expert_bytes()
     assert bool(dims.quantised and dims.quantised[0].params) == (len(changes) == 2 and "bits" in changes)
 
 
