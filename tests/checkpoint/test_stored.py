@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,11 +224,9 @@ def test_quantised_while_reading(tmp_path: Path, target: Any, stored: str) -> No
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 
 
-def _gptq(tensors: Tensors, **quantization: Any) -> CheckpointIndex:
-    path = Path(tempfile.mkdtemp())
-    return CheckpointIndex.open(
-        write_checkpoint(path, tensors, config=_config(quantization_config=GPTQ | quantization))
-    )
+def _gptq(path: Path, tensors: Tensors, **quantization: Any) -> CheckpointIndex:
+    config = _config(quantization_config=GPTQ | quantization)
+    return CheckpointIndex.open(write_checkpoint(path, tensors, config=config))
 
 
 def _gptq_experts(columns: int = 32) -> tuple[Tensors, dict[str, torch.Tensor]]:
@@ -260,7 +257,7 @@ def _gptq_experts(columns: int = 32) -> tuple[Tensors, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("group", [32, 0], ids=["groups", "rows"])
 @pytest.mark.parametrize("release", ["gptq", "gptq_v2", "auto-round", "AutoGPTQ"])
-def test_gptq(release: str, group: int) -> None:
+def test_gptq(tmp_path: Path, release: str, group: int) -> None:
     """Both versions of zero points; no g_idx in AutoRound's files, blank biases in old ones of AutoGPTQ."""
     tensors, values = _gptq_experts(group)
     changes: dict[str, Any] = {"group_size": group or -1, "desc_act": not group}
@@ -275,7 +272,7 @@ def test_gptq(release: str, group: int) -> None:
     if release == "auto-round":
         changes |= {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
         tensors = {k: v for k, v in tensors.items() if "g_idx" not in k}
-    index = _gptq(tensors, **changes)
+    index = _gptq(tmp_path, tensors, **changes)
     check_content(index)
     layout = ExpertLayout.detect(index)
     assert layout.distinct_formats == ("int4",) and not layout.biased
@@ -302,12 +299,12 @@ def test_gptq(release: str, group: int) -> None:
     ],
 )
 def test_gptq_of_other_content(
-    key: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
+    tmp_path: Path, key: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
 ) -> None:
     """config.json need not tell: found before a run, and by whoever reads the weights."""
     tensors, _ = _gptq_experts()
     name = f"{PREFIX}.1.up_proj.{key}"
-    index = _gptq(tensors | {name: change(tensors[name]).contiguous()})
+    index = _gptq(tmp_path / "one", tensors | {name: change(tensors[name]).contiguous()})
     layout = ExpertLayout.detect(index)
     assert load_experts(index, layout, 1, [0, 2])
     for read in (
@@ -318,17 +315,17 @@ def test_gptq_of_other_content(
         with pytest.raises(UserError) as caught:
             read()
         assert message in caught.value.line() and name in caught.value.line()
-    odd = _gptq({k: change(v).contiguous() if k.endswith(key) else v for k, v in tensors.items()})
+    odd = {k: change(v).contiguous() if k.endswith(key) else v for k, v in tensors.items()}
     with pytest.raises(UserError, match=message):
-        check_content(odd)
+        check_content(_gptq(tmp_path / "all", odd))
 
 
-def test_biases_beside_gptq_that_are_not_blank() -> None:
+def test_biases_beside_gptq_that_are_not_blank(tmp_path: Path) -> None:
     tensors, _ = _gptq_experts()
     biases = {
         k.replace("qweight", "bias"): torch.ones(v.shape[1]) for k, v in tensors.items() if "qweight" in k
     }
-    assert ExpertLayout.detect(_gptq(tensors | biases)).biased
+    assert ExpertLayout.detect(_gptq(tmp_path, tensors | biases)).biased
 
 
 @pytest.mark.parametrize(
@@ -344,9 +341,11 @@ def test_biases_beside_gptq_that_are_not_blank() -> None:
         ),
     ],
 )
-def test_integers_in_other_packings_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_integers_in_other_packings_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError) as caught:
-        ExpertLayout.detect(_gptq(_gptq_experts()[0], **changes))
+        ExpertLayout.detect(_gptq(tmp_path, _gptq_experts()[0], **changes))
     assert message in str(caught.value) and "symmetric INT4 in GPTQ's packing" in caught.value.line()
 
 

@@ -112,19 +112,21 @@ def test_exclusions_of_other_modules_leave_experts_quantised(pattern: str) -> No
     assert dims.expert_format == "fp8_block" and dims.plain_expert_layers == ()
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "attention"),
     [
-        {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "gptq", "dynamic": {r"-:.*self_attn": {}}},
-        {
-            "quant_method": "auto-round",
-            "packing_format": "auto_round:auto_gptq",
-            "extra_config": {r".*self_attn.*": {"bits": 16}, "mlp.gate": {"bits": 8}},
-        },
+        ({"quant_method": "gptq", "bits": 4}, True),
+        ({"quant_method": "gptq", "dynamic": {r"-:.*self_attn": {}}}, False),
+        (
+            AUTO_ROUND | {"extra_config": {r".*self_attn.*": {"bits": 16}, "mlp.gate": {"bits": 8}}},
+            False,
+        ),
     ],
 )
-def test_gptq(changes: dict[str, Any]) -> None:
+def test_gptq(changes: dict[str, Any], attention: bool) -> None:
     """Two groups of 32 a row. GPTQModel and AutoRound say by module what is not quantised."""
     dims = small_dims("mixtral", quantization_config={**changes, "group_size": 32, "sym": True})
     plain = small_dims("mixtral")
@@ -133,7 +135,7 @@ def test_gptq(changes: dict[str, Any]) -> None:
     assert dims.expert_bytes() == values // 2 + values // 32 * 2
     rows = small_dims("mixtral", quantization_config={**changes, "group_size": -1})
     assert values // 2 < rows.expert_bytes() < dims.expert_bytes()
-    assert bool(dims.quantised and dims.quantised[0].params) == (len(changes) == 2 and "bits" in changes)
+    assert bool(dims.quantised and dims.quantised[0].params) == attention
 
 
 def test_groups_that_name_other_modules() -> None:

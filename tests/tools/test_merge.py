@@ -37,12 +37,10 @@ from tests.helpers.tiny_moe import (
 
 
 def gptq_experts() -> dict[str, torch.Tensor]:
-    parts = (
-        (k, v) if ".experts." not in k else (k, gptq(k, v.float()).tensors) for k, v in per_expert().items()
-    )
-    return {
-        name: value for k, v in parts for name, value in (v.items() if isinstance(v, dict) else ((k, v),))
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in per_expert().items():
+        tensors |= gptq(key, value.float()).tensors if ".experts." in key else {key: value}
+    return tensors
 
 
 MIXTRAL: dict[str, Any] = {"moe": "block_sparse_moe", "leaves": ("w1", "w3", "w2")}
