@@ -320,6 +320,15 @@ def test_gptq_of_other_content(
         check_content(_gptq(tmp_path / "all", odd))
 
 
+def test_gptq_beside_another_packing_of_int4(tmp_path: Path) -> None:
+    """Words of the same type, scales and groups, but in another order."""
+    base = f"{PREFIX}.1.gate_proj"
+    tensors = {k: v for k, v in _gptq_experts()[0].items() if not k.startswith(f"{base}.")}
+    other = quantize("int4", torch.randn(1, I, H), group=32, scale_type="float16")
+    with pytest.raises(UserError, match=r"mixed types.*GPTQ"):
+        ExpertLayout.detect(_gptq(tmp_path, tensors | _int4(other, 0, base)))
+
+
 def test_biases_beside_gptq_that_are_not_blank(tmp_path: Path) -> None:
     tensors, _ = _gptq_experts()
     biases = {
