@@ -29,7 +29,8 @@ _CHUNK_ROWS = 128
 _PANEL_BYTES = 128 << 10
 _AMX_PANEL_BYTES = 32 << 10  # depth goes in blocks through
 _AMX_SUM_PANELS = 4  # so many panels, whose sums are kept,
-_AMX_SPAN_ROWS = 512  # of so many rows
+_AMX_SPAN_ROWS = 512  # of so many rows,
+_AMX_PANELS_AHEAD = 4  # and so many are decoded side by side
 _NARROW_SUM_PANELS = 8  # where a panel has 16 columns, along columns
 _BLOCK_ROWS = 32  # at most; fewer on most instruction sets
 _GRAD_ROWS = 512
@@ -117,11 +118,11 @@ class EngineShape:
     def thread(self) -> int:
         """Bytes of one thread's scratch: two panels, packed rows, and what is as small as they are wide.
 
-        With w columns of a panel (32, or 16 on avx2 and reference), P = 128 KiB, g = 1 (8 where w = 16) and
-        S = 2 MiB / (H' c) rows of a span, within 64 and 512; on amx P = 32 KiB, g = 4 and S = 512, but for
-        float32:
+        With w columns of a panel (32, or 16 on avx2 and reference), P = 128 KiB, g = 1 (8 where w = 16), a = 1
+        and S = 2 MiB / (H' c) rows of a span, within 64 and 512; on amx P = 32 KiB, a = g = 4 and S = 512, but
+        for float32:
 
-            2 min(P, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 g w)
+            2 a min(P, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 g w)
             + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 256 r' + 43 KiB         r' at least 16
         """
         blocks = self.isa == "amx" and not self.float32
@@ -134,9 +135,10 @@ class EngineShape:
         span = _AMX_SPAN_ROWS if blocks else min(max(_SPAN_BYTES // (h * compute), 64), 512)
         rows = max(span, _CHUNK_ROWS)
         rank = max(r, 16)
+        ahead = _AMX_PANELS_AHEAD if blocks else 1
         sums = _AMX_SUM_PANELS if blocks else _NARROW_SUM_PANELS if columns == 16 else 1
         parts = (
-            *(panel, panel),
+            *(ahead * panel, ahead * panel),
             rows * max(h, i) * compute,
             sums * rows * columns * 4,
             _BLOCK_ROWS * columns * 4,

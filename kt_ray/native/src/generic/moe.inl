@@ -39,6 +39,14 @@ template <class Micro>
 constexpr int64_t kMostSumPanels = sum_panels<Micro>(true) > sum_panels<Micro>(false)
                                        ? sum_panels<Micro>(true)
                                        : sum_panels<Micro>(false);
+// How many panels are decoded side by side: along columns a group's, where an instruction set can.
+template <class C>
+constexpr int64_t panels_ahead(bool along_columns) {
+    if constexpr (requires { C::Ahead::kPanels; })
+        return along_columns ? C::Ahead::kPanels : 1;
+    else
+        return 1;
+}
 
 // Whether calls by rows take these kernels, not another instruction set's.
 template <class C>
@@ -54,7 +62,7 @@ struct WideRow {
 template <class C>
 struct Scratch {
     using T = typename C::T;
-    T* panel[2];                  // decoded weights: in use, and the next
+    T* panel[2];                  // decoded weights: in use, and the next; several side by side
     T* packed;                    // left operand of a span or chunk
     T* ordered;                   // rows of a span in the order of a format
     float* tiles;                 // [sum_panels][rows of a span][kColumns]
@@ -89,8 +97,8 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     const int64_t few = min_of(p.rows, kSpanRows);  // of a span or a chunk by rows
     const int64_t rows = p.by_rows ? few : max_of(p.span_rows, kChunkRows);
     const int64_t rank = max_of(p.rank_pad, kRankLine);
-    char* panel0 = take(panel, sizeof(T));
-    char* panel1 = take(panel, sizeof(T));
+    char* panel0 = take(panels_ahead<Frozen<C>>(true) * panel, sizeof(T));
+    char* panel1 = take(panels_ahead<Frozen<C>>(true) * panel, sizeof(T));
     char* packed = take(rows * max_of(p.hidden_pad, p.inter_pad), sizeof(T));
     int64_t ordered_size = 0;
     if constexpr (kByRows<C>)
@@ -205,57 +213,79 @@ struct Moe {
             if (p.by_rows) return sweep_rows(items, slices, source_of, blocks_of, left_of, finish);
         using F = Frozen<C>;
         constexpr int64_t kWhole = line_slices<typename F::T>();
-        constexpr int64_t kSources = kMostSumPanels<typename F::Micro> + 2;  // a group's, and what follows it
+        constexpr int64_t kSources = 2 * kMostSumPanels<typename F::Micro> + 1;  // two groups', and the next
         const bool along_columns = source_of(0).part[0].along_columns;
-        const int64_t in_group = sum_panels<typename F::Micro>(along_columns);
+        const int64_t in_group = sum_panels<typename F::Micro>(along_columns),
+                      in_step = panels_ahead<F>(along_columns);
         const int64_t lines = pieces(slices, kWhole),
                       cuts = pieces(lines * kWhole, max_slices<F>(along_columns));
         const auto cut = [&](int64_t d) { return lines * d / cuts * kWhole; };
-        struct Step {
-            int64_t item, cut;
+        struct Step {  // items [item, end) of a group, in one block of depth
+            int64_t item, end, cut;
         };
-        const auto group_of = [&](const Step& step) { return step.item / in_group * in_group; };
+        const auto group_of = [&](int64_t item) { return item / in_group * in_group; };
+        const auto from = [&](int64_t item, int64_t d) {
+            return Step{item, min_of(items, min_of(group_of(item) + in_group, item + in_step)), d};
+        };
         const auto after = [&](const Step& step) {
-            const int64_t group = group_of(step), end = min_of(items, group + in_group);
-            if (step.item + 1 < end) return Step{step.item + 1, step.cut};
-            return step.cut + 1 < cuts ? Step{group, step.cut + 1} : Step{end, 0};
+            const int64_t group = group_of(step.item);
+            if (step.end < min_of(items, group + in_group)) return from(step.end, step.cut);
+            return step.cut + 1 < cuts ? from(group, step.cut + 1) : from(step.end, 0);
         };
         Source sources[kSources];  // of item j at j % kSources
         int64_t known = 0;
         const auto know = [&](const Step& step) {
-            for (const int64_t end = min_of(items, group_of(step) + kSources); known < end; ++known)
+            for (const int64_t end = min_of(items, group_of(step.item) + kSources); known < end; ++known)
                 sources[known % kSources] = source_of(known);
         };
-        const auto stretch = [&](const Step& step) {
-            const Source& source = sources[min_of(step.item, items - 1) % kSources];
-            return Stretch{&source, cut(step.cut), cut(step.cut + 1)};
+        const auto stretch = [&](int64_t item, int64_t d) {
+            return Stretch{&sources[min_of(item, items - 1) % kSources], cut(d), cut(d + 1)};
         };
-        Step now{0, 0};
-        know(now);
+        // Asks for the panels of a step, in one of the buffers, during so many slices of products.
         auto ahead = decoder();
-        ahead.start(stretch(now), s.frozen_panel[0], 0, stretch(after(now)));
+        const auto decode_ahead = [&](const Step& step, int buffer, int64_t during) {
+            const Step then = after(step);
+            if constexpr (requires { F::Ahead::kPanels; }) {
+                Stretch wanted[panels_ahead<F>(true)];
+                for (int64_t j = step.item; j < step.end; ++j) wanted[j - step.item] = stretch(j, step.cut);
+                ahead.start(wanted, step.end - step.item, s.frozen_panel[buffer], during,
+                            stretch(then.item, then.cut));
+            } else {
+                ahead.start(stretch(step.item, step.cut), s.frozen_panel[buffer], during,
+                            stretch(then.item, then.cut));
+            }
+        };
+        Step now = from(0, 0);
+        know(now);
+        decode_ahead(now, 0, 0);
         ahead.finish();
         for (int buffer = 0; now.item < items; buffer ^= 1) {
             know(now);
             const Step next = after(now);
-            const BlockRange range = blocks_of(now.item);
             const int64_t begin = cut(now.cut), slices_now = cut(now.cut + 1) - begin;
-            const int64_t first_sum = (now.item - group_of(now)) * p.span_rows - p.blocks[range.first].begin;
             const bool last = now.cut + 1 == cuts;
-            if (next.item < items)
-                ahead.start(stretch(next), s.frozen_panel[buffer ^ 1],
-                            slices_now * (range.last - range.first), stretch(after(next)));
-            for (int64_t q = range.first; q < range.last; ++q) {
-                const RowBlock& b = p.blocks[q];
-                Touch touch{s.lines};
-                if (last) before(now.item, b, touch);
-                float* tile = cuts == 1 ? s.tiles : s.tiles + (first_sum + b.begin) * kColumns;
-                const auto left = left_of(b);
-                F::run(ahead, b.count, left + begin * kSlice * b.count, slices_now, s.frozen_panel[buffer],
-                       tile, now.cut > 0, touch);
-                if constexpr (Quantised<C>)
-                    if (last) F::complete(*stretch(now).source, b.count, left, tile);
-                if (last) finish(now.item, b, tile);
+            if (next.item < items) {
+                int64_t blocks = 0;
+                for (int64_t j = now.item; j < now.end; ++j) blocks += blocks_of(j).last - blocks_of(j).first;
+                decode_ahead(next, buffer ^ 1, slices_now * blocks);
+            }
+            for (int64_t j = now.item; j < now.end; ++j) {
+                const BlockRange range = blocks_of(j);
+                const auto* panel = s.frozen_panel[buffer] + (j - now.item) * slices_now * slice_steps<F>() *
+                                                                 step_size<typename F::T>();
+                const int64_t first_sum = (j - group_of(j)) * p.span_rows - p.blocks[range.first].begin;
+                for (int64_t q = range.first; q < range.last; ++q) {
+                    const RowBlock& b = p.blocks[q];
+                    Touch touch{s.lines};
+                    if (last) before(j, b, touch);
+                    float* tile = cuts == 1 ? s.tiles : s.tiles + (first_sum + b.begin) * kColumns;
+                    const auto left = left_of(b);
+                    F::run(ahead, b.count, left + begin * kSlice * b.count, slices_now, panel, tile,
+                           now.cut > 0, touch);
+                    if constexpr (Quantised<C>)
+                        if (last) F::complete(*stretch(j, now.cut).source, b.count, left, tile);
+                    if (last) finish(j, b, tile);
+                }
             }
             ahead.finish();
             now = next;

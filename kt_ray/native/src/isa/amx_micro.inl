@@ -99,6 +99,8 @@ struct MicroTiles {
     // A panel's block is to stay in the L1 cache while all rows pass, the rows' block and the sums in the L2.
     static constexpr int64_t kPanelBytes = 32 * 1024, kSumPanels = 4;
     static constexpr bool kSpreads = false;     // of what decoding ahead fetches
+    static constexpr int64_t kPanelsAhead = 4;  // decoded side by side along columns
+    static constexpr int64_t kFarSlices = 2;    // from memory to the L2 cache
     static constexpr int kRowStep = kTileRows;  // blocks of rows are cut at multiples of this
 
     static void enter() { Tiles::configured = 0; }
@@ -141,13 +143,13 @@ struct MicroTiles {
             _tile_zero(3);
         }
         for (int64_t i = 0; i < blocks; ++i, a += piece, b += kPanelPiece) {
-            _tile_loadd(4, a, kLeftStride);
+            _tile_stream_loadd(4, a, kLeftStride);
             _tile_loadd(6, b, kPanelStride);
             Products::top_left();
             _tile_loadd(7, b + 64, kPanelStride);
             Products::top_right();
             job.step();
-            _tile_loadd(5, a + kTileRows * kLeftStride, kLeftStride);
+            _tile_stream_loadd(5, a + kTileRows * kLeftStride, kLeftStride);
             Products::bottom_left();
             Products::bottom_right();
         }
@@ -170,7 +172,7 @@ struct MicroTiles {
             _tile_zero(1);
         }
         for (int64_t i = 0; i < blocks; ++i, a += piece, b += kPanelPiece) {
-            _tile_loadd(4, a, kLeftStride);
+            _tile_stream_loadd(4, a, kLeftStride);
             _tile_loadd(6, b, kPanelStride);
             Products::top_left();
             job.step();

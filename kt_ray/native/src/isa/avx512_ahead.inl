@@ -67,17 +67,22 @@ inline void place_step<Bf16>(const float* from, int64_t stride, int64_t width, i
 }
 
 // What is left to decode: runs of whole slices, each of one matrix.
+template <int64_t kRuns>
 struct AheadState {
     struct Run {
         Matrix m[2];  // along rows: of the halves
         int64_t at[2];
-        int64_t slice, units;  // first slice in the part, units in this run
-        Matrix after[2];       // what is decoded when these end, to be fetched from memory before:
+        int64_t slice, slices;  // first slice in the part, slices in this run
+        int64_t panels;         // side by side
+        Matrix after[2];        // what is decoded when these end, to be fetched from memory before:
         int64_t after_at[2];
         int64_t skip;  // its slices less those that would come next
         char* panel;
+        int64_t panel_bytes;  // to the next one
+
+        int64_t units() const { return slices * kBf16Units * panels; }
     };
-    Run runs[2];
+    Run runs[kRuns];
     int run = 0, count = 0;
     int64_t unit = 0;  // next, in the current run
     // Units are spread over the slices of products: one whenever `due`, which grows by all units with every
@@ -87,7 +92,7 @@ struct AheadState {
 
     void spread() {
         units = 0;
-        for (int i = run; i < count; ++i) units += runs[i].units;
+        for (int i = run; i < count; ++i) units += runs[i].units();
         slices = max_of(1, left);
         due = 0;
     }
@@ -108,6 +113,9 @@ struct Lines {
 
 // kSpreads of the micro-kernel K: it asks for the lines itself, one at a time (`far`, `near`); in bursts they
 // would hold all of the core's miss buffers and the products' own loads would wait.
+//
+// Along columns a unit is 8 depths of a panel. K::kPanelsAhead of them are decoded side by side, as rows of
+// the matrix lie a page or more apart: their lines are next to each other.
 template <Format F, class S, bool kAlongColumns, class K>
 struct Job {
     static constexpr int64_t kStripBytes = strip_bytes(F);  // of 8 strips
@@ -117,18 +125,21 @@ struct Job {
     static constexpr bool kFetches = true;
     static constexpr bool kFetchesNear = !kAlongColumns || kScattered;
     static constexpr _mm_hint kNearHint = kAlongColumns ? _MM_HINT_T1 : _MM_HINT_T0;
-    AheadState& state;
-    const AheadState::Run& run;
+    static constexpr bool kSideBySide = kAlongColumns && K::kPanelsAhead > 1;
+    using State = AheadState<2 * K::kPanelsAhead>;
+    State& state;
+    const typename State::Run& run;
     S first, second;
-    int64_t unit, units, slices, due;
+    int64_t unit, run_units, units, slices, due;
     Touch touch;
 
-    Job(AheadState& s, Touch t)
+    Job(State& s, Touch t)
         : state(s),
           run(s.runs[s.run]),
           first(run.m[0]),
           second(run.m[1]),
           unit(s.unit),
+          run_units(run.units()),
           units(s.units),
           slices(s.slices),
           due(s.due),
@@ -141,7 +152,7 @@ struct Job {
     KT_INLINE void step() {
         touch_one(touch);
         bool more = false;
-        for (due += units; due >= slices && unit < run.units; ++unit, due -= slices) {
+        for (due += units; due >= slices && unit < run_units; ++unit, due -= slices) {
             decode(unit, more);
             more = true;
         }
@@ -165,19 +176,32 @@ struct Job {
     KT_INLINE void decode(int64_t u, bool fetch) const {
         __m512i a[8];
         if constexpr (F == Format::int4 && !kAlongColumns) fetch_scales(u + kFar * kBf16Units);
-        if (!K::kSpreads || fetch) {
-            const Lines l = lines(u + kFar * kBf16Units);
-            for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T1);
-        }
-        const int64_t slice = run.slice + u / kBf16Units;
         if constexpr (kAlongColumns) {
-            const int64_t n = slice * kSlice + u % kBf16Units * 8, k = run.at[0];
+            int64_t panel = 0;
+            if constexpr (kSideBySide) {
+                panel = static_cast<uint32_t>(u) % static_cast<uint32_t>(run.panels);
+                u = static_cast<uint32_t>(u) / static_cast<uint32_t>(run.panels);
+            }
+            const int64_t n = (run.slice + u / kBf16Units) * kSlice + u % kBf16Units * 8,
+                          k = run.at[0] + panel * 2 * kLanes;
             char* to = run.panel + u * 4 * kPanelStep;
+            if constexpr (kSideBySide) to += panel * run.panel_bytes;
+            if constexpr (kSideBySide) {
+                fetch_beside(u + kFar * kBf16Units, panel);
+            } else if (!K::kSpreads || fetch) {
+                const Lines l = lines(u + kFar * kBf16Units);
+                for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T1);
+            }
             if constexpr (kOwnUnits)
                 if (first.depths(n, k, to)) return;
             eight_strips(first, n, k, a);
             for (int i = 0; i < 4; ++i) store_step(a[2 * i], a[2 * i + 1], to + i * kPanelStep);
         } else {
+            if (!K::kSpreads || fetch) {
+                const Lines l = lines(u + kFar * kBf16Units);
+                for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T1);
+            }
+            const int64_t slice = run.slice + u / kBf16Units;
             const int64_t half = u / 2 % 2, sub = u % 2;
             if (!K::kSpreads || fetch) {
                 const Lines l = lines(u + 1);
@@ -193,11 +217,21 @@ struct Job {
         }
     }
 
-    // The memory of a unit. It is fetched far ahead to the L2 cache (not the L1: rows a power of two apart
-    // share its sets), and one unit ahead from there to the L1.
+    // Every panel's unit asks for its share of the 8 rows, all panels' columns of them.
+    KT_INLINE void fetch_beside(int64_t u, int64_t panel) const {
+        const Lines l = lines(u);
+        const auto panels = static_cast<uint32_t>(run.panels);
+        const char* row = l.from + 8u * panel / panels * l.step;
+        for (int64_t i = 8u * panel / panels; i < 8u * (panel + 1) / panels; ++i, row += l.step)
+            for (int64_t byte = 0; byte < run.panels * (kStripBytes / 8); byte += 64)
+                _mm_prefetch(row + byte, _MM_HINT_T1);
+    }
+
+    // The memory of a unit, of the first panel. It is fetched far ahead to the L2 cache (not the L1: rows a
+    // power of two apart share its sets), and one unit ahead from there to the L1.
     KT_INLINE Lines lines(int64_t u) const {
         const int64_t slice = run.slice + u / kBf16Units, unit_of_slice = u % kBf16Units;
-        const bool over = u >= run.units;
+        const bool over = u >= run.slices * kBf16Units;
         const int64_t here = over ? slice + run.skip : slice;
         const int64_t half = kAlongColumns ? 0 : unit_of_slice / 2;
         const Matrix& m = over ? run.after[half] : run.m[half];
@@ -207,12 +241,12 @@ struct Job {
         return {reinterpret_cast<const char*>(m.data) + n * m.row_bytes + k / kSlice * kStripBytes / 8,
                 m.row_bytes};
     }
-    static constexpr int64_t kFar = 4;  // slices
+    static constexpr int64_t kFar = K::kFarSlices;
 
     // The scales of a unit of rows, where its slice may be the first with a line of them.
     KT_INLINE void fetch_scales(int64_t u) const {
         const int64_t slice = run.slice + u / kBf16Units, half = u % kBf16Units / 2;
-        const bool over = u >= run.units;
+        const bool over = u >= run.slices * kBf16Units;
         const Matrix& m = over ? run.after[half] : run.m[half];
         const int64_t n = (over ? run.after_at[half] : run.at[half]) + u % 2 * 8;
         const int64_t at = first.scales.strips(over ? slice + run.skip : slice) * first.scales.size;
@@ -241,24 +275,25 @@ struct ComputeBf16 {
     using T = Bf16;
     using Micro = K;
     using Rows = typename K::Rows;
-    using Products = void (*)(AheadState&, int, const Bf16*, int64_t, const Bf16*, float*, bool, Touch);
-    using Drain = void (*)(AheadState&);
+    using State = AheadState<2 * K::kPanelsAhead>;
+    using Products = void (*)(State&, int, const Bf16*, int64_t, const Bf16*, float*, bool, Touch);
+    using Drain = void (*)(State&);
 
     template <Format F, class S, bool kAlongColumns>
-    static void products(AheadState& state, int count, const Bf16* left, int64_t slices, const Bf16* panel,
+    static void products(State& state, int count, const Bf16* left, int64_t slices, const Bf16* panel,
                          float* tile, bool accumulate, Touch touch) {
         Job<F, S, kAlongColumns, K> job(state, touch);
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
-    static void products_alone(AheadState&, int count, const Bf16* left, int64_t slices, const Bf16* panel,
+    static void products_alone(State&, int count, const Bf16* left, int64_t slices, const Bf16* panel,
                                float* tile, bool accumulate, Touch touch) {
         NoJob512 job{touch};
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
     template <Format F, class S, bool kAlongColumns>
-    static void drain(AheadState& state) {
+    static void drain(State& state) {
         Job<F, S, kAlongColumns, K> job(state, {});
-        for (; job.unit < job.run.units; ++job.unit) job.decode(job.unit, true);
+        for (; job.unit < job.run_units; ++job.unit) job.decode(job.unit, true);
     }
 
     struct Functions {
@@ -282,17 +317,36 @@ struct ComputeBf16 {
     }
 
     struct Ahead {
-        AheadState state;
+        static constexpr int64_t kPanels = K::kPanelsAhead;  // along columns, at most
+        State state;
         Functions use{products_alone, nullptr};
 
-        // A stretch is wanted in `panel`; `slices` slices of products will run meanwhile. What does not come
-        // in whole units is decoded here. `then` is wanted next.
-        void start(const Stretch& wanted, Bf16* panel, int64_t slices, const Stretch& then) {
+        // Stretches of `count` panels, as deep as each other, are wanted in `panel`, one after the other;
+        // `slices` slices of products will run meanwhile. What does not come in whole units is decoded here.
+        // `then` is wanted next.
+        void start(const Stretch* wanted, int64_t count, Bf16* panel, int64_t slices, const Stretch& then) {
+            state = State();
+            const Part& model = wanted[0].source->part[0];
+            use = functions(model.m, model.along_columns);
+            const int64_t panel_size = (wanted[0].end - wanted[0].begin) * kPanelSlice / 2;
+            for (int64_t j = 0; j < count; ++j, panel += panel_size) {
+                const Source& source = *wanted[j].source;
+                if (whole(source) &&
+                    functions(source.part[0].m, source.part[0].along_columns).drain == use.drain)
+                    add(wanted[j], panel);
+                else
+                    decode<Bf16>(source, wanted[j].begin, wanted[j].end, panel);
+            }
+            for (int i = 0; i < state.count; ++i) fetch_after(state.runs[i], i + 1 < state.count, then);
+            state.left = slices;
+            state.spread();
+            if (state.count == 0) use = {products_alone, nullptr};
+        }
+
+        // Whole units of a panel become runs, or go beside those of the panel before; the rest is decoded.
+        void add(const Stretch& wanted, Bf16* panel) {
             const Source& source = *wanted.source;
             const int64_t begin = wanted.begin, end = wanted.end;
-            state = AheadState();
-            use = {products_alone, nullptr};
-            if (!whole(source)) return decode<Bf16>(source, begin, end, panel);
             const bool along_columns = source.part[0].along_columns;
             const int parts = along_columns ? source.parts : 1;
             for (int i = 0; i < parts; ++i) {
@@ -310,30 +364,53 @@ struct ComputeBf16 {
                         decode<Bf16>(source, full, last, tail);
                 }
                 if (full <= first) continue;
-                AheadState::Run& run = state.runs[state.count++];
+                const int64_t slice = first - part.slice_begin;
+                if (along_columns && goes_beside(part, slice, full - first)) continue;
+                typename State::Run& run = state.runs[state.count++];
                 run.m[0] = part.m;
                 run.m[1] = along_columns ? part.m : other.m;
                 run.at[0] = part.at;
                 run.at[1] = source.parts == 1 ? part.at + kLanes : other.at;
-                run.slice = first - part.slice_begin;
-                run.units = (full - first) * kBf16Units;
-                // The same columns of the next matrix?
-                const bool more = along_columns && i + 1 < parts && source.part[i + 1].slice_begin < end;
-                const Source& next = more ? source : *then.source;
-                const int64_t next_slice = more ? source.part[i + 1].slice_begin : then.begin;
-                const Part& next_first = next.part_at(next_slice);
-                const Part& next_other = along_columns ? next_first : next.part[next.parts - 1];
-                run.after[0] = next_first.m;
-                run.after[1] = next_other.m;
-                run.after_at[0] = next_first.at;
-                run.after_at[1] = next.parts == 1 ? next_first.at + kLanes : next_other.at;
-                run.skip = next_slice - next_first.slice_begin - run.slice - run.units / kBf16Units;
+                run.slice = slice;
+                run.slices = full - first;
+                run.panels = 1;
                 run.panel = reinterpret_cast<char*>(panel) + (first - begin) * kPanelSlice;
+                run.panel_bytes = (end - begin) * kPanelSlice;
             }
-            if (state.count == 0) return;
-            state.left = slices;
-            state.spread();
-            use = functions(source.part[0].m, along_columns);
+        }
+
+        // Whether the part's columns follow a run's: they go into the next panel together with it.
+        bool goes_beside(const Part& part, int64_t slice, int64_t slices) {
+            for (int i = 0; i < state.count; ++i) {
+                typename State::Run& run = state.runs[i];
+                if (run.m[0].data == part.m.data && run.slice == slice && run.slices == slices &&
+                    run.at[0] + run.panels * 2 * kLanes == part.at) {
+                    ++run.panels;
+                    return true;
+                }
+            }
+            return false;
+        }
+
+        // What is decoded when a run ends: the next one, or the first panel of `then`.
+        void fetch_after(typename State::Run& run, bool more, const Stretch& then) {
+            if (more) {
+                const typename State::Run& next = (&run)[1];
+                for (int half = 0; half < 2; ++half) {
+                    run.after[half] = next.m[half];
+                    run.after_at[half] = next.at[half];
+                }
+                run.skip = next.slice - run.slice - run.slices;
+                return;
+            }
+            const Source& next = *then.source;
+            const Part& first = next.part_at(then.begin);
+            const Part& other = first.along_columns ? first : next.part[next.parts - 1];
+            run.after[0] = first.m;
+            run.after[1] = other.m;
+            run.after_at[0] = first.at;
+            run.after_at[1] = next.parts == 1 ? first.at + kLanes : other.at;
+            run.skip = then.begin - first.slice_begin - run.slice - run.slices;
         }
 
         void finish() {
@@ -369,8 +446,8 @@ struct ComputeBf16 {
 
     static void run(Ahead& ahead, int count, const Bf16* left, int64_t slices, const Bf16* panel, float* tile,
                     bool accumulate, Touch touch) {
-        AheadState& state = ahead.state;
-        if (state.run < state.count && state.unit == state.runs[state.run].units) {
+        State& state = ahead.state;
+        if (state.run < state.count && state.unit == state.runs[state.run].units()) {
             ++state.run;
             state.unit = 0;
             state.spread();
