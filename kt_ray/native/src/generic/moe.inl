@@ -292,6 +292,12 @@ struct Moe {
         }
     }
 
+    // For each row of a tile's end: some need what the micro-kernel says of it.
+    static void keep_awake(int64_t row) {
+        if constexpr (!Quantised<C> && requires { C::Micro::keep_awake(); })
+            if (row % 8 == 0) C::Micro::keep_awake();
+    }
+
     auto decoder() const {
         if constexpr (kQuantised)
             return typename Frozen<C>::Ahead(Ratios(s.channels, s.ratios));

@@ -78,6 +78,7 @@ void deactivate_block(const float* tile, const RowBlock& b, int64_t i, float* dw
         T* to_g = packed_at(dpair(b), b, 0, column);
         T* to_u = packed_at(dpair(b), b, 0, up + column);
         for (int64_t k = 0; k < count; ++k) {
+            keep_awake(k);
             const Vec d = vload(tile + k * kColumns + half * kLanes);
             const Vec g = gated ? vload(from_g + k * kNextRow<S>) : vset1(0.0f);
             const Vec u = vload(from_u + k * kNextRow<S>);

@@ -171,6 +171,7 @@ void activate_block(const float* tile, const RowBlock& b, int64_t i) const {
         T* to = packed_at(act(b), b, 0, i + j);
         if (p.pair == nullptr) {
             for (int64_t k = 0; k < count; ++k, from += kColumns, to += kLine) {
+                keep_awake(k);
                 const Vec g = vthrough<S>(vload(from));
                 const Vec u = gated ? vthrough<S>(vload(from + kLanes)) : g;
                 store_rounded(to, activate<A>(spec, g, u));
@@ -180,6 +181,7 @@ void activate_block(const float* tile, const RowBlock& b, int64_t i) const {
         S* to_g = packed_at(pair(b), b, 0, i + j);
         S* to_u = gated ? packed_at(pair(b), b, 0, p.inter_pad + i) : to_g;
         for (int64_t k = 0; k < count; ++k, from += kColumns, to += kLine) {
+            keep_awake(k);
             const Vec raw_g = vload(from), raw_u = gated ? vload(from + kLanes) : raw_g;
             const Vec g = vthrough<S>(raw_g), u = vthrough<S>(raw_u);
             vstore(to_g + k * kNextRow<S>, raw_g);
@@ -265,6 +267,7 @@ void scatter(const RowBlock& b, const float* tile, const float* weights, int64_t
              float* column) const {
     const int32_t* token = p.row_token + b.begin;
     for (int64_t k = 0; k < b.count; ++k, tile += kColumns) {
+        keep_awake(k);
         float* to = column + token[k] * p.hidden;
         const float weight = weights == nullptr ? 1.0f : weights[k];
         if (columns == kColumns)
