@@ -118,9 +118,9 @@ class EngineShape:
     def thread(self) -> int:
         """Bytes of one thread's scratch: two panels, packed rows, and what is as small as they are wide.
 
-        With w columns of a panel (32, or 16 on avx2 and reference), P = 128 KiB, g = 1 (8 where w = 16), a = 1
-        and S = 2 MiB / (H' c) rows of a span, within 64 and 512; on amx P = 32 KiB, a = g = 4 and S = 512, but
-        for float32:
+        With w columns of a panel (32, or 16 on avx2 and reference), P = 128 KiB, g = 1 (8 where w = 16),
+        a = 1 and S = 2 MiB / (H' c) rows of a span, within 64 and 512; on amx P = 32 KiB, a = g = 4 and
+        S = 512, but for float32:
 
             2 a min(P, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 g w)
             + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 256 r' + 43 KiB         r' at least 16

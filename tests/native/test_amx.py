@@ -87,8 +87,8 @@ def test_a_panel_takes_the_operations_that_the_paper_plans(amx: Amx, micro_test:
 
 
 def test_tiles_are_finished_before_the_products_of_the_next(amx: Amx) -> None:
-    """Depth in blocks through groups of panels, along rows and columns: exact sums, in order, and when they are
-    taken up."""
+    """Depth in blocks through groups of panels, along rows and columns: exact sums, in order, and when they
+    are taken up."""
     said = amx.run([str(amx.program("amx_sweep_test", "-O1"))])
     assert said.count("ok: 30 tiles") == 2
     if amx.emulated:
