@@ -128,10 +128,9 @@ def test_sampler_and_trainer_agree(model: Path, exact: Path, tmp_path: Path, dty
             sampled = np.array([token.logprob for token in answer.logprobs])
             (scores,) = backend.score(sampler, [tokens], 3)
             errors = np.abs(scores.logprobs[len(prompt) - 1 :] - sampled)
-            # with widened products one token's are added up in another order
-            assert errors.max() <= most or (
-                dtype == "bfloat16" and not multiplies_bfloat16() and one_rounding(errors)
-            )
+            # widened products of one token, and torch's in tiles, are added up in another order
+            alike = multiplies_bfloat16() and not torch.cpu._is_amx_tile_supported()
+            assert errors.max() <= most or (dtype == "bfloat16" and not alike and one_rounding(errors))
             best = scores.top_logprobs[:, 0]
             assert (best[:, None] >= scores.top_logprobs).all() and (best >= scores.logprobs - 1e-6).all()
         own = backend.run("mine", [Datum(tokens[:-1], tokens[1:])], ENTROPY, backward=False)

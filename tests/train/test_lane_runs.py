@@ -106,11 +106,12 @@ def test_workers_lanes_of_two_stages(tmp_path: Path) -> None:
     """Gradients of different layers come from different workers."""
     path = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=5)
     layout = ("rule.stages=2", "rule.replicas=2", "trainer.micro_batch_size=2")
-    found = curve(path, *layout, lane_on("cpu"), *WORKERS, "rule.experts.stream=0.7")
-    expected = curve(path, *layout)
-    assert found[:3] == pytest.approx(expected[:3], rel=1e-4)
-    # Later two experts of a token come to be equal to rounding: either may be chosen.
-    assert found == pytest.approx(expected, rel=3e-3)
+    lane = (*layout, lane_on("cpu"), "rule.experts.stream=0.7")
+    found, expected = curve(path, *lane, *WORKERS), curve(path, *layout)
+    assert found[:2] == pytest.approx(expected[:2], rel=1e-4)
+    # Later two experts of a token come to be equal to rounding: either may be chosen, of both lanes the same.
+    assert found == pytest.approx(expected, rel=1e-2)
+    assert found == pytest.approx(curve(path, *lane), rel=1e-4)
 
 
 def test_a_checkpoint_of_workers_lanes_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ template <class Micro>
 constexpr int64_t kMostSumPanels = sum_panels<Micro>(true) > sum_panels<Micro>(false)
                                        ? sum_panels<Micro>(true)
                                        : sum_panels<Micro>(false);
-// How many panels are decoded side by side: along columns a group's, where an instruction set can.
+// How many panels are decoded side by side: along columns several of a group, where an instruction set can.
 template <class C>
 constexpr int64_t panels_ahead(bool along_columns) {
     if constexpr (requires { C::Ahead::kPanels; })
@@ -62,7 +62,7 @@ struct WideRow {
 template <class C>
 struct Scratch {
     using T = typename C::T;
-    T* panel[2];                  // decoded weights: in use, and the next; several side by side
+    T* panel[2];                  // decoded weights: in use, and the next; each may be several panels
     T* packed;                    // left operand of a span or chunk
     T* ordered;                   // rows of a span in the order of a format
     float* tiles;                 // [sum_panels][rows of a span][kColumns]
@@ -292,7 +292,7 @@ struct Moe {
         }
     }
 
-    // For each row of a tile's end: some need what the micro-kernel says of it.
+    // Called for each row of a tile's end: every eighth gives a tile unit a product.
     static void keep_awake(int64_t row) {
         if constexpr (!Quantised<C> && requires { C::Micro::keep_awake(); })
             if (row % 8 == 0) C::Micro::keep_awake();

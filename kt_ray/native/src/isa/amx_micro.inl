@@ -100,14 +100,15 @@ struct MicroTiles {
     static constexpr int64_t kPanelBytes = 32 * 1024, kSumPanels = 4;
     static constexpr bool kSpreads = false;     // of what decoding ahead fetches
     static constexpr int64_t kPanelsAhead = 4;  // decoded side by side along columns
-    static constexpr int64_t kFarSlices = 2;    // from memory to the L2 cache
+    static constexpr int64_t kFarSlices = 2;    // that memory is asked for before its use, into the L2 cache
+    static_assert(kPanelsAhead <= kSumPanels);
     static constexpr int kRowStep = kTileRows;  // blocks of rows are cut at multiples of this
 
     static void enter() { Tiles::configured = 0; }
     static void leave() { Tiles::release(); }
-    // Into sums that nobody reads. The tile unit sleeps when it has had no product for 0.3 to 0.6 µs, and
-    // takes 0.26 µs to wake up (docs/kernels.md): the end of a tile gives it one now and then. Not between a
-    // call's loads and stores; the tiles must be configured, as they are from the first call on.
+    // A product into sums that nobody reads. The tile unit sleeps when it has had none for 0.3 to 0.6 µs, and
+    // takes 0.26 µs to wake up (docs/kernels.md): the end of a tile gives it one now and then. Not inside
+    // run(), whose sums it would change; the tiles must be configured, as they are from the first run() on.
     static void keep_awake() { _tile_dpbssd(0, 4, 6); }
 
     // tile [count][32] (+)= left [blocks][count][kK] times panel [blocks * 16][2][16][kPack];

@@ -217,14 +217,16 @@ struct Job {
         }
     }
 
-    // Every panel's unit asks for its share of the 8 rows, all panels' columns of them.
+    // Each panel's unit asks for some of the 8 rows, for all panels: every line that their columns lie in.
     KT_INLINE void fetch_beside(int64_t u, int64_t panel) const {
         const Lines l = lines(u);
         const auto panels = static_cast<uint32_t>(run.panels);
         const char* row = l.from + 8u * panel / panels * l.step;
-        for (int64_t i = 8u * panel / panels; i < 8u * (panel + 1) / panels; ++i, row += l.step)
-            for (int64_t byte = 0; byte < run.panels * (kStripBytes / 8); byte += 64)
-                _mm_prefetch(row + byte, _MM_HINT_T1);
+        for (int64_t i = 8u * panel / panels; i < 8u * (panel + 1) / panels; ++i, row += l.step) {
+            const char* const end = row + run.panels * (kStripBytes / 8);
+            for (const char* at = row - reinterpret_cast<uintptr_t>(row) % 64; at < end; at += 64)
+                _mm_prefetch(at, _MM_HINT_T1);
+        }
     }
 
     // The memory of a unit, of the first panel. It is fetched far ahead to the L2 cache (not the L1: rows a
@@ -337,7 +339,7 @@ struct ComputeBf16 {
                 else
                     decode<Bf16>(source, wanted[j].begin, wanted[j].end, panel);
             }
-            for (int i = 0; i < state.count; ++i) fetch_after(state.runs[i], i + 1 < state.count, then);
+            for (int i = 0; i < state.count; ++i) set_after(state.runs[i], i + 1 < state.count, then);
             state.left = slices;
             state.spread();
             if (state.count == 0) use = {products_alone, nullptr};
@@ -365,7 +367,8 @@ struct ComputeBf16 {
                 }
                 if (full <= first) continue;
                 const int64_t slice = first - part.slice_begin;
-                if (along_columns && goes_beside(part, slice, full - first)) continue;
+                char* const to = reinterpret_cast<char*>(panel) + (first - begin) * kPanelSlice;
+                if (along_columns && goes_beside(part, slice, full - first, to)) continue;
                 typename State::Run& run = state.runs[state.count++];
                 run.m[0] = part.m;
                 run.m[1] = along_columns ? part.m : other.m;
@@ -374,17 +377,19 @@ struct ComputeBf16 {
                 run.slice = slice;
                 run.slices = full - first;
                 run.panels = 1;
-                run.panel = reinterpret_cast<char*>(panel) + (first - begin) * kPanelSlice;
+                run.panel = to;
                 run.panel_bytes = (end - begin) * kPanelSlice;
             }
         }
 
-        // Whether the part's columns follow a run's: they go into the next panel together with it.
-        bool goes_beside(const Part& part, int64_t slice, int64_t slices) {
+        // Whether the part's columns follow a run's: then they are decoded with it, into its next panel,
+        // `to`.
+        bool goes_beside(const Part& part, int64_t slice, int64_t slices, const char* to) {
             for (int i = 0; i < state.count; ++i) {
                 typename State::Run& run = state.runs[i];
                 if (run.m[0].data == part.m.data && run.slice == slice && run.slices == slices &&
-                    run.at[0] + run.panels * 2 * kLanes == part.at) {
+                    run.at[0] + run.panels * 2 * kLanes == part.at &&
+                    run.panel + run.panels * run.panel_bytes == to) {
                     ++run.panels;
                     return true;
                 }
@@ -393,7 +398,7 @@ struct ComputeBf16 {
         }
 
         // What is decoded when a run ends: the next one, or the first panel of `then`.
-        void fetch_after(typename State::Run& run, bool more, const Stretch& then) {
+        void set_after(typename State::Run& run, bool more, const Stretch& then) {
             if (more) {
                 const typename State::Run& next = (&run)[1];
                 for (int half = 0; half < 2; ++half) {

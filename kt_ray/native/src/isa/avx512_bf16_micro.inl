@@ -8,8 +8,8 @@ struct MicroBf16 {
     static constexpr int64_t kPanelBytes = 128 * 1024, kSumPanels = 1;
     static constexpr int64_t kRowStep = 1;
     static constexpr bool kSpreads = true;
-    static constexpr int64_t kPanelsAhead = 1;
-    static constexpr int64_t kFarSlices = 4;
+    static constexpr int64_t kPanelsAhead = 1;  // decoded side by side along columns
+    static constexpr int64_t kFarSlices = 4;    // that memory is asked for before its use, into the L2 cache
     static void enter() {}
     static void leave() {}
 
