@@ -27,8 +27,9 @@ sys.exit({code})
 
 
 def record(impl: str, isa: str | None, direction: str = "forward", **more: Any) -> dict[str, Any]:
-    sizes = {"shape": "deepseek_v3", "format": "fp8", "tokens": 512, "median_ms": 10.0, "of_peak": 0.6}
-    return {"impl": impl, "isa": isa, "direction": direction, **sizes, **more}
+    sizes = {"shape": "deepseek_v3", "format": "fp8", "tokens": 512, "median_ms": 10.0}
+    shares = {"rows_per_expert": 384.0, "of_peak": 0.22}
+    return {"impl": impl, "isa": isa, "direction": direction, **sizes, **shares, **more}
 
 
 def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict[str, Any]], code: int = 0):
@@ -45,18 +46,19 @@ def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict[st
 def test_targets_on_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [
         record("kt_ray", "amx"),
-        record("kt_ray", "amx", "backward", of_peak=0.4),
+        record("kt_ray", "amx", "backward", of_peak=0.14),
+        record("kt_ray", "amx", "backward", of_peak=0.05, rows_per_expert=48.0),
         record("kt", None, ratio_to_ours=2.5, ratio_to_ours_both=2.4),
         record("kt_ray", "avx512_bf16", of_peak=0.1),
     ]
     result = layer(tmp_path, monkeypatch, records)
     assert [(c.status, c.found) for c in result.claims] == [
-        ("pass", "60% of the measured peak"),
-        ("warn", "40% of the measured peak"),
+        ("pass", "22% of the measured peak"),
+        ("warn", "14% of the measured peak"),
         ("pass", "2.40 times"),
     ]
     (rows,) = result.tables.values()
-    assert len(rows) == 5 and rows[3] == ("kt", "", "fp8", "512", "forward", "10.00", "60%", "2.50")
+    assert len(rows) == 6 and rows[4] == ("kt", "", "fp8", "512", "forward", "10.00", "22%", "2.50")
 
 
 def test_without_amx_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
