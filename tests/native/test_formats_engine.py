@@ -137,6 +137,9 @@ def test_save_modes_give_the_same_bits(engine_of, isa: str, name: str) -> None:
         ("q4_0", "q5_1", "bf16", 64, 96),
         ("bf16", "mxfp4", "fp8-128x128", 160, 32),
         ("fp8-channel", "int8-channel", "fp8-128x128-ue8m0", 45, 131),
+        # One format, scales per row beside scales per block.
+        ("fp8-channel", "fp8-128x128", "fp8-channel", 256, 320),
+        ("fp8-128x128", "fp8-channel", "fp8-128x128", 256, 320),
     ],
 )
 def test_a_format_for_each_projection(

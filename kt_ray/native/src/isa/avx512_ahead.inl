@@ -427,7 +427,7 @@ struct ComputeBf16 {
             use = {products_alone, nullptr};
         }
 
-        // All columns there, row-major, one format, one direction.
+        // All columns there, row-major, one decoder, one direction.
         static bool whole(const Source& source) {
             const Part& a = source.part[0];
             for (int i = 0; i < source.parts; ++i) {
@@ -435,6 +435,8 @@ struct ComputeBf16 {
                 if (part.count < part.halves * kLanes || part.m.format != a.m.format ||
                     part.along_columns != a.along_columns)
                     return false;
+                // E4M3 has two: gate may have a scale for each row, and up one for many.
+                if (Fp8RowStrip::fits(part.m) != Fp8RowStrip::fits(a.m)) return false;
                 // Along columns both halves of one matrix; along rows a half of each, side by side.
                 if (part.along_columns ? part.halves < 2
                                        : part.halves * source.parts != 2 || part.slice_begin != 0)
