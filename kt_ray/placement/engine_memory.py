@@ -3,8 +3,9 @@
 Legend: T tokens and R rows (slots that name a local expert) of one call; H hidden size, I intermediate
 size, r the largest LoRA rank; H', I' padded to multiples of 32, r' to a multiple of 16 (0 without
 adapters); s bytes of the storage type (4 for float32 weights, else 2), c of the compute type (2 where the
-instruction set multiplies bfloat16 and the weights are not float32, else 4); p = 2 projections before the
-activation, 1 without a gate. docs/numerics.md says what each buffer holds.
+instruction set multiplies bfloat16 and the weights are not float32, else 4; with INT8 products 2 on amx
+alone); q of an element that these quantise; p = 2 projections before the activation, 1 without a gate.
+docs/numerics.md says what each buffer holds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from kt_ray.config.limits import INT8_BACKENDS
 from kt_ray.config.schema import LoraConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
@@ -38,6 +40,7 @@ _GRAD_RANKS = 8
 _TOUCH_LINES = 8
 _WIDE_ROW = 24  # bytes of an address and two distances
 _DW_COLUMNS = 128
+_ROW_SCALE = 8  # bytes of a scale and of what a sum starts from
 
 
 def _padded(n: int, step: int) -> int:
@@ -56,6 +59,8 @@ class EngineShape:
     float32: bool = False  # whether the weights are float32 (all other formats compute as bfloat16)
     gated: bool = True  # whether the experts have a gate projection
     dropout: bool = False  # whether LoRA dropout is on
+    # format of weights that are multiplied in int8, "int8" or "int4"; None = the engine's own products
+    integers: str | None = None
 
     @property
     def _widths(self) -> tuple[int, int, int]:
@@ -63,8 +68,19 @@ class EngineShape:
 
     @property
     def _elements(self) -> tuple[int, int]:
+        if self.integers is not None:
+            return 2, 2 if self.isa == "amx" else 4
         storage = 4 if self.float32 else 2
         return storage, 2 if not self.float32 and self.isa in _BF16_PRODUCTS else 4
+
+    @property
+    def _quantised(self) -> int:
+        """Bytes of an element of a quantised left operand; avx512 is taken as it is without VNNI."""
+        return 1 if self.isa in _BF16_PRODUCTS else 2
+
+    def _quantised_depth(self, depth: int) -> int:
+        """Elements of a row of one: whole cache lines."""
+        return _padded(depth, 64 // self._quantised)
 
     @property
     def _parts(self) -> int:
@@ -97,7 +113,7 @@ class EngineShape:
         """Bytes of one backward's buffers, shared by all threads; a forward needs fewer.
 
         T H' s + R (I' c + p I' c + 3 r' 4 + 4 (I / 128 rounded up) + 4), and what `saved` would have kept of
-        gate and up with retain, with recompute also of the adapters.
+        gate and up with retain, with recompute also of the adapters; with INT8 products R (p I' q + 8) more.
         """
         h, i, r = self._widths
         storage, compute = self._elements
@@ -110,6 +126,10 @@ class EngineShape:
             "parts of dw": -(-self.inter // _DW_COLUMNS) * rows * 4,
             "dw": rows * 4,
         }
+        if self.integers is not None:
+            depth = self._quantised_depth(self._parts * i)
+            buffers["quantised gradients of gate and up"] = rows * depth * self._quantised
+            buffers["their scales"] = rows * _ROW_SCALE
         if activations != "retain":
             again = ("gate and up", *(("lora in", "lora mid") if activations == "recompute" else ()))
             buffers |= {name: size for name, size in self.saved(tokens, rows).items() if name in again}
@@ -124,6 +144,8 @@ class EngineShape:
 
             2 a min(P, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 g w)
             + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 256 r' + 43 KiB         r' at least 16
+
+        INT8 products have a = 1, and beside it what `_integer_scratch` says.
         """
         blocks = self.isa == "amx" and not self.float32
         h, i, r = self._widths
@@ -135,7 +157,7 @@ class EngineShape:
         span = _AMX_SPAN_ROWS if blocks else min(max(_SPAN_BYTES // (h * compute), 64), 512)
         rows = max(span, _CHUNK_ROWS)
         rank = max(r, 16)
-        ahead = _AMX_PANELS_AHEAD if blocks else 1
+        ahead = _AMX_PANELS_AHEAD if blocks and self.integers is None else 1
         sums = _AMX_SUM_PANELS if blocks else _NARROW_SUM_PANELS if columns == 16 else 1
         parts = (
             *(ahead * panel, ahead * panel),
@@ -149,8 +171,26 @@ class EngineShape:
             *(_GRAD_ROWS * _WIDE_ROW, _GRAD_ROWS * _WIDE_ROW),
             _BLOCK_ROWS * _TOUCH_LINES * 8,
             (2 * 32 * rank + columns // 2) * 4,
+            *(() if self.integers is None else self._integer_scratch(columns, most, span)),
         )
         return sum(_padded(part, 128) for part in parts)
+
+    def _integer_scratch(self, columns: int, most: int, span: int) -> tuple[int, ...]:
+        """What INT8 products add to it: two panels of integers, quantised rows of a span with their scales, a
+        row and its channels' scales; with int4 also scales of groups of 32, and ratios of scales.
+
+        Args:
+            columns: of a panel. most: bytes of one. span: rows.
+        """
+        h, i, _ = self._widths
+        size = self._quantised
+        widest = self._quantised_depth(max(h, self._parts * i))
+        slices = min(widest // 32, most // (32 * columns * size))
+        packed = self._quantised_depth(h)
+        groups = self.integers == "int4"
+        panel = slices * columns * (32 * size + 4 * groups)
+        scales = span * (packed // 32 if groups else 1) * _ROW_SCALE
+        return (panel, panel, span * packed * size, scales, *[widest * 4] * (3 if groups else 2))
 
 
 def rounded(size: float) -> int:
@@ -169,4 +209,5 @@ def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str, backend: str = "au
         float32=dims.expert_format == "f32" and not requantised,
         gated=dims.gated,
         dropout=lora.experts and lora.dropout > 0,
+        integers=BACKEND_STORAGE[backend].format if backend in INT8_BACKENDS else None,
     )

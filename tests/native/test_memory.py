@@ -15,7 +15,7 @@ from tests.helpers.native import EVERY, ISAS, Case, Shape, make_case
 KIB = 1 << 10
 
 
-def shape_of(case: Case, isa: str) -> EngineShape:
+def shape_of(case: Case, isa: str, *, int8_products: bool = False) -> EngineShape:
     weights = case.weights
     return EngineShape(
         hidden=weights.H,
@@ -25,6 +25,7 @@ def shape_of(case: Case, isa: str) -> EngineShape:
         float32=weights.formats[-1] == "f32",
         gated=weights.gate is not None,
         dropout=case.dropout is not None,
+        integers=weights.formats[-1] if int8_products else None,
     )
 
 
@@ -32,10 +33,11 @@ def rows_of(case: Case) -> int:
     return int((case.ids < case.weights.E).sum())
 
 
-def compare(case: Case, isa: str, *, save: bool | str, threads: int = 1) -> None:
+def compare(case: Case, isa: str, *, save: bool | str, threads: int = 1, int8_products: bool = False) -> None:
     """Forward and backward on a new engine against the plan's figures."""
-    plan, tokens, rows = shape_of(case, isa), case.x.shape[0], rows_of(case)
-    with Engine(isa, threads=threads) as engine:
+    plan = shape_of(case, isa, int8_products=int8_products)
+    tokens, rows = case.x.shape[0], rows_of(case)
+    with Engine(isa, threads=threads, int8_products=int8_products) as engine:
         _, saved = engine.forward(
             case.weights,
             case.x,
@@ -84,6 +86,19 @@ def test_with_dropout_without_a_gate_and_quantised(isa: str) -> None:
     compare(make_case(shape, torch.bfloat16, dropout=0.1), isa, save="recompute")
     compare(make_case(shape, torch.bfloat16, activation="relu2"), isa, save="recompute")
     compare(quantised_case(shape, "q8_0"), isa, save=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("save", [True, "int8", "recompute"])
+@pytest.mark.parametrize("variant", ["int8-channel", "int4-32"])
+def test_int8_products(monkeypatch: pytest.MonkeyPatch, isa: str, save: bool | str, variant: str) -> None:
+    """Their compute type is another, and gradients are there once more as integers."""
+    monkeypatch.setenv("KT_RAY_TEST_NO_VNNI", "1" if isa == "avx512" else "")  # the plan cannot know of it
+    for shape in (
+        Shape(tokens=300, slots=3, experts=3, hidden=160, inter=416, rank=17),
+        Shape(tokens=500, slots=4, experts=2, hidden=2080, inter=96, rank=0),
+    ):
+        compare(quantised_case(shape, variant), isa, save=save, int8_products=True)
 
 
 def test_large_buffers_are_whole_huge_pages() -> None:
