@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kt_ray.dims.weight_formats import Storage, plain_storage
+from kt_ray.dims.weight_formats import BACKEND_STORAGE, Storage, plain_storage
 
 
 class Quantised(NamedTuple):
@@ -118,19 +118,39 @@ class ModelDims:
         Args:
             storage: one that the experts are quantised to while they are read; None = the checkpoint's.
         """
-        width, inter = self.expert_width, self.expert_intermediate
-
-        def matrices(kind: Storage, streamed: bool = False) -> float:
-            up, down = (kind.dividing(width), kind.dividing(inter)) if streamed else (kind, kind)
-            ups = (2 if self.gated else 1) * up.matrix_bytes(inter, width)
-            return ups + down.matrix_bytes(width, inter)
-
         layers, plain = len(self.moe_layers), len(self.plain_expert_layers)
-        biases = 4 * self.expert_bias_params * layers
         if storage is not None:
-            return layers * matrices(storage, streamed=True) + biases
-        kept = plain * matrices(plain_storage(self.dtype)) if plain else 0
-        return (layers - plain) * matrices(self.expert_storage) + kept + biases
+            return layers * self._bytes_in_layer(storage, streamed=True)
+        kept = plain * self._bytes_in_layer(plain_storage(self.dtype)) if plain else 0
+        return (layers - plain) * self._bytes_in_layer(self.expert_storage) + kept
+
+    def _bytes_in_layer(self, kind: Storage, streamed: bool = False) -> float:
+        width, inter = self.expert_width, self.expert_intermediate
+        up, down = (kind.dividing(width), kind.dividing(inter)) if streamed else (kind, kind)
+        ups = (2 if self.gated else 1) * up.matrix_bytes(inter, width)
+        return ups + down.matrix_bytes(width, inter) + 4 * self.expert_bias_params
+
+    @property
+    def bytes_in_file(self) -> float:
+        """Of all routed experts in a GGUF file: of one that is not there in Q8_0, 34 bytes for 32 values."""
+        return self.experts_file_bytes or self.routed_params * 34 / 32
+
+    def held_bytes(self, backend: str) -> float:
+        """Bytes of one expert in memory, mean over MoE layers. backend: of the rule."""
+        if self._held_as_in_file(backend):
+            return self.bytes_in_file / (self.num_experts * len(self.moe_layers))
+        return self.expert_bytes(BACKEND_STORAGE.get(backend)) / len(self.moe_layers)
+
+    def most_held_bytes(self, backend: str) -> float:
+        """The same of the layer whose experts take most; of a GGUF file the mean."""
+        mean = self.held_bytes(backend)
+        if not self.plain_expert_layers or backend in BACKEND_STORAGE or self._held_as_in_file(backend):
+            return mean
+        return max(mean, self._bytes_in_layer(plain_storage(self.dtype)))
+
+    def _held_as_in_file(self, backend: str) -> bool:
+        file = backend == "llamafile" or self.experts_file_bytes > 0
+        return file and backend not in BACKEND_STORAGE  # those quantise what they read
 
     def attention_flops(self, layer: int, rows: int, width: int) -> float:
         """FLOP of the forward products of scores and values, for `rows` rows of `width` positions.

@@ -252,7 +252,7 @@ def with_held(
         room: bytes by name of every GPU's budget that nothing else needs, of which a tenth stays free; a
             stand-in has room for all.
     """
-    stored = stored_bytes(dims, config)
+    stored = dims.most_held_bytes(config.rule.experts.backend)
     sharing = Counter(actor.place(d) for actor in actors if actor.lane for d in set(actor.lane.devices))
     made = []
     for actor in actors:
@@ -268,11 +268,6 @@ def with_held(
     return tuple(made)
 
 
-def stored_bytes(dims: ModelDims, config: Config) -> float:
-    """Bytes of one expert of one layer as held in memory."""
-    return dims.expert_bytes(BACKEND_STORAGE.get(config.rule.experts.backend)) / len(dims.moe_layers)
-
-
 def expert_sizes(actors: Actors, dims: ModelDims, config: Config, *, together: bool = False) -> ExpertSizes:
     """What the fullest actor's layer is made of, or that of all of them, resident experts left out."""
     layers = dims.moe_layers
@@ -284,7 +279,7 @@ def expert_sizes(actors: Actors, dims: ModelDims, config: Config, *, together: b
         experts=dims.num_experts,
         per_token=dims.experts_per_token,
         params=dims.expert_params,
-        bytes=stored_bytes(dims, config)
+        bytes=dims.held_bytes(config.rule.experts.backend)
         + 4 * expert_lora_params(dims, config.lora) * expert_lora_share(dims, config.lora),
         hidden=dims.expert_width,
         kept=dims.expert_intermediate * (2 if dims.gated else 1) * (4 if dims.expert_format == "f32" else 2),
@@ -296,6 +291,7 @@ class LaneMemory:
     """What the bytes of one actor's lane are counted from."""
 
     expert: float  # bytes of one expert of one layer as stored
+    largest: float  # the same of the layer whose experts take most: places and buffers take any layer's
     adapter: float  # of its LoRA
     group: int  # T_g
     total: int  # T
@@ -322,7 +318,7 @@ def lane_lines(
     width, inter, cuda = dims.expert_width, dims.expert_intermediate, lane.cuda
     element, lowest = 4 if size.float32 else 2, backward_of(dims, config.lora).lowest
     buffers = lane_buffers(dims, config, lane, size, max(actor.counts(dims.moe_layers)))
-    buffers += lane.held * size.expert
+    buffers += lane.held * size.largest
     for number, device in enumerate(lane.devices):
         where = device if cuda else home
         yield where, "workspace", buffers
@@ -355,7 +351,7 @@ def lane_buffers(dims: ModelDims, config: Config, lane: LanePlan, size: LaneMemo
     if config.lora.experts and config.lora.dropout > 0:
         rows += at_once * 24 * (2 * width + inter)
     # A resident that is a batch of its own is computed where it lies.
-    buffers = 2 * batch * (size.expert if lane.streams or batch > 1 else 0)
+    buffers = 2 * batch * (size.largest if lane.streams or batch > 1 else 0)
     buffers += 2 * experts * size.adapter  # as they lie on the host, and batch by batch
     return buffers + matrices + size.group * width * (element + 8) + rows
 

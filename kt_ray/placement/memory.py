@@ -142,15 +142,10 @@ def checkpoint_bytes(dims: ModelDims, config: Config) -> int:
     return 4 * (2 if config.optim.name == "muon" else 3) * trained_params(dims, config.lora)
 
 
-def expert_file_estimate(dims: ModelDims) -> float:
-    """Bytes of all routed experts in a GGUF file that is not there: Q8_0, 34 bytes for 32 values."""
-    return dims.routed_params * 34 / 32
-
-
 def read_bytes(dims: ModelDims, backend: str) -> float:
     """Bytes of all routed experts where they are read, which backends may quantise while they do."""
     if backend == "llamafile" or dims.experts_file_bytes:
-        return dims.experts_file_bytes or expert_file_estimate(dims)
+        return dims.bytes_in_file
     return dims.num_experts * dims.expert_bytes()
 
 
@@ -161,7 +156,7 @@ def held_format(dims: ModelDims, backend: str) -> str:
         return storage.format
     if backend != "llamafile" and not dims.experts_file_bytes:
         return dims.expert_format
-    size = (dims.experts_file_bytes or expert_file_estimate(dims)) / dims.routed_params
+    size = dims.bytes_in_file / dims.routed_params
     # Of formats of one size GGUF's.
     return min(FORMAT_BYTES, key=lambda name: (abs(FORMAT_BYTES[name] - size), name[0] != "q"))
 
@@ -214,10 +209,9 @@ def budgets(
         items = dict(of_experts[kind])
         home = socket_name(hardware, actor.host, actor.node)
         count = sum(actor.counts(dims.moe_layers))
-        each = items["experts"] / count
         tokens = part_of(of_copy.group, reached), part_of(of_copy.total, reached)
         slots = dims.experts_per_token * count / len(dims.moe_layers) / dims.num_experts / reached
-        sizes = _lane_memory(dims, config, each, actor.backend, (*tokens, slots))
+        sizes = _lane_memory(dims, config, actor.backend, (*tokens, slots))
         for device, item, size in lane_lines(dims, config, actor, sizes, home):
             add(home if device == home else actor.place(device), item, size)
         items["experts"] *= 1 - resident_count(actor) / count
@@ -226,7 +220,7 @@ def budgets(
     for worker in workers:
         count = streamable(worker, experts, dims)
         slots = dims.experts_per_token * count / dims.num_experts
-        sizes = _lane_memory(dims, config, each, experts[0].backend, (load.own_group, load.replica, slots))
+        sizes = _lane_memory(dims, config, experts[0].backend, (load.own_group, load.replica, slots))
         home = home_socket(worker, hardware)
         for on_host, item, size in worker_lane_lines(dims, config, worker, sizes, count):
             add(home if on_host else worker.place, item, size)
@@ -580,11 +574,6 @@ def _expert_actor(
     width = dims.expert_width
     count = sum(actor.counts(dims.moe_layers))
     per_layer = count / len(dims.moe_layers)
-    file = dims.experts_file_bytes and actor.backend not in BACKEND_STORAGE  # those quantise what they read
-    if actor.backend == "llamafile" or file:
-        weights = read_bytes(dims, actor.backend) * per_layer / dims.num_experts
-    else:
-        weights = per_layer * dims.expert_bytes(BACKEND_STORAGE.get(actor.backend))
     slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
     shape = engine_shape(dims, config.lora, isa, actor.backend)
     lowest, with_lora = backward_of(dims, config.lora).lowest, expert_lora_layers(dims, config.lora)
@@ -605,7 +594,7 @@ def _expert_actor(
     large += groups * sum(size / groups >= HUGE_PAGE for size in kept)
     adapters = sum(actor.counts(with_lora)) * expert_lora_params(dims, config.lora)
     return {
-        "experts": weights,
+        "experts": count * dims.held_bytes(actor.backend),
         "LoRA": lora_bytes(config) * adapters,
         "optimizer": 8 * adapters / actor.copies + 16 * adapters * config.trainings,
         "kept activations": sum(kept),
@@ -617,10 +606,10 @@ def _expert_actor(
 
 
 def _lane_memory(
-    dims: ModelDims, config: Config, stored: float, backend: str, of_tokens: tuple[int, int, float]
+    dims: ModelDims, config: Config, backend: str, of_tokens: tuple[int, int, float]
 ) -> LaneMemory:
-    """stored: bytes of one expert of one layer. of_tokens: `LaneMemory.group`, total and slots."""
-    plain = dims.expert_format in ("f32", "bf16") and backend in ("auto", "AMXBF16")
+    """of_tokens: `LaneMemory.group`, total and slots."""
+    plain = held_format(dims, backend) in ("f32", "bf16")
     float32 = engine_shape(dims, config.lora, "reference", backend).float32
-    adapter = 4 * expert_lora_params(dims, config.lora)
-    return LaneMemory(stored, adapter, *of_tokens, runtime=GPU_RUNTIME, float32=float32, plain=plain)
+    sizes = dims.held_bytes(backend), dims.most_held_bytes(backend), 4 * expert_lora_params(dims, config.lora)
+    return LaneMemory(*sizes, *of_tokens, runtime=GPU_RUNTIME, float32=float32, plain=plain)

@@ -33,7 +33,6 @@ from kt_ray.placement.lane_plan import (
     lane_buffers,
     lane_devices,
     lane_shares,
-    stored_bytes,
 )
 from kt_ray.placement.lane_share import LaneRates, whole_experts
 from kt_ray.placement.lora_sizes import backward_of, expert_lora_params
@@ -158,7 +157,7 @@ def with_places(
     lanes = {worker: worker.lane for worker in workers if worker.lane is not None}
     if not lanes:
         return workers
-    stored, sharing = stored_bytes(dims, config), Counter(worker.place for worker in lanes)
+    stored, sharing = dims.most_held_bytes(config.rule.experts.backend), Counter(w.place for w in lanes)
     most = max(whole_experts(lane.share(tokens), streamable(w, actors, dims)) for w, lane in lanes.items())
     places = 2 * most
     for worker in (worker for worker, lane in lanes.items() if lane.cuda):
@@ -241,7 +240,7 @@ def worker_lane_lines(
     own = sum(layer in dims.moe_layers and layer >= lowest for layer in range(*worker.layers))
     workspace = lane_buffers(dims, config, lane, size, experts)
     others = max(1, -(-size.total // max(1, size.group)) - 1)
-    workspace += (lane.held + lane.ahead) * size.expert + 8 * others * size.group * width
+    workspace += (lane.held + lane.ahead) * size.largest + 8 * others * size.group * width
     yield not lane.cuda, "workspace", workspace
     rows = lane.share(size.group) * size.slots * size.total
     kept = size.total * width * element + 36 * rows

@@ -22,7 +22,7 @@ from functools import cached_property
 
 from kt_ray.config.limits import INT8_BACKENDS
 from kt_ray.config.schema import Config
-from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.dims.weight_formats import ELEMENT_BYTES
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.expert_load import touched
 from kt_ray.placement.layer_table import layer_table
@@ -362,10 +362,7 @@ class PlanDurations:
     @cached_property
     def expert_weight_bytes(self) -> float:
         """Bytes of one expert of one layer as held in memory."""
-        dims, backend = self.plan.dims, self.plan.experts[0].backend
-        if dims.experts_file_bytes and backend not in BACKEND_STORAGE:
-            return dims.experts_file_bytes / (dims.num_experts * max(1, len(dims.moe_layers)))
-        return dims.expert_bytes(BACKEND_STORAGE.get(backend)) / max(1, len(dims.moe_layers))
+        return self.plan.dims.held_bytes(self.plan.experts[0].backend)
 
     # -- messages ----------------------------------------------------------------------------
 

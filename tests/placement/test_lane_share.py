@@ -18,7 +18,7 @@ from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.placement import lane_share
 from kt_ray.placement.balance import residents_of
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.placement.lane_plan import LaneMemory, lane_buffers
+from kt_ray.placement.lane_plan import LaneMemory, expert_sizes, lane_buffers
 from kt_ray.placement.lane_share import (
     LANE_ROWS,
     ExpertSizes,
@@ -332,7 +332,8 @@ def test_a_batch_of_experts_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_float8_takes_memory_of_the_device() -> None:
     """Matrices of both directions of four experts, and rows."""
-    size = LaneMemory(V3.expert_bytes() / 58, 0.0, LANE_ROWS, LANE_ROWS, 8.0, GPU_RUNTIME, False, False)
+    expert = V3.held_bytes("auto")
+    size = LaneMemory(expert, expert, 0.0, LANE_ROWS, LANE_ROWS, 8.0, GPU_RUNTIME, False, False)
 
     def buffers(float8: bool) -> float:
         lane = LanePlan(("cuda:0",), (), ((0, 0.5),), float8=float8)
@@ -340,6 +341,63 @@ def test_float8_takes_memory_of_the_device() -> None:
 
     rows = 3 * (V3.expert_width + V3.expert_intermediate) * LANE_ROWS
     assert buffers(True) - buffers(False) == 2 * 4 * V3.expert_params + rows
+
+
+def v3_lane(dims: ModelDims, gib: float, wanted: float = 0.5) -> tuple[Plan, LanePlan]:
+    """A plan of a model of DeepSeek-V3's shapes with a streaming actor, and its lane."""
+    asked = {"sockets": 1, "stream": wanted}
+    rule = {"device": "cuda", "stages": 1, "groups": 2, "resident_layers": 0, "experts": asked}
+    config = make_config(rule=rule, data={"max_length": 512}, trainer={"batch_size": 4})
+    plan = make_plan(dims, config, make_hardware(gpus=1, gpu_gib=gib, memory=4096 * GIB))
+    lane = plan.experts[0].lane
+    assert lane is not None
+    return plan, lane
+
+
+def test_experts_of_a_gguf_file_take_its_bytes() -> None:
+    """Of a file larger than the checkpoint's own experts as many are held as fit; and a quantised one is
+    decoded on the GPU, whatever the checkpoint holds."""
+    own = V3.held_bytes("auto")
+    double = replace(V3, experts_file_bytes=round(2 * V3.num_experts * V3.expert_bytes()))
+    assert double.held_bytes("llamafile") == double.held_bytes("auto") == pytest.approx(2 * own)
+    assert double.held_bytes("AMXINT4") == V3.held_bytes("AMXINT4")
+    (plan, lane), (larger, other) = v3_lane(V3, 24), v3_lane(double, 24)
+    assert larger.fits and 0 < other.held < lane.held < 128
+    counted = [expert_sizes(plan.experts, dims, make_config()).bytes for dims in (V3, double)]
+    assert counted[1] - counted[0] == pytest.approx(own)
+
+    def workspace(dims: ModelDims) -> int:
+        plan, _ = v3_lane(dims, 80, wanted=0.001)  # of no expert
+        return next(b.items["workspace"] for b in plan.budgets if b.device == "cuda:0")
+
+    assert V3.expert_format == "bf16"
+    quantised = replace(V3, experts_file_bytes=round(V3.routed_params * 0.5625))
+    decoded = 4 * 16 * V3.expert_width * V3.expert_intermediate
+    less = 2 * 4 * (own - quantised.held_bytes("auto"))
+    assert workspace(quantised) - workspace(V3) == pytest.approx(decoded - less, abs=8)
+
+
+def test_places_take_the_experts_of_any_layer() -> None:
+    """Where some layers are not quantised, places and buffers are as large as their experts."""
+
+    def partly(*plain: str) -> ModelDims:
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [*plain]}
+        return dims_from_config({**DEEPSEEK_V3, "quantization_config": fp8}, "DeepSeek-V3 in FP8")
+
+    every, mixed = partly(), partly("model.layers.5.mlp.experts")
+    assert mixed.plain_expert_layers == (5,)
+    most = 2.0 * mixed.expert_params
+    assert mixed.most_held_bytes("auto") == most > 1.9 * mixed.held_bytes("auto")
+    assert mixed.most_held_bytes("AMXINT4") == mixed.held_bytes("AMXINT4")
+    assert every.most_held_bytes("auto") == every.held_bytes("auto")
+    free = []
+    for dims in (every, mixed):
+        plan, lane = v3_lane(dims, 22)
+        (card,) = (b for b in plan.budgets if b.device == "cuda:0")
+        each = dims.most_held_bytes("auto")
+        free.append(card.capacity - card.total + lane.held * each)
+        assert 0 < lane.held == int(0.9 * free[-1] // each) < 128
+    assert free[0] - free[1] == pytest.approx(2 * 4 * (most - every.held_bytes("auto")), abs=8)
 
 
 def test_refusals_name_the_remedy() -> None:

@@ -14,7 +14,6 @@ from kt_ray.hardware.describe import hardware_for
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.expert_load import touched
-from kt_ray.placement.lane_plan import stored_bytes
 from kt_ray.placement.lane_share import NOTHING, batch_size
 from kt_ray.placement.lora_sizes import expert_lora_params
 from kt_ray.placement.plan import make_plan
@@ -65,7 +64,7 @@ def test_one_copy_serves_all_groups() -> None:
     plan, durations = made()
     assert plan.lane is not None and RATES.link is not None and RATES.gpu is not None
     assert (plan.lane.held, plan.lane.ahead) == (128, 96)
-    one = stored_bytes(V3, durations.config) / RATES.link.to_device.value
+    one = V3.held_bytes("auto") / RATES.link.to_device.value
     first, second = (call(durations, "forward", n) for n in (0, 1))
     assert (first.copies_ahead, first.copies) == (pytest.approx(96 * one), pytest.approx(32 * one))
     assert second.copies_ahead == second.copies == 0 == first.products_there
@@ -130,7 +129,7 @@ def test_actors_compute_the_rest() -> None:
     assert nothing.beside == pytest.approx(0, abs=1e-9)
     # What workers copy is read from the same memory: of each replica.
     first = every.expert(0, LAYER, "forward", together, call=0)
-    read = 256 * stored_bytes(V3, every.config) / RATES.memory.read_all.value
+    read = 256 * V3.held_bytes("auto") / RATES.memory.read_all.value
     assert first.beside == pytest.approx(read, rel=0.01)
 
 
