@@ -104,6 +104,7 @@ def model_dims(model: ModelConfig) -> ModelDims:
         if size
         else "it is not there; planned at 8.5 bits per weight (Q8_0)"
     )
+    size = size or round(dims.bytes_in_file)
     return dataclasses.replace(dims, experts_file_bytes=size, notes=(*dims.notes, note))
 
 

@@ -199,8 +199,11 @@ def test_untrainable_plan_says_why(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_experts_from_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL["mixtral"]))
     given = (f"model.path={tmp_path}", "rule.experts.backend=llamafile")
-    _, text = output(capsys, *given, f"model.experts_path={tmp_path / 'q.gguf'}")
-    assert "routed experts from q.gguf: it is not there; planned at 8.5 bits" in text
+    absent = f"model.experts_path={tmp_path / 'q.gguf'}"
+    for backend in ("llamafile", "auto"):
+        _, text = output(capsys, given[0], f"rule.experts.backend={backend}", absent)
+        assert "routed experts from q.gguf: it is not there; planned at 8.5 bits" in text
+        assert "experts (q8_0)" in text
     for part, size in (("1", 3000), ("2", 2000)):
         (tmp_path / f"q[1]-0000{part}-of-00002.gguf").write_bytes(bytes(size))
     split = make_config(
