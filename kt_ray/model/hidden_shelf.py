@@ -2,8 +2,7 @@
 
 With rule.activations=host a GPU holds the hidden states of the micro-batches that it works on, and no others:
 each is copied out behind the computation and back ahead of it, by streams of their own, from and to
-page-locked memory. On the CPU, the stand-in, both copies happen at once. The CUDA half is **untested on
-hardware**.
+page-locked memory. On the CPU, the stand-in, both copies happen at once.
 """
 
 from __future__ import annotations
