@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -49,6 +50,8 @@ from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_json
 from kt_ray.terminal import screen_console
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30
 _JOB = ".job"
@@ -242,13 +245,16 @@ def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
             write_atomic(record, json.dumps(job, indent=2) + "\n")
         except OSError as error:
             raise UserError("output directory cannot be written", where=str(out), observed=error) from error
-    with record.open("rb") as lock:
+    with record.open("r+b") as lock:  # for writing: else NFS refuses an exclusive lock
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise UserError(
                 "another process is writing this directory", where=str(out), remedy="wait for it to end"
             ) from error
+        except OSError as error:  # ENOLCK, ENOSYS, EOPNOTSUPP
+            what = "the file system keeps no locks: start no second process that writes this directory"
+            logger.warning("%s; %s (%s)", what, out, error.strerror)
         yield
 
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -104,6 +105,24 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another process"):
         write_shards(tmp_path / "out", units([]), JOB)
     os.close(fd)
+
+
+@pytest.mark.parametrize("fault", [None, errno.ENOSYS])
+def test_file_systems_with_other_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: int | None
+) -> None:
+    """NFS locks for one process alone what it has opened for writing; Lustre may keep no locks at all."""
+
+    def flock(file: BinaryIO, operation: int) -> None:
+        if fault is not None:
+            raise OSError(fault, os.strerror(fault))
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    write_shards(tmp_path / "out", units([]), JOB)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert ("keeps no locks" in caplog.text) == (fault is not None)
 
 
 def test_too_little_space_is_seen_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
