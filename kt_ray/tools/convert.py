@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kt_ray.adapter.peft_config import converts_keys
+from kt_ray.checkpoint.content import check_content
 from kt_ray.checkpoint.encode_weights import Encoding, Entry
 from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex
@@ -75,7 +76,8 @@ def convert(
         "gate", "up", "down"}], "others": {name: error}}; errors are relative Frobenius norms.
 
     Raises:
-        UserError: an unreadable checkpoint, a shape that the format cannot hold, a directory of another job.
+        UserError: an unreadable or unfinished checkpoint, a shape that the format cannot hold, a directory of
+            another job.
     """
     if options.group is not None and options.to not in ("int8", "int4"):
         raise UserError(f"{options.to} has no choice of group", where="--group", remedy="leave --group away")
@@ -85,6 +87,7 @@ def convert(
     check_directories(index, target)
     plan = _Plan(index, options)
     units = plan.units()
+    check_content(index)
     job = {
         "tool": "convert",
         "source": index.fingerprint,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kt_ray.adapter.adapter_file import Lora, Pair
 from kt_ray.adapter.peft_config import CONFIG, TEMPLATE, WEIGHTS, converts_keys
+from kt_ray.checkpoint.content import check_content
 from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import KeyNames, tensors_made
@@ -67,14 +68,15 @@ def merge(
         whether the adapter brings its chat template, which replaces the base's}.
 
     Raises:
-        UserError: an unreadable base or adapter, keys or shapes that fit no weight of the base, a directory
-            of another job.
+        UserError: an unreadable or unfinished base or adapter, keys or shapes that fit no weight of the base,
+            a directory of another job.
     """
     index, target = CheckpointIndex.open(base), Path(out)
     lora = Lora.open(adapter, family(index.config))
     check_directories(index, target)
     plan = _Plan(index, lora)
     lora.check_finite()
+    check_content(index)
     units = plan.units(bf16)
     job = {
         "tool": "merge",

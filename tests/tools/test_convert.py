@@ -272,6 +272,21 @@ def test_packings_that_look_like_others(tmp_path: Path, packed: str) -> None:
     assert not out.exists()
 
 
+@pytest.mark.parametrize("command", ["convert", "merge"])
+def test_unfinished_downloads(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """Zeros in place of weights would be written as weights."""
+    source = save(tmp_path / "source", per_expert())
+    file = source / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 4] + bytes(len(whole) - len(whole) // 4))
+    adapter = save_adapter(tmp_path / "adapter", lora(expert_modules()))
+    more = ["--to", "int4"] if command == "convert" else []
+    sources = [str(source)] if command == "convert" else [str(source), str(adapter)]
+    assert main([command, *sources, str(tmp_path / "out"), *more]) == 2
+    assert "shard holds zeros instead of weights" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_experts_of_several_shapes(tmp_path: Path) -> None:
     tensors = per_expert()
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
