@@ -227,6 +227,8 @@ class _Plan:
             target = self._target(to, name, index.shape(name))
             read: Callable[[int], Tensor] = lambda _: index.value(name, torch.float32)  # noqa: E731
             return [(at, made(target, read, note=error_of(f"other/{name}")))]
+        if index.is_blank_bias(name):  # goes with GPTQ's packing: the model has no place for it
+            return []
         if matrix is None:
             self.plain.add(name)
             return as_stored(index, raw_keys(index, name))

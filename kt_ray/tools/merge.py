@@ -161,7 +161,8 @@ class _Plan:
         # A weight_shape stays where the format does.
         kept = slice(None) if bf16 else slice(2)
         written = {key for name in rewritten_names for key in raw_keys(self.index, name)[kept]}
-        if bf16:  # scales of activations belong to the quantised format
+        if bf16:  # scales of activations and GPTQ's biases of zeros belong to the quantised format
+            written |= {key for key in self.index.tensors if self.index.is_blank_bias(key)}
             parts = {key for matrix in self.index.matrices.values() for key in matrix.keys}
             written |= set(self.index.tensors) - self.index.names - parts
         placed += as_stored(self.index, [key for key in sorted(self.index.tensors) if key not in written])

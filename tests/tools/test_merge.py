@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from kt_ray.adapter.peft_config import TEMPLATE, AdapterInfo, adapter_config
-from kt_ray.checkpoint import CheckpointIndex
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
 from kt_ray.checkpoint.expert_groups import expert_groups
 from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
+from kt_ray.tools.convert import Options, convert
 from kt_ray.tools.merge import merge
 from tests.helpers.released.formats import gptq
 from tests.helpers.tiny_families import tiny_family
@@ -124,6 +125,22 @@ def test_base_plus_adapter(tmp_path: Path, name: str, bf16: bool) -> None:
         assert (out.tensors[key].dtype, out.tensors[key].shape) == (info.dtype, info.shape)
         if not any(part in key for part in (".experts.", "_linear.", "q_proj")):
             assert torch.equal(out.read(key), source.read(key)), key
+
+
+@pytest.mark.parametrize("to", ["same", "bf16", "convert"])
+def test_biases_of_zeros_beside_gptq(tmp_path: Path, to: str) -> None:
+    """AutoGPTQ's modules had them, the model's have none: they end with the packing."""
+    _, tensors, config = BASES["gptq"]
+    biases = {k.replace("qweight", "bias"): v.shape[1] for k, v in tensors.items() if k.endswith("qweight")}
+    base = save(tmp_path / "base", tensors | {k: torch.zeros(n).half() for k, n in biases.items()}, config)
+    if to == "convert":
+        convert(base, tmp_path / "out", Options("int8"))
+    else:
+        adapter = save_adapter(tmp_path / "adapter", lora(expert_modules()))
+        merge(base, adapter, tmp_path / "out", bf16=to == "bf16")
+    out = CheckpointIndex.open(tmp_path / "out")
+    assert out.names & biases.keys() == (biases.keys() if to == "same" else set())
+    assert not ExpertLayout.detect(out).biased
 
 
 @pytest.mark.parametrize("name", ["bf16", "fused", "gpt_oss", "int4", "fp8 fused"])
