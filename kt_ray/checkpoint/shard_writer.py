@@ -162,7 +162,7 @@ def finish(
     units: Sequence[Unit],
     shard_bytes: int,
     *,
-    own_files: Collection[str] = (),
+    left_out: Collection[str] = (),
     over: Sequence[Path] = (),
 ) -> None:
     """Index, config.json and the small files of `source` (tokenizer, licence); then the job is over.
@@ -170,7 +170,7 @@ def finish(
     Args:
         out, units, shard_bytes: as given to `write_shards`.
         config: config.json of the result.
-        own_files: those that the command writes itself: not copied from `source`.
+        left_out: those of `source` that are not copied: the command writes its own, or they are true no more.
         over: small files that replace those of their names in `source`.
 
     Raises:
@@ -179,7 +179,7 @@ def finish(
     shards = _split(units, shard_bytes)
     with writing("output", out, remedy=_RESUMES):
         for file in (*sorted(source.iterdir()), *over):
-            ours = file.name.endswith(_WEIGHTS) or file.name in ("config.json", *own_files)
+            ours = file.name.endswith(_WEIGHTS) or file.name in ("config.json", *left_out)
             if file.is_file() and not file.name.startswith(".") and not ours:
                 shutil.copyfile(file, out / file.name)
         if len(shards) > 1:

@@ -37,6 +37,7 @@ from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.tools.units import (
+    QUANTIZATION_FILES,
     Placed,
     Target,
     as_stored,
@@ -100,7 +101,8 @@ def convert(
     )
     report = _report(options, notes)
     write_atomic(target / REPORT, json.dumps(report, indent=2) + "\n")
-    finish(target, index.path, plan.config(), units, shard_bytes, own_files=(REPORT,))
+    left_out = (REPORT, *QUANTIZATION_FILES)
+    finish(target, index.path, plan.config(), units, shard_bytes, left_out=left_out)
     return report
 
 

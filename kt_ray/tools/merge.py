@@ -33,6 +33,7 @@ from kt_ray.errors import UserError
 from kt_ray.model import layer_calls
 from kt_ray.model.family import build_causal, read_family
 from kt_ray.tools.units import (
+    QUANTIZATION_FILES,
     Change,
     Placed,
     as_stored,
@@ -44,6 +45,7 @@ from kt_ray.tools.units import (
     without_quantization,
 )
 
+_OLD_TEMPLATE = "chat_template.json"  # which processors of multimodal models prefer to chat_template.jinja
 _BELONG = "merge into the model that the adapter was trained on"
 
 
@@ -88,7 +90,8 @@ def merge(
     config = without_quantization(index.config) if bf16 else index.config
     template = lora.path / TEMPLATE
     over = [template] if template.is_file() else []
-    finish(target, index.path, config, units, shard_bytes, over=over)
+    left_out = (*(QUANTIZATION_FILES if bf16 else ()), *((_OLD_TEMPLATE,) if over else ()))
+    finish(target, index.path, config, units, shard_bytes, left_out=left_out, over=over)
     wrong, whole = notes.get("error", [0.0, 0.0])
     return {
         "touched": len(plan.touched),

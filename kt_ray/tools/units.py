@@ -17,6 +17,9 @@ from kt_ray.checkpoint.shard_writer import Notes, Piece, Unit, copied
 from kt_ray.errors import UserError
 
 _CHUNK = 16 << 20  # values computed at once
+# Beside config.json, of ModelOpt, AutoGPTQ and AutoAWQ. vLLM takes the first where config.json has no
+# quantization_config.
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _EXPERTS = "expert_dtype"  # DeepSeek-V4's word for the format of its experts
 # (values [out, in], expert of a stack or first row of a plain matrix) -> new values.
 Change = Callable[[Tensor, int], Tensor]

@@ -431,11 +431,26 @@ def test_the_chat_template_of_the_adapter(tmp_path: Path) -> None:
     base = save(tmp_path / "base", per_expert())
     path = save_adapter(tmp_path / "adapter", lora({"model.layers.0.self_attn.q_proj": (H, H)}))
     (base / TEMPLATE).write_text("the base's")
+    (base / "chat_template.json").write_text("{}")  # which would count before the other
     assert not merge(base, path, tmp_path / "one")["template"]
     (path / TEMPLATE).write_text("its own")
     assert merge(base, path, tmp_path / "two")["template"]
     found = [(tmp_path / out / TEMPLATE).read_text() for out in ("one", "two")]
     assert found == ["the base's", "its own"]
+    assert [(tmp_path / out / "chat_template.json").exists() for out in ("one", "two")] == [True, False]
+
+
+def test_files_of_the_quantisation_that_is_gone(tmp_path: Path) -> None:
+    """Servers would take plain weights for quantised ones."""
+    base = save(tmp_path / "base", encoded(per_expert(), "fp8-row"))
+    path = save_adapter(tmp_path / "adapter", lora(expert_modules()))
+    (base / "hf_quant_config.json").write_text("{}")
+    merge(base, path, tmp_path / "same")
+    merge(base, path, tmp_path / "bf16", bf16=True)
+    convert(base, tmp_path / "int4", Options("int4"))
+    for out, kept in (("same", True), ("bf16", False), ("int4", False)):
+        assert (tmp_path / out / "hf_quant_config.json").exists() == kept
+        assert (tmp_path / out / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize("name", [name for name, (kind, _, _) in BASES.items() if kind != "plain"])
