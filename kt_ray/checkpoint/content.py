@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,27 @@ def check_content(index: CheckpointIndex) -> None:
                 job.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def check_stacks(stacks: Iterable[TensorInfo]) -> None:
+    """The same for stacks of experts in a GGUF file, all of them.
+
+    Raises:
+        UserError: holes, a stack of zeros, values of plain types that are not finite.
+    """
+    by_file: dict[Path, list[TensorInfo]] = defaultdict(list)
+    for info in stacks:
+        by_file[info.file].append(info)
+    for file, infos in by_file.items():
+        try:
+            with file.open("rb") as opened:
+                _check_holes(opened.fileno(), file, infos)
+                zero = sorted(info.name for info in infos if _value_fault(opened.fileno(), info))
+        except OSError as error:
+            raise _unfinished("GGUF file cannot be read", file, error) from error
+        if zero:
+            observed = f"zero throughout: {some(zero)}"
+            raise _unfinished("GGUF file holds zeros instead of weights", file, observed, "weights")
 
 
 def _check_file(

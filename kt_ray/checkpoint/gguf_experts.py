@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.checkpoint.check_experts import check_float32, first_of_each, part_shapes
+from kt_ray.checkpoint.content import check_stacks
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.gguf_file import GgufHeader, open_gguf
 from kt_ray.checkpoint.index import CheckpointIndex, some, tensors_digest
@@ -126,6 +127,10 @@ class GgufExperts:
     def fingerprint_with(self, index: CheckpointIndex) -> str:
         """Of a model whose experts are these and whose other weights are in `index`."""
         return hashlib.sha256(f"{index.fingerprint} {self.fingerprint}".encode()).hexdigest()
+
+    def check_content(self) -> None:
+        """Sample every stack. Raises UserError: as `check_stacks`."""
+        check_stacks(tensor for part, tensor in self._tensors() if not part.endswith("_bias"))
 
     def _tensors(self) -> Iterator[tuple[str, TensorInfo]]:
         for layer in sorted(self.stacks):

@@ -220,6 +220,8 @@ def prepare_model(config: Config, *, training: bool, manifest: Manifest | None =
         plan = replace(plan, backward=backward_of(dims, config.lora, outside))
         notes += _adapter_limits(config, model_dir, layout, whole, dims)
     check_content(index)
+    if gguf is not None:
+        gguf.check_content()
     return PreparedModel(
         config=config,
         model_dir=model_dir,

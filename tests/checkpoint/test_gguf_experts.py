@@ -92,6 +92,25 @@ def test_types(tmp_path: Path, kind: str) -> None:
         assert torch.equal(dense(getattr(loaded, part)), wanted), part
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "F16"])
+def test_unfinished_downloads(tmp_path: Path, kind: str) -> None:
+    """Of the size that was reserved for them: holes, or zeros where the file was copied."""
+    experts = opened(tmp_path, stacks(kind))
+    experts.check_content()
+    file, last = experts.header.path, experts.stacks[2]["down"]
+    size = file.stat().st_size
+    with file.open("r+b") as opened_file:
+        opened_file.truncate(last.start)
+        opened_file.write(bytes(size - last.start))
+    with pytest.raises(UserError, match=r"GGUF file holds zeros.*blk\.2\.ffn_down_exps\.weight;"):
+        experts.check_content()
+    with file.open("r+b") as opened_file:
+        opened_file.truncate(last.start)
+        opened_file.truncate(size)
+    with pytest.raises(UserError, match=r"holes.*blk\.2\.ffn_down_exps"):
+        experts.check_content()
+
+
 def test_types_differ_by_tensor_and_layer(tmp_path: Path) -> None:
     """As llama-quantize mixes them (Q4_K_M), in a split set."""
     tensors = stacks({"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"}, layers=(1,))
