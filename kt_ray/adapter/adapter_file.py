@@ -85,7 +85,7 @@ class Pair:
 
     def stacked_b(self) -> Tensor:
         """B of a fused pair as [out, r, E]."""
-        return _whole(self.b).view(self.out_features, self.rank, self.experts)
+        return _whole(self.b, self.b.file.stat().st_mtime_ns).view(self.out_features, self.rank, self.experts)
 
     def delta(self, expert: int = 0) -> Tensor:
         """scale * B A, [out, in], float32."""
@@ -94,7 +94,7 @@ class Pair:
 
 
 @lru_cache(maxsize=8)  # gate_up and down of the layers that several threads are at
-def _whole(info: TensorInfo) -> Tensor:
+def _whole(info: TensorInfo, written: int) -> Tensor:  # another adapter may get the same name
     return read_tensor(info)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,14 +14,16 @@ from safetensors.torch import load_file, save_file
 from kt_ray import cli
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
+from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory
-from kt_ray.adapter.peft_config import AdapterInfo
+from kt_ray.adapter.peft_config import WEIGHTS, AdapterInfo
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.tools import __main__ as tools
 from tests.helpers.hf_reference import FAMILIES, build_checkpoint
 from tests.helpers.runs import config_for, local_cluster
 from tests.helpers.tiny_families import tiny_family
+from tests.helpers.tiny_moe import save_adapter, values
 
 
 def checkpoint(root: Path, family: str) -> Path:
@@ -165,3 +168,19 @@ def test_an_adapter_that_is_not_finite_is_used_by_nobody(
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and "not finite" in err and name in err, err
     assert not (tmp_path / "merged").exists() and not (tmp_path / "out").exists()
+
+
+def test_another_adapter_in_the_place_of_one_that_was_read(tmp_path: Path) -> None:
+    """A train server's client may delete a checkpoint and give the next one its name."""
+    prefix = "model.layers.0.mlp.experts"
+    settings = {"r": 2, "target_modules": [], "target_parameters": ["experts.down_proj"]}
+    for number, seed in enumerate((1, 3)):
+        tensors = {
+            f"{prefix}.lora_A.weight": values(3 * 2, 32, seed=seed),
+            f"{prefix}.lora_B.weight": values(16, 2 * 3, seed=seed + 1),
+        }
+        directory = save_adapter(tmp_path / "adapter", tensors, **settings)
+        os.utime(directory / WEIGHTS, (number, number))
+        b = Lora.open(directory).fused[prefix, "down"].factors(1)[1]
+        assert torch.equal(b, tensors[f"{prefix}.lora_B.weight"].view(16, 2, 3)[:, :, 1])
+        shutil.rmtree(directory)
