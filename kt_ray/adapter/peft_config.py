@@ -260,6 +260,7 @@ TESTED = frozenset(
 )
 
 
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that its --max-lora-rank may be
 _MERGE = "merge it (python -m kt_ray.tools merge)"
 
 
@@ -315,6 +316,7 @@ def adapter_readme(names: Iterable[str], info: AdapterInfo) -> str:
     ranks = sorted({info.rank, *(rank for rank, _ in info.others.values())})
     others = f"; ranks {', '.join(map(str, ranks))} (rank_pattern, alpha_pattern)" if info.others else ""
     largest = ranks[-1]
+    for_vllm = next((rank for rank in _VLLM_RANKS if rank >= largest), largest)
     kind = "DoRA" if info.dora else "LoRA"
     leaves = sorted({module_of(name).rpartition(".")[2] for name in names})
     notes = "".join(f"- {line}\n" for line in info.notes)
@@ -358,7 +360,7 @@ Needs transformers v5 and PEFT 0.21. Its warning that `rank_pattern` or `alpha_p
 
 ## vLLM (untested: written after its documented key names)
 ```
-vllm serve {base} --enable-lora --max-lora-rank {largest} --lora-modules tuned=<this directory>
+vllm serve {base} --enable-lora --max-lora-rank {for_vllm} --lora-modules tuned=<this directory>
 ```
 ## SGLang (untested: written after its documented key names)
 ```

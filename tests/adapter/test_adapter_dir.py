@@ -268,6 +268,15 @@ def test_the_readme_quotes_the_base_model() -> None:
         assert base in shlex.split(command)
 
 
+@pytest.mark.parametrize(("rank", "most"), [(4, 8), (16, 16), (24, 32), (1000, 1000)])
+def test_the_readme_names_a_rank_that_vllm_takes(rank: int, most: int) -> None:
+    text = adapter_readme(
+        ["model.layers.0.self_attn.q_proj.lora_A.weight"], AdapterInfo("b", "mixtral", rank, 8)
+    )
+    vllm, sglang = re.findall(r"--max-lora-rank (\d+)", text)
+    assert (int(vllm), int(sglang)) == (most, rank)
+
+
 def test_the_readme_says_what_transformers_calls_the_base() -> None:
     info = AdapterInfo("moonshotai/Kimi-K2", "deepseek_v3", 4, 8)
     names = ["model.layers.0.self_attn.o_proj.lora_A.weight"]
