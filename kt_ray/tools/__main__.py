@@ -141,7 +141,7 @@ def _run(arguments: argparse.Namespace) -> int:
         dtype = torch.float32 if arguments.dtype == "float32" else torch.bfloat16
         written = export(arguments.adapter, arguments.out, arguments.form, dtype=dtype, base=arguments.base)
         for path, count in written.items():
-            console.print(f"{path}: {count} pairs of matrices", soft_wrap=True)
+            console.print(f"{path}: {count} pairs of matrices", markup=False, soft_wrap=True)
         if arguments.form == "peft-per-expert" and not merged_by_peft(arguments.out, arguments.base):
             text = "PEFT does not merge this family's keys and would leave the experts out: for servers only"
             console.print(text, soft_wrap=True)

@@ -136,6 +136,14 @@ def test_servers_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "4 pairs" not in capsys.readouterr().out
 
 
+def test_any_name_of_a_directory_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = save(tmp_path / "base", per_expert())
+    path = save_adapter(tmp_path / "adapter", lora(expert_modules()), base_model_name_or_path=str(base))
+    out = tmp_path / "[x] ä [" / "x]"
+    assert main(["export", str(path), str(out), "--form", "peft-per-expert"]) == 0
+    assert f"{out}: " in capsys.readouterr().out
+
+
 def test_refusals(tmp_path: Path) -> None:
     base = save(tmp_path / "base", per_expert())
     source = lora(expert_modules())
