@@ -1,7 +1,8 @@
 """How weights are stored, read from a config.json: format, block that shares a scale, bytes of a scale.
 
 Sources: the `quantization_config` conventions of transformers (fp8, fbgemm_fp8, mxfp4, gptq, awq,
-bitsandbytes), of compressed-tensors (`config_groups`, `ignore`), and DeepSeek-V4's `expert_dtype`.
+bitsandbytes), of ModelOpt (`quant_algo`) and compressed-tensors (`config_groups`, `ignore`), and
+DeepSeek-V4's `expert_dtype`.
 """
 
 from __future__ import annotations
@@ -178,6 +179,8 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
         zero = 0 if gptq.unread(quantization) is None else bits / 8
         return Storage("int4" if bits <= 4 else "int8", (1, columns), 2 + zero)
     algorithm = str(quantization.get("quant_algo", "")).lower()
+    if method == "modelopt" and algorithm == "fp8":
+        return Storage("fp8", (0, 0), 4)
     return Storage("nvfp4", (1, 16), 1) if "nvfp4" in (method, algorithm) else Storage(method)
 
 

@@ -32,6 +32,7 @@ def packed(ignore: list[str] | None = None, format: str = "", **weights: Any) ->
         (FP8, "fp8_block", VALUES + 4 * (9 + 9 + 8)),
         ({"quant_method": "fp8"}, "fp8", VALUES + 4 * 3),
         ({"quant_method": "fbgemm_fp8"}, "fp8", VALUES + 4 * (40 + 40 + 64)),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8", VALUES + 4 * 3),
         (packed(num_bits=8, type="float", strategy="channel"), "fp8", VALUES + 2 * (40 + 40 + 64)),
         (packed(num_bits=8, type="float", strategy="tensor"), "fp8", VALUES + 2 * 3),
         (
