@@ -117,7 +117,7 @@ def _files_of(path: Path) -> tuple[Path, ...]:
         raise damaged("no such GGUF file", path, remedy=_CHOOSE)
     match = _SPLIT.match(path.name)
     if match is None:
-        return (path,)
+        return _finished((path,))
     count = int(match["count"])
     files = tuple(path.with_name(f"{match['stem']}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1))
     absent = [file.name for file in files if not file.is_file()]
@@ -125,6 +125,15 @@ def _files_of(path: Path) -> tuple[Path, ...]:
         observed = f"missing: {some(absent)}" if absent else f"part {int(match['part'])}"
         remedy = "download the missing files beside it"
         raise damaged("GGUF split set is not complete", path, observed, f"{count} files", remedy)
+    return _finished(files)
+
+
+def _finished(files: tuple[Path, ...]) -> tuple[Path, ...]:
+    """aria2 writes into the file itself, of its full size from the beginning."""
+    beside = [left.name for file in files if (left := Path(f"{file}.aria2")).exists()]
+    if beside:
+        what, remedy = "GGUF file is an unfinished download", "let aria2c finish, or download the file again"
+        raise damaged(what, files[0], f"{some(beside)} beside it", "the whole file", remedy)
     return files
 
 

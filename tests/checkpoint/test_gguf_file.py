@@ -152,6 +152,15 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         open_gguf(tmp_path)
 
 
+@pytest.mark.parametrize("split", [0, 2])
+def test_unfinished_downloads(tmp_path: Path, split: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", some_tensors(), split=split)
+    last = max(tmp_path.glob("*.gguf"))
+    last.with_name(f"{last.name}.aria2").write_bytes(b"")
+    with pytest.raises(UserError, match=rf"unfinished download.*{last.name}\.aria2"):
+        open_gguf(path)
+
+
 def test_split_sets_that_do_not_fit(tmp_path: Path) -> None:
     tensors = some_tensors()
     first = write_gguf(tmp_path / "m.gguf", "qwen3moe", tensors, split=2)
