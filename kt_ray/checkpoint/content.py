@@ -24,6 +24,7 @@ from kt_ray.checkpoint.stored import StoredMatrix
 
 _PIECE = 4096  # bytes read at one place
 _TENSORS = 6  # sampled in a shard, and as many of its scales
+_GAP = 12  # matrices of zeros in a row: four experts, which nobody cuts out side by side
 _WHOLE = 64 << 20  # a tensor is zero if this much of it is
 _READERS = 16  # in flight: a network file system answers each in milliseconds
 _HOLE_SHARE = 100  # holes of less than a 100th of a file may be zeros that a file system did not store
@@ -85,10 +86,10 @@ def _check_file(
             infos.sort(key=lambda info: info.start)
             _check_holes(fd, file, infos)
             values = [i for i in infos if i.name not in scales and len(i.shape) > 1 and "bias" not in i.name]
-            zero = [i.name for i in _spread(values) if _value_fault(fd, i)]
+            zero = [i for i in _spread(values) if _value_fault(fd, i)]
             # One matrix of zeros may be meant so (an expert that was cut out); most of a sample is not.
-            if zero and 2 * len(zero) > min(len(values), _TENSORS):
-                observed = f"zero throughout: {some(zero)}"
+            if 2 * len(zero) > min(len(values), _TENSORS) or any(_in_gap(fd, values, i) for i in zero):
+                observed = f"zero throughout: {some([i.name for i in zero])}"
                 raise _unfinished("shard holds zeros instead of weights", file, observed, "weights")
             for info in infos:
                 small = len(info.shape) == 1 and _is_floating(info)
@@ -149,6 +150,19 @@ def _value_fault(fd: int, info: TensorInfo) -> bool:
         if not _zero(os.pread(fd, min(1 << 20, info.end - at), at)):
             return False
     return info.nbytes > 0
+
+
+def _in_gap(fd: int, values: list[TensorInfo], info: TensorInfo) -> bool:
+    """Whether a matrix of zeros is one of many in a row, or all experts of a layer."""
+    if len(info.shape) > 2 and "experts" in info.name:
+        return True
+    at, count = values.index(info), 1
+    for side in (values[at + 1 : at + _GAP], values[max(0, at + 1 - _GAP) : at][::-1]):
+        for neighbour in side:
+            if not _value_fault(fd, neighbour):
+                break
+            count += 1
+    return count >= _GAP
 
 
 def _zero(piece: bytes) -> bool:

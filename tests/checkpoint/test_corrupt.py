@@ -16,9 +16,10 @@ from kt_ray import cli
 from kt_ray.checkpoint import CheckpointIndex
 from kt_ray.config.compose import compose
 from kt_ray.config.mapping import load
-from kt_ray.errors import BAD_INPUT, guard
+from kt_ray.errors import BAD_INPUT, UserError, guard
 from kt_ray.runs.rundir import plain
 from tests.helpers.corrupt import CASES, Case, Folder, make_bases
+from tests.helpers.tiny_moe import fused, per_expert, save
 
 ROOT = Path(__file__).parents[2]
 RAY = ("ray", "kt_ray.actors.ray.ray_cluster", "kt_ray.actors.ray.ray_metrics")
@@ -157,3 +158,17 @@ def test_a_matrix_of_zeros_among_others_is_accepted(bases: dict[str, Folder], pl
     folder = bases["bf16"].copy(place / "zero")
     folder.tensor("model.layers.1.mlp.experts.0.up_proj.weight", lambda t: t * 0)
     check_content(CheckpointIndex.open(folder.path))
+
+
+@pytest.mark.parametrize("layout", ["one by one", "fused"])
+def test_a_shard_of_which_the_larger_part_arrived_is_refused(tmp_path: Path, layout: str) -> None:
+    """And zeros written out for the rest, on a file system that does not tell of holes."""
+    from kt_ray.checkpoint import check_content
+
+    path = save(tmp_path / "model", per_expert(layers=4) if layout == "one by one" else fused())
+    file = path / "model.safetensors"
+    check_content(CheckpointIndex.open(path))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) * 6 // 10] + bytes(len(whole) - len(whole) * 6 // 10))
+    with pytest.raises(UserError, match="zeros instead of weights"):
+        check_content(CheckpointIndex.open(path))
