@@ -53,8 +53,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, tool: str) -> None:
     experts, hidden, inner = 48, 512, 1024
     prefix = "model.layers.0.mlp.experts"
     tensors = {
-        f"{prefix}.gate_up_proj": torch.zeros(experts, 2 * inner, hidden, dtype=torch.bfloat16),
-        f"{prefix}.down_proj": torch.zeros(experts, hidden, inner, dtype=torch.bfloat16),
+        f"{prefix}.gate_up_proj": torch.ones(experts, 2 * inner, hidden, dtype=torch.bfloat16),
+        f"{prefix}.down_proj": torch.ones(experts, hidden, inner, dtype=torch.bfloat16),
     }
     config = {
         "num_experts": experts,
