@@ -271,7 +271,7 @@ class ChatEncoder:
         else:
             raise self._refused(where, refusal) from refusal
         if prompt:
-            _check_rendered(text, messages, tools, where)
+            self._check_rendered(text, form, tools, where, prompt=True)
         return text
 
     def _render(
@@ -333,7 +333,7 @@ class ChatEncoder:
                 refusal = refusal or error
         else:
             raise self._refused(conversation.where, refusal) from refusal
-        _check_rendered(text, conversation.messages, conversation.tools, conversation.where)
+        self._check_rendered(text, messages, conversation.tools, conversation.where)
         spans = self._with_end(text, spans)
         trained = answers_wanted(conversation, self.train_on)
         if any(trained) and not any(stop > start for start, stop in spans):
@@ -344,6 +344,56 @@ class ChatEncoder:
             spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
         self._check_thoughts(conversation, trained, "".join(text[start:stop] for start, stop in spans))
         return text, spans
+
+    def _check_rendered(
+        self,
+        text: str,
+        messages: Sequence[Turn],
+        tools: Sequence[dict[str, Any]] | None,
+        where: str,
+        *,
+        prompt: bool = False,
+    ) -> None:
+        """Refuse a template that leaves out, without a word, what the answers depend on."""
+        lost = [
+            f"the {message['role']} turn (messages[{number}])"
+            for number, message in enumerate(messages, start=1)
+            if message["role"] in ("system", "tool") and not _written(message["content"].strip(), text)
+        ]
+        marks, turns, offered = _with_marks(messages, tools)
+        if marks:
+            try:
+                text = self._render(turns, prompt, offered)
+            except Exception:  # it takes no other names than these
+                marks = [(name.strip(), name, what) for _, name, what in marks]
+            lost += [what for mark, _, what in marks if not _written(mark, text)]
+        if not lost:
+            return
+        remedy = (
+            "set data.template=qwen (ChatML with tools), give model.chat_template one that does, "
+            "or delete such rows"
+        )
+        if lost[0].startswith("the call") and self._writes_ids(messages, tools, prompt):
+            remedy = 'give each call an "id" as the model writes it (Kimi: functions.NAME:0): '
+            remedy += "the template writes that in the place of its name"
+        raise UserError(
+            "the chat template leaves a part of the row out",
+            where=where,
+            observed=f"{lost[0]} is not in the rendering",
+            required="a template that renders system prompts, tools and their results if there are any",
+            remedy=remedy,
+        )
+
+    def _writes_ids(
+        self, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None, prompt: bool
+    ) -> bool:
+        """Whether the template writes the ids of calls, but not their names."""
+        marks, turns, offered = _with_marks(messages, tools, as_id=True)
+        try:
+            text = self._render(turns, prompt, offered)
+        except Exception:
+            return False
+        return all(mark in text for mark, _, _ in marks)
 
     def _check_thoughts(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
         """Note a template that leaves out what the model thought before an answer that is trained."""
@@ -486,27 +536,43 @@ def dated(template: str) -> bool:
     return "strftime_now(" in template
 
 
-def _check_rendered(
-    text: str, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None, where: str
-) -> None:
-    """Refuse a template that leaves out, without a word, what the answers depend on."""
-    parts: list[tuple[str, str]] = []  # (text, what it is)
+def _with_marks(
+    messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None, *, as_id: bool = False
+) -> tuple[list[tuple[str, str, str]], list[Turn], list[dict[str, Any]] | None]:
+    """The same with a name of its own for each tool and call: their names may stand in any text of the row.
+
+    Args:
+        as_id: give each call an id with its name, too.
+
+    Returns:
+        ((its name there, its name here, what it is) of each, messages, tools).
+    """
+    marks: list[tuple[str, str, str]] = []
+
+    def marked(function: dict[str, Any], what: str, place: str) -> dict[str, Any]:
+        name = function["name"]
+        marks.append((f"mark_{len(marks)}_of_a_row", name, f"the {what} {name}{place}"))
+        return {**function, "name": marks[-1][0]}
+
+    def marked_call(call: dict[str, Any], number: int) -> dict[str, Any]:
+        call = {**call, "function": marked(call["function"], "call of", f" (messages[{number}])")}
+        mark, name, _ = marks[-1]
+        if as_id:
+            call["id"] = f"functions.{mark}:0"
+        elif name and "id" in call:  # which may be written in the name's place
+            call["id"] = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", mark, call["id"])
+        return call
+
+    turns: list[Turn] = []
     for number, message in enumerate(messages, start=1):
-        if message["role"] in ("system", "tool"):
-            parts.append((message["content"].strip(), f"the {message['role']} turn (messages[{number}])"))
-        calls = (call["function"]["name"].strip() for call in message.get("tool_calls", ()))
-        parts += [(name, f"the call of {name} (messages[{number}])") for name in calls]
-    names = (tool["function"]["name"].strip() for tool in tools or ())
-    for part, what in (*parts, *((name, f"the tool {name}") for name in names)):
-        if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
-            raise UserError(
-                "the chat template leaves a part of the row out",
-                where=where,
-                observed=f"{what} is not in the rendering",
-                required="a template that renders system prompts, tools and their results if there are any",
-                remedy="set data.template=qwen (ChatML with tools), give model.chat_template one that does, "
-                "or delete such rows",
-            )
+        calls = [marked_call(call, number) for call in message.get("tool_calls", ())]
+        turns.append({**message, "tool_calls": calls} if calls else message)
+    offered = [{**tool, "function": marked(tool["function"], "tool", "")} for tool in tools or ()]
+    return marks, turns, offered or None
+
+
+def _written(part: str, text: str) -> bool:
+    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
 
 
 def _with_thought(message: Turn) -> Turn:

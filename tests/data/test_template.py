@@ -236,6 +236,52 @@ def test_prompts_keep_what_their_answers_depend_on() -> None:
         encoder.prompt_ids([ASK], tools=[tool])
 
 
+def calls(*names: str, **fields: str) -> Turn:
+    found = [{"type": "function", "function": {"name": name, "arguments": {}}, **fields} for name in names]
+    return Turn(role="assistant", content="", tool_calls=found)
+
+
+LOOK: tuple[dict[str, Any], ...] = tuple({"type": "function", "function": {"name": n}} for n in "ab")
+CALLS = {
+    # As Kimi-K2's: the tools are declared, and a call has its id.
+    "ids": "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.id or '') }}{% endfor %}",
+    # As gpt-oss'.
+    "first": "{% if m.tool_calls %}{{ '<call>' + m.tool_calls[0].function.name }}{% endif %}",
+    # They want tools of known names.
+    "known": "{% for c in m.tool_calls or [] %}{% if c.function.name in ('a', 'b') %}{{ '<call>' + "
+    "c.function.name }}{% else %}{{ raise_exception('unknown') }}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "lost"),
+    [
+        ("ids", calls("a"), r"the call of a \(messages\[2\]\).*functions.NAME:0"),
+        ("ids", calls("a", id="call_1"), r"the call of a \(messages\[2\]\).*functions.NAME:0"),
+        ("ids", calls("a", id="functions.a:0"), ""),
+        ("first", calls("a", "b"), r"the call of b \(messages\[2\]\).*data.template=qwen"),
+        ("first", calls("b"), ""),
+        ("known", calls("a", "b"), ""),
+    ],
+)
+def test_a_call_is_no_call_without_its_name(template: str, turn: Turn, lost: str) -> None:
+    """The name stands among the tools, and may stand in the question."""
+    written = PLAIN.replace("m['content'] + ", f"m['content'] }}}}{CALLS[template]}{{{{ ")
+    encoder = ChatEncoder(make_tokenizer("{{ tools | tojson if tools else '' }}" + written))
+    row = Conversation((Turn(role="user", content="a or b?"), turn), 0, "line 1", LOOK)
+    result = Turn(role="tool", content="1")
+    if lost:
+        with pytest.raises(UserError, match=lost):
+            encoder.encode(row)
+        with pytest.raises(UserError, match=lost):
+            encoder.prompt_ids([*row.messages, result], tools=LOOK)
+    else:
+        assert encoder.encode(row)[0].size
+        assert encoder.prompt_ids([*row.messages, result], tools=LOOK)
+    with pytest.raises(UserError, match="the call of"):
+        ChatEncoder(make_tokenizer(None), name="chatml").encode(row)
+
+
 def test_a_thought_written_into_an_answer_goes_into_its_channel() -> None:
     """As chat, serve and data made by other models have it; templates that know <think> are left alone."""
     tokens = ["<|im_start|>", "<|channel|>", "<|message|>", "<|end|>"]
