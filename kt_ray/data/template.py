@@ -321,11 +321,12 @@ class ChatEncoder:
         )
 
     def _spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        spanned = self._marked_spans if self.marked else self._rendered_spans
+        trained = answers_wanted(conversation, self.train_on)
         refusal: Exception | None = None
         for messages in _forms(conversation.messages):
+            form = replace(conversation, messages=tuple(messages))
             try:
-                text, spans = spanned(replace(conversation, messages=tuple(messages)))
+                text, spans = self._marked_spans(form) if self.marked else self._rendered_spans(form, trained)
                 break
             except UserError:
                 raise
@@ -335,7 +336,6 @@ class ChatEncoder:
             raise self._refused(conversation.where, refusal) from refusal
         self._check_rendered(text, messages, conversation.tools, conversation.where)
         spans = self._with_end(text, spans)
-        trained = answers_wanted(conversation, self.train_on)
         if any(trained) and not any(stop > start for start, stop in spans):
             raise self._lost(conversation, "no character of the rendering is marked as an answer")
         if self.marked and not all(trained):
@@ -397,7 +397,7 @@ class ChatEncoder:
 
     def _check_thoughts(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
         """Note a template that leaves out what the model thought before an answer that is trained."""
-        answers = [message for message in conversation.messages if message["role"] == "assistant"]
+        answers = [m for m in conversation.messages if m["role"] == "assistant"]
         for answer, wanted in zip(answers, trained, strict=True):
             if wanted and answer.get("reasoning_content", "").strip() not in said:
                 self._note(
@@ -420,12 +420,12 @@ class ChatEncoder:
         texts, marks = rendered
         return texts[0], [(int(start), int(stop)) for start, stop in marks[0]]
 
-    def _rendered_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
+    def _rendered_spans(self, conversation: Conversation, trained: Sequence[bool]) -> tuple[str, list[Span]]:
         """Spans by rendering up to each answer and through it, of those answers that are trained."""
         messages = conversation.messages
         tools = conversation.tools
         text = self._render(messages, tools=tools)
-        wanted = iter(answers_wanted(conversation, self.train_on))
+        wanted = iter(trained)
         spans: list[Span] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or not next(wanted):
@@ -459,7 +459,8 @@ class ChatEncoder:
         kept, ending = answer, self._ending(answer)
         if ending:
             kept = answer.rstrip().removesuffix(ending)
-        said = [message["content"].strip(), *(c["function"]["name"] for c in message.get("tool_calls", ()))]
+        said = [message["content"].strip()]
+        said += [call["function"]["name"] for call in message.get("tool_calls", ())]
         at = next((i for i in range(len(kept)) if text.startswith(kept[i:], start)), len(kept))
         if not all(part in kept[at:] for part in said):
             return -1

@@ -123,19 +123,23 @@ def test_another_token_that_ends_earlier_answers_is_not_the_models() -> None:
     assert spoken(last, ASK, SAID, ASK, SAID) == [final + "<|return|>"]
 
 
+# As Qwen3's, which finds <think> in the text of an answer itself.
+SPLITTING = THINKING.replace(
+    "{{ m['content'] }}",
+    "{{ m['content'] if loop.last else m['content'].split('</think>') | last | trim }}",
+).replace("and (loop.last or m.reasoning_content)", "and false")
+WRITTEN = Turn(role="assistant", content="<think>\nWho?\n</think>\n\nTilda.")
+
+
 def test_answers_that_are_not_trained_need_not_be_found() -> None:
-    thought = Turn(role="assistant", content="<think>\nWho?\n</think>\n\nTilda.")
-    template = THINKING.replace(
-        "{{ m['content'] }}",
-        "{{ m['content'] if loop.last else m['content'].split('</think>') | last | trim }}",
-    ).replace("and (loop.last or m.reasoning_content)", "and false")
+    template = SPLITTING.replace("| last | trim", "| last | trim | replace('Tilda', 'T')")
     with pytest.raises(UserError, match=r"messages\[2\] is rendered differently.*data\.train_on=last"):
-        spoken(ChatEncoder(make_tokenizer(template)), ASK, thought, ASK, thought)
+        spoken(ChatEncoder(make_tokenizer(template)), ASK, WRITTEN, ASK, WRITTEN)
     last = ChatEncoder(make_tokenizer(template), train_on="last")
-    assert spoken(last, ASK, thought, ASK, thought) == [thought["content"] + END]
-    quiet = Turn(role="assistant", content=thought["content"], weight=0)
-    assert spoken(ChatEncoder(make_tokenizer(template)), ASK, quiet, ASK, thought) == [
-        thought["content"] + END
+    assert spoken(last, ASK, WRITTEN, ASK, WRITTEN) == [WRITTEN["content"] + END]
+    quiet = Turn(role="assistant", content=WRITTEN["content"], weight=0)
+    assert spoken(ChatEncoder(make_tokenizer(template)), ASK, quiet, ASK, WRITTEN) == [
+        WRITTEN["content"] + END
     ]
 
 
@@ -280,6 +284,17 @@ def test_a_call_is_no_call_without_its_name(template: str, turn: Turn, lost: str
         assert encoder.prompt_ids([*row.messages, result], tools=LOOK)
     with pytest.raises(UserError, match="the call of"):
         ChatEncoder(make_tokenizer(None), name="chatml").encode(row)
+
+
+def test_a_call_in_the_prompt_of_a_pair_is_not_trained() -> None:
+    """Nor where the template takes arguments as text only, as DeepSeek's do."""
+    call = "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+    tokenizer = make_tokenizer(PLAIN.replace("m['content'] + ", f"m['content'] }}}}{call}{{{{ "))
+    prompt = (ASK, calls("look"), Turn(role="tool", content="1"))
+    good, bad = (Turn(role="assistant", content=text) for text in ("Yes.", "No."))
+    row = Conversation((*prompt, good), 0, "line 1", rejected=(*prompt, bad))
+    ids, labels = ChatEncoder(tokenizer).encode(row)
+    assert trained_texts(tokenizer, ids, labels) == ["Yes." + END]
 
 
 def test_a_thought_written_into_an_answer_goes_into_its_channel() -> None:
