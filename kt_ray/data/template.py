@@ -397,7 +397,7 @@ class ChatEncoder:
 
     def _check_thoughts(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
         """Note a template that leaves out what the model thought before an answer that is trained."""
-        answers = [m for m in conversation.messages if m["role"] == "assistant"]
+        answers = [_with_thought(m) for m in conversation.messages if m["role"] == "assistant"]
         for answer, wanted in zip(answers, trained, strict=True):
             if wanted and answer.get("reasoning_content", "").strip() not in said:
                 self._note(
@@ -459,7 +459,7 @@ class ChatEncoder:
         kept, ending = answer, self._ending(answer)
         if ending:
             kept = answer.rstrip().removesuffix(ending)
-        said = [message["content"].strip()]
+        said = [_with_thought(message)["content"].strip()]
         said += [call["function"]["name"] for call in message.get("tool_calls", ())]
         at = next((i for i in range(len(kept)) if text.startswith(kept[i:], start)), len(kept))
         if not all(part in kept[at:] for part in said):

@@ -131,6 +131,12 @@ SPLITTING = THINKING.replace(
 WRITTEN = Turn(role="assistant", content="<think>\nWho?\n</think>\n\nTilda.")
 
 
+def test_a_thought_written_into_an_earlier_answer_may_go() -> None:
+    encoder = ChatEncoder(make_tokenizer(SPLITTING))
+    assert spoken(encoder, ASK, WRITTEN, ASK, SAID) == ["Tilda." + END, SAID["content"] + END]
+    assert [note for note in encoder.notes if "leaves out thoughts" in note]
+
+
 def test_answers_that_are_not_trained_need_not_be_found() -> None:
     template = SPLITTING.replace("| last | trim", "| last | trim | replace('Tilda', 'T')")
     with pytest.raises(UserError, match=r"messages\[2\] is rendered differently.*data\.train_on=last"):
