@@ -434,10 +434,11 @@ class ChatEncoder:
             last = i == len(messages) - 1
             through = text if last else self._render(messages[: i + 1], tools=tools)
             if not (through.startswith(before) and text.startswith(before)):
-                raise self._lost(
-                    conversation,
-                    f"the prompt before messages[{i + 1}] is no prefix of what is rendered with it",
-                )
+                why = f"the prompt before messages[{i + 1}] is no prefix of what is rendered with it"
+                thought: Turn = {"reasoning_content": "a", **message}
+                if last and self._render([*messages[:i], thought], tools=tools).startswith(before):
+                    raise self._thoughtless(conversation.where, why)
+                raise self._lost(conversation, why)
             answer = through[len(before) :]
             stop = len(before) + len(answer)
             if text[len(before) : stop] != answer:
@@ -507,6 +508,15 @@ class ChatEncoder:
     def _note(self, line: str) -> None:
         if line not in self.notes:
             self.notes.append(line)
+
+    def _thoughtless(self, where: str, why: str) -> UserError:
+        return UserError(
+            "the chat template opens a thought before an answer that has none",
+            where=where,
+            observed=why,
+            required="what the model thought before the answer, as reasoning_content beside its content",
+            remedy="add that, or give model.chat_template or data.template one that opens no thought",
+        )
 
     def _lost(self, conversation: Conversation, why: str) -> UserError:
         remedy = "give model.chat_template a template with {% generation %} blocks around answers"

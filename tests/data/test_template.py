@@ -137,6 +137,17 @@ def test_a_thought_written_into_an_earlier_answer_may_go() -> None:
     assert [note for note in encoder.notes if "leaves out thoughts" in note]
 
 
+def test_an_answer_without_the_thought_that_its_prompt_opens_is_told_so() -> None:
+    """As MiniMax-M2's template has it."""
+    opening = THINKING.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
+    opening = opening.replace("(loop.last or m.reasoning_content)", "m.reasoning_content")
+    encoder = ChatEncoder(make_tokenizer(opening))
+    with pytest.raises(UserError, match=r"opens a thought before an answer that has none.*reasoning_content"):
+        spoken(encoder, ASK, SAID)
+    thought: Turn = {**SAID, "reasoning_content": "Who?"}
+    assert spoken(encoder, ASK, thought) == ["Who?\n</think>\n\n" + SAID["content"] + END]
+
+
 def test_answers_that_are_not_trained_need_not_be_found() -> None:
     template = SPLITTING.replace("| last | trim", "| last | trim | replace('Tilda', 'T')")
     with pytest.raises(UserError, match=r"messages\[2\] is rendered differently.*data\.train_on=last"):
