@@ -36,7 +36,8 @@ def as_prompts(data: DataConfig) -> DataConfig:
 
 def with_answer(prompt: Conversation) -> Conversation:
     """A conversation that ends with the row's `answer`, "" where it has none."""
-    answer: Turn = {"role": "assistant", "content": str((prompt.columns or {}).get("answer", ""))}
+    given = (prompt.columns or {}).get("answer")
+    answer: Turn = {"role": "assistant", "content": "" if given is None else str(given)}
     return replace(prompt, messages=(*prompt.messages, answer), columns=None)
 
 

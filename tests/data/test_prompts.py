@@ -11,6 +11,8 @@ import pytest
 from kt_ray.batch import IGNORE
 from kt_ray.config.compose import compose
 from kt_ray.data.load import DataBundle, load_data
+from kt_ray.data.prompts import with_answer
+from kt_ray.data.row_types import Conversation
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import UserError
@@ -107,3 +109,10 @@ def test_held_out_prompts_and_copies_by_weight(tokenizer_dir: Path, tmp_path: Pa
     source = f"data.sources=[{{path: {tmp_path / 'rows.jsonl'}, weight: 2}}]"
     bundle = load(tokenizer_dir, rows, tmp_path / "rows.jsonl", source, "data.path=null")
     assert len(bundle.train) == 16 and len(bundle.prompts) == 16
+
+
+@pytest.mark.parametrize(("answer", "label"), [(None, ""), (0, "0"), ("Tilda", "Tilda")])
+def test_no_answer_is_no_word(answer: object, label: str) -> None:
+    """A null in the column, as tables have it for a row without one."""
+    prompt = Conversation(({"role": "user", "content": "Who?"},), 0, "line 1", columns={"answer": answer})
+    assert with_answer(prompt).messages[-1]["content"] == label
