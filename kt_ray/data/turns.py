@@ -106,6 +106,12 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
     if not isinstance(message, dict):
         raise wrong(place, message, where, f'an object with "{role_key}" and "{text_key}"')
     calls = message.get("tool_calls") or None
+    if older := message.get("function_call"):  # which would be left out without a word
+        required = (
+            '"tool_calls": [{"function": {"name": …, "arguments": …}}], and "tools" beside the messages'
+        )
+        what = f"{place}.function_call is OpenAI's older form of a call"
+        raise bad_row(what, where, kind(older), required, "write such calls as tool_calls, or delete the key")
     for key in keys:
         if key not in message and not (calls and key == text_key):
             raise missing(f"{place}.{key}", message, where, f'{{"{role_key}": …, "{text_key}": …}}')

@@ -314,6 +314,13 @@ CALL = {"id": "1", "type": "function", "function": {"name": "sum", "arguments": 
 TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {}}}]
 
 
+def test_an_older_call_is_not_left_out() -> None:
+    call = {"role": "assistant", "content": "I add.", "function_call": {"name": "sum", "arguments": "{}"}}
+    with pytest.raises(UserError, match=r"messages\[2\]\.function_call is OpenAI's older form.*line 1"):
+        parse({"messages": [{"role": "user", "content": "1 + 2?"}, call]})
+    parse({"messages": [{"role": "user", "content": "q"}, {**call, "function_call": None}]})
+
+
 def test_tool_turns() -> None:
     row = {
         "messages": [
