@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -211,6 +212,7 @@ def _call(call: Any, where: str, place: str) -> dict[str, Any]:
         arguments = _decoded(arguments, where, f"{place}.tool_calls")
     if arguments is not None and not isinstance(arguments, dict):
         raise wrong(f"{place}.tool_calls.arguments", arguments, where, "an object")
+    _check_json(arguments, where, f"{place}.tool_calls.arguments")
     result: dict[str, Any] = {
         "type": "function",
         "function": {"name": inner["name"], "arguments": arguments or {}},
@@ -233,8 +235,23 @@ def tools_of(given: Any, where: str) -> tuple[dict[str, Any], ...] | None:
         inner = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise wrong(f"tools[{number}]", tool, where, '{"type": "function", "function": {"name": …}}')
+        _check_json(inner, where, f"tools[{number}]")
         result.append({"type": "function", "function": inner})
     return tuple(result)
+
+
+def _check_json(value: Any, where: str, place: str) -> None:
+    """Refuse a value of a table that no template can write: some take a text like 2024-05-01 for a date."""
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        raise bad_row(
+            f"{place} holds a value that JSON has no form for",
+            where,
+            error,
+            "texts, numbers, booleans, lists and objects",
+            "write that column as JSON text, or the rows as .jsonl",
+        ) from error
 
 
 def _decoded(text: str, where: str, place: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import pytest
@@ -319,6 +320,20 @@ def test_an_older_call_is_not_left_out() -> None:
     with pytest.raises(UserError, match=r"messages\[2\]\.function_call is OpenAI's older form.*line 1"):
         parse({"messages": [{"role": "user", "content": "1 + 2?"}, call]})
     parse({"messages": [{"role": "user", "content": "q"}, {**call, "function_call": None}]})
+
+
+def test_a_date_in_a_table_is_no_text_of_a_call() -> None:
+    """pyarrow's reader of JSON makes one of "2024-05-01", and so does `datasets`."""
+    day = datetime.datetime(2024, 5, 1)
+    call = {"function": {"name": "sum", "arguments": {"day": day}}}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(
+        UserError, match=r"messages\[2\]\.tool_calls\.arguments holds a value.*line 1.*datetime"
+    ):
+        parse({"messages": turns})
+    offered = [{"name": "sum", "parameters": {"default": day}}]
+    with pytest.raises(UserError, match=r"tools\[1\] holds a value that JSON has no form for.*line 1"):
+        parse({"instruction": "q", "output": "a", "tools": offered})
 
 
 def test_tool_turns() -> None:
