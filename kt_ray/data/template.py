@@ -454,18 +454,20 @@ class ChatEncoder:
     def _later(self, text: str, start: int, answer: str, message: Turn) -> int:
         """Where an answer ends of which something changed as turns followed; -1: that cannot be told.
 
-        What stood before it may go (an empty <think> block, a channel), and another special token may end it,
-        which then is none of the model's.
+        What stood before it may go (a channel, a <think> block or what was in it), and another special token
+        may end it, which then is none of the model's.
         """
         kept, ending = answer, self._ending(answer)
         if ending:
             kept = answer.rstrip().removesuffix(ending)
         said = [_with_thought(message)["content"].strip()]
         said += [call["function"]["name"] for call in message.get("tool_calls", ())]
-        at = next((i for i in range(len(kept)) if text.startswith(kept[i:], start)), len(kept))
-        if not all(part in kept[at:] for part in said):
+        later = text[start : start + len(kept)]
+        same = next((i for i, (a, b) in enumerate(zip(kept, later, strict=False)) if a != b), len(later))
+        rest = (i for i in range(same, len(kept)) if text.startswith(kept[i:], start + same))
+        stop = start + same + len(kept) - next(rest, len(kept))
+        if not all(part in text[start:stop] for part in said):
             return -1
-        stop = start + len(kept) - at
         if text.startswith(ending, stop):
             return stop + len(ending)
         return stop if any(text.startswith(token, stop) for token in self._special) else -1

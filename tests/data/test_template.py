@@ -137,6 +137,16 @@ def test_a_thought_written_into_an_earlier_answer_may_go() -> None:
     assert [note for note in encoder.notes if "leaves out thoughts" in note]
 
 
+def test_the_block_of_a_thought_may_stay_without_it() -> None:
+    """As GLM-4.5's template has it; a thought may begin as the block ends."""
+    kept = "(m.reasoning_content or '' if loop.last else '')"
+    template = PLAIN.replace("m['content']", f"'<think>' + {kept} + '</think>' + m['content']")
+    thought: Turn = {**SAID, "reasoning_content": "</th? Who?"}
+    spoken_texts = spoken(ChatEncoder(make_tokenizer(template)), ASK, thought, ASK, thought)
+    empty, last = (f"<think>{text}</think>{SAID['content']}{END}" for text in ("", "</th? Who?"))
+    assert spoken_texts == [empty, last]
+
+
 def test_an_answer_without_the_thought_that_its_prompt_opens_is_told_so() -> None:
     """As MiniMax-M2's template has it."""
     opening = THINKING.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
