@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kt_ray.config.schema import Config
 from kt_ray.runs.answering import (
     answer,
@@ -10,9 +12,11 @@ from kt_ray.runs.answering import (
     dated_as_answered,
     open_job,
 )
+from kt_ray.runs.before_after import other_rows
 from kt_ray.runs.generation import generating, prepare_generation
 from kt_ray.runs.questions import questions_of
 from kt_ray.runs.run_lock import locked
+from kt_ray.tracking.console import say
 
 
 def run(config: Config) -> int:
@@ -21,6 +25,9 @@ def run(config: Config) -> int:
     config = dated_as_answered(as_answered_before(config, directory), directory)
     generation = prepare_generation(config)
     questions = questions_of(generation)
+    if generation.adapter is not None:
+        for note in other_rows(config, Path(generation.adapter).parent):
+            say(f"note: {note}")
     with locked(directory):
         job = open_job(generation, questions, directory, config.run.overwrite)
         if job.remaining:

@@ -65,7 +65,7 @@ def answer_and_measure(config: Config) -> tuple[Path, tuple[str, ...]]:
             _compute(generation, job, held_out)
     if generation.adapter is None:
         return directory, ()
-    return directory, tuple(_other_rows(config, Path(generation.adapter).parent))
+    return directory, tuple(other_rows(config, Path(generation.adapter).parent))
 
 
 def _compute(generation: PreparedGeneration, job: AnswerJob, held_out: HeldOut) -> None:
@@ -81,7 +81,7 @@ def _compute(generation: PreparedGeneration, job: AnswerJob, held_out: HeldOut) 
                 answer(job, generator)
 
 
-def _other_rows(config: Config, run: Path) -> Iterable[str]:
+def other_rows(config: Config, run: Path) -> Iterable[str]:
     """A note when the adapter's run held out other rows, so that it may have learnt from some of these."""
     own = config.generate.split == "eval" and config.data.eval_path is None
     if not own:

@@ -254,6 +254,9 @@ def test_other_rows_than_those_of_training_are_told(model: Path, capsys: pytest.
     assert evaluate(model, "generate.adapter=runs/t", "run.name=o", "seed=5", "generate.limit=1") == 0
     assert "trained with seed=0, here 5" in capsys.readouterr().out
     assert "it may have learnt" in Path("runs/o/eval.md").read_text()
+    other = ["generate.adapter=runs/t", "run.name=p", "seed=5", "generate.limit=1"]
+    assert cli.main(["mode=predict", f"model.path={model}", *COMMON, *other]) == 0
+    assert "trained with seed=0, here 5: it may have learnt" in capsys.readouterr().out
 
 
 def test_the_date_of_a_template_is_that_of_training(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from kt_ray import cli
 from kt_ray.config.compose import compose
 from kt_ray.errors import UserError
 from kt_ray.modes import train
-from kt_ray.runs.before_after import _other_rows
+from kt_ray.runs.before_after import other_rows
 from kt_ray.runs.rundir import plain
 from tests.helpers.hf_reference import build_chat_checkpoint
 
@@ -154,7 +154,7 @@ def test_an_adapter_of_a_run_that_held_nothing_out(tmp_path: Path, evaluated: bo
     then = compose([*settings, *([] if evaluated else ["trainer.eval_every=0"])])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain(then)))
     asked = ["mode=eval", "generate.adapter=a"]
-    told = list(_other_rows(compose([*settings, *asked]), tmp_path))
+    told = list(other_rows(compose([*settings, *asked]), tmp_path))
     assert bool(told) != evaluated and all(
         "trainer.eval_every=0, which holds no row out" in line for line in told
     )
