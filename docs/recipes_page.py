@@ -57,7 +57,7 @@ count that was taken is printed.
 - Warm-up is one step ahead of transformers' ([training.md](training.md)).
 - `mask_history: true` trains the last answer alone there, here every answer after the last question: also
   those that call tools, before the tools' replies.
-- `num_samples` of a data set takes its first rows, not random ones.
+- `num_samples` of a data set takes its first rows, not random ones, and none twice where there are fewer.
 - Text files (stage pt) are one document each, not one per line.
 """
 
