@@ -435,8 +435,7 @@ class ChatEncoder:
             through = text if last else self._render(messages[: i + 1], tools=tools)
             if not (through.startswith(before) and text.startswith(before)):
                 why = f"the prompt before messages[{i + 1}] is no prefix of what is rendered with it"
-                thought: Turn = {"reasoning_content": "a", **message}
-                if last and self._render([*messages[:i], thought], tools=tools).startswith(before):
+                if last and self._wants_a_thought(messages, tools, before):
                     raise self._thoughtless(conversation.where, why)
                 raise self._lost(conversation, why)
             answer = through[len(before) :]
@@ -510,6 +509,16 @@ class ChatEncoder:
     def _note(self, line: str) -> None:
         if line not in self.notes:
             self.notes.append(line)
+
+    def _wants_a_thought(
+        self, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None, before: str
+    ) -> bool:
+        """Whether the last answer would follow the prompt `before` if it had a thought."""
+        thought: Turn = {"reasoning_content": "a", **messages[-1]}
+        try:
+            return self._render([*messages[:-1], thought], tools=tools).startswith(before)
+        except Exception:  # then it is told what the template does without one
+            return False
 
     def _thoughtless(self, where: str, why: str) -> UserError:
         return UserError(
