@@ -356,16 +356,16 @@ class ChatEncoder:
     ) -> None:
         """Refuse a template that leaves out, without a word, what the answers depend on."""
         lost = [
-            f"the {message['role']} turn (messages[{number}])"
+            f"the system turn (messages[{number}])"
             for number, message in enumerate(messages, start=1)
-            if message["role"] in ("system", "tool") and not _written(message["content"].strip(), text)
+            if message["role"] == "system" and not _written(message["content"].strip(), text)
         ]
         marks, turns, offered = _with_marks(messages, tools)
         if marks:
             try:
                 text = self._render(turns, prompt, offered)
-            except Exception:  # it takes no other names than these
-                marks = [(name.strip(), name, what) for _, name, what in marks]
+            except Exception:  # it takes no others than these
+                marks = [(own.strip(), own, what) for _, own, what in marks]
             lost += [what for mark, _, what in marks if not _written(mark, text)]
         if not lost:
             return
@@ -561,13 +561,13 @@ def dated(template: str) -> bool:
 def _with_marks(
     messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None, *, as_id: bool = False
 ) -> tuple[list[tuple[str, str, str]], list[Turn], list[dict[str, Any]] | None]:
-    """The same with a name of its own for each tool and call: their names may stand in any text of the row.
+    """The same with other names of tools and calls, and other results: their own may stand anywhere in a row.
 
     Args:
         as_id: give each call an id with its name, too.
 
     Returns:
-        ((its name there, its name here, what it is) of each, messages, tools).
+        ((the name or result there, the one here, what it is) of each, messages, tools).
     """
     marks: list[tuple[str, str, str]] = []
 
@@ -589,6 +589,11 @@ def _with_marks(
     for number, message in enumerate(messages, start=1):
         calls = [marked_call(call, number) for call in message.get("tool_calls", ())]
         turns.append({**message, "tool_calls": calls} if calls else message)
+        if message["role"] == "tool":
+            marks.append(
+                (f"mark_{len(marks)}_of_a_row", message["content"], f"the tool turn (messages[{number}])")
+            )
+            turns[-1] = {**message, "content": marks[-1][0]}
     offered = [{**tool, "function": marked(tool["function"], "tool", "")} for tool in tools or ()]
     return marks, turns, offered or None
 

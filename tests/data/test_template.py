@@ -313,6 +313,16 @@ def test_a_call_is_no_call_without_its_name(template: str, turn: Turn, lost: str
         ChatEncoder(make_tokenizer(None), name="chatml").encode(row)
 
 
+def test_a_result_that_the_answer_repeats_is_no_result() -> None:
+    call = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    written = PLAIN.replace("m['content'] + ", f"m['content'] }}}}{call}{{{{ ")
+    row = Conversation((ASK, calls("a"), Turn(role="tool", content="Tilda"), SAID), 0, "line 1")
+    assert ChatEncoder(make_tokenizer(written)).encode(row)[0].size
+    dropping = written.replace("in messages", "in messages if m.role != 'tool'")
+    with pytest.raises(UserError, match=r"the tool turn \(messages\[3\]\) is not in the rendering"):
+        ChatEncoder(make_tokenizer(dropping)).encode(row)
+
+
 def test_a_call_in_the_prompt_of_a_pair_is_not_trained() -> None:
     """Nor where the template takes arguments as text only, as DeepSeek's do."""
     call = "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
