@@ -20,7 +20,7 @@ from kt_ray.errors import UserError
 from kt_ray.parse import read_json, read_text
 
 FILE = "tiktoken.model"
-_VERSION = 1  # of the conversion
+_VERSION = 2  # of the conversion
 _MOST_SPECIAL = 100_000
 _REMEDY = (
     "download tokenizer_config.json and tokenization_*.py of the release (the latter is read, never run), or "
@@ -48,8 +48,12 @@ def with_tokenizer_json(directory: Path) -> Path:
 
     def make(scratch: Path) -> None:
         # not its own save, whose errors say no more than that they are exceptions
-        converted = _convert(directory / FILE, pattern, settings).to_str(pretty=True)
-        (scratch / "tokenizer.json").write_text(converted, encoding="utf-8")
+        converted = json.loads(_convert(directory / FILE, pattern, settings).to_str())
+        stated = settings["added_tokens_decoder"]
+        for token in converted.get("added_tokens", ()):  # the converter makes all of them special
+            token["special"] = stated.get(str(token["id"]), {}).get("special", True) is not False
+        text = json.dumps(converted, ensure_ascii=False, indent=1)
+        (scratch / "tokenizer.json").write_text(text, encoding="utf-8")
         config = json.dumps(settings, ensure_ascii=False, indent=1)
         (scratch / "tokenizer_config.json").write_text(config, encoding="utf-8")
 

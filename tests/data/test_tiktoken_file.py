@@ -127,6 +127,19 @@ def test_special_tokens_keep_their_ids_and_offsets_are_characters(
     assert "<|im_user|>hi<|im_end|>" in ChatEncoder(tokenizer).render([{"role": "user", "content": "hi"}])
 
 
+def test_a_token_that_the_release_calls_text_stays_in_it(release: Path) -> None:
+    """Kimi's `<think>` and the tokens around calls; special ones are left out of answers."""
+    file = release / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    last = max(map(int, config["added_tokens_decoder"])) + 1
+    config["added_tokens_decoder"][str(last)] = {"content": "<think>", "special": False}
+    file.write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(release))
+    given = tokenizer("a<think>b<|im_end|>")["input_ids"]
+    assert last in given
+    assert tokenizer.decode(given, skip_special_tokens=True) == "a<think>b"
+
+
 def test_it_is_made_once_and_again_when_the_release_changes(
     release: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
