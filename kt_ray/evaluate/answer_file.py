@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.errors import UserError
+from kt_ray.evaluate.choice import opens_thought
 from kt_ray.evaluate.loss_sums import LossSum
 from kt_ray.parse import parse_json, read_json, read_text
 
@@ -43,6 +44,12 @@ class AnswerRow:
     option_logits: dict[str, float] = field(default_factory=dict)
     loss: LossSum | None = None  # of the label under the model; None = not measured
     failed: bool = False  # whether this answer, or another in the same row, ended with an error
+    opened: bool = False  # whether the prompt ends with <think>, so that the answer begins amid reasoning
+
+    @property
+    def judged(self) -> str:
+        """The answer, behind the <think> that the prompt ends with, if it does."""
+        return f"<think>{self.answer}" if self.opened else self.answer
 
 
 @dataclass(frozen=True)
@@ -243,6 +250,7 @@ def _row(value: dict[str, Any], where: str) -> AnswerRow:
         option_logits=_option_logits(value, "option_logits", where),
         loss=_loss(value, where),
         failed=bool(value.get("error")),
+        opened=isinstance(asked := value.get("prompt"), str) and opens_thought(asked),
     )
 
 

@@ -15,7 +15,7 @@ from kt_ray.errors import UserError
 
 # Reasoning that some models write before they answer. Unclosed: the answer was never reached.
 _THINKING = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.DOTALL | re.IGNORECASE)
-_THINKING_ON = re.compile(r".*</think(?:ing)?>", re.DOTALL | re.IGNORECASE)  # which the prompt has opened
+_THINKING_ENDS = re.compile(r"</think(?:ing)?>", re.IGNORECASE)  # which the prompt has opened
 
 # Between a statement and its letter: white space, brackets, emphasis.
 _BETWEEN = r"[\s(\[{<*_`\"'“‘:=]*"
@@ -45,7 +45,14 @@ def exact_match(prediction: str, label: str) -> bool:
 def without_thinking(text: str) -> str:
     """The text without reasoning in <think>; what follows a <think> that is not closed is reasoning, and so
     is what comes before a </think> that the text does not open."""
-    return _THINKING_ON.sub("", _THINKING.sub("", text))
+    text = _THINKING.sub("", text)
+    ends = [match.end() for match in _THINKING_ENDS.finditer(text)]
+    return text[ends[-1] :] if ends else text
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends with <think>, so that the answer to it begins amid reasoning."""
+    return prompt.rstrip().endswith(("<think>", "<thinking>"))
 
 
 def extract_letter(text: str, letters: str = "ABCD") -> str | None:

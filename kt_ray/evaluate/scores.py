@@ -75,9 +75,9 @@ def score(answers: AnswerFile, *, choice: str = "auto", letters: str = "ABCD") -
 
 def _score_row(row: AnswerRow, option: str | None, letters: str) -> dict[str, float]:
     scores = text_scores(row.answer, row.label)
-    scores["exact_match"] = 100.0 * exact_match(without_thinking(row.answer), without_thinking(row.label))
+    scores["exact_match"] = 100.0 * exact_match(without_thinking(row.judged), without_thinking(row.label))
     if option is not None:
-        letter = extract_letter(row.answer, letters)
+        letter = extract_letter(row.judged, letters)
         scores["letter_accuracy"] = 100.0 * (letter == option)
         scores["letter_found"] = 100.0 * (letter is not None)
         if row.option_logits:

@@ -185,6 +185,17 @@ def test_exact_match_leaves_thoughts_out(said: str) -> None:
     assert score(answers((said, "8"))).metrics["exact_match"] == 0
 
 
+@pytest.mark.parametrize(("said", "found"), [("I guess the answer is B, but", 0), ("why</think>B", 100)])
+def test_an_answer_cut_amid_the_thought_that_its_prompt_opened_is_none(tmp_path, said, found):
+    file = tmp_path / "predictions.jsonl"
+    turns = [{"role": "user", "content": "A or B?"}]
+    row = {"prompt": "A or B?\n<think>\n", "messages": turns, "predict": said, "label": "B"}
+    file.write_text(json.dumps(row) + "\n")
+    metrics = score(read_answers(file)).metrics
+    names = ("exact_match", "letter_accuracy", "letter_found")
+    assert [metrics[name] for name in names] == [found] * 3
+
+
 def test_letter_accuracy_from_answers_and_from_logits():
     rows = (
         AnswerRow("q", "The answer is B", "B", {"A": 2.0, "B": 1.0}),
