@@ -10,7 +10,7 @@ import jsonschema
 import regex
 from jsonschema.protocols import Validator
 from jsonschema.validators import extend, validator_for
-from referencing import Registry
+from referencing import Registry, Resource, Specification
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012, specification_with
 
@@ -33,14 +33,11 @@ class JsonSchema(Verifier):
             kind, schema = type(validator), validator.schema
             kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
             specification = specification_with(kind.META_SCHEMA["$schema"], default=DRAFT202012)
-            resolver = Registry().resolver_with_root(specification.create_resource(schema))
-            for reference in _references(schema):
-                resolver.lookup(reference)
+            root = specification.create_resource(schema)
+            _check_references(root, Registry().resolver_with_root(root), specification, set())
             validator.is_valid(None)
         except jsonschema.SchemaError as error:
             raise ValueError(f"no schema: {error.message[:200]} at {error.json_path}") from error
-        except Unresolvable as error:
-            raise ValueError(f"a reference to nothing inside of it: {error.ref}") from error
         except RecursionError as error:
             raise ValueError("a schema that refers to itself without end") from error
 
@@ -63,7 +60,8 @@ def _validator(schema: Any) -> Validator:
     """For a schema as an object or as text. Raises ValueError: it is neither."""
     if isinstance(schema, str):
         schema = parse_json(schema, unique=True)
-    if not isinstance(schema, dict | bool):
+    names = [schema.get(key, "") for key in ("$schema", "$id")] if isinstance(schema, dict) else []
+    if not isinstance(schema, dict | bool) or not all(isinstance(name, str) for name in names):
         raise ValueError(shown(schema))
     kind = validator_for(schema, default=jsonschema.Draft202012Validator)
     # The library's search has no time limit, and an empty registry keeps references from the network.
@@ -77,12 +75,26 @@ def _pattern(
         yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
-def _references(schema: Any) -> Iterator[str]:
-    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-        yield schema["$ref"]
-    inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
-    for part in inner:
-        yield from _references(part)
+def _check_references(
+    schema: Resource[Any], resolver: Any, specification: Specification[Any], seen: set[int]
+) -> None:
+    """Follows every reference that validation may follow: a name of its own ($id) changes what they mean.
+
+    Raises:
+        ValueError: one leads to nothing inside of the schema.
+    """
+    if id(schema.contents) in seen:
+        return
+    seen.add(id(schema.contents))
+    keys = ("$ref", "$dynamicRef") if isinstance(schema.contents, dict) else ()
+    for reference in (schema.contents[key] for key in keys if isinstance(schema.contents.get(key), str)):
+        try:
+            found = resolver.lookup(reference)
+        except Unresolvable as error:
+            raise ValueError(f"a reference to nothing inside of it: {reference}") from error
+        _check_references(specification.create_resource(found.contents), found.resolver, specification, seen)
+    for inner in schema.subresources():
+        _check_references(inner, resolver.in_subresource(inner), specification, seen)
 
 
 def _refuse(constant: str) -> None:

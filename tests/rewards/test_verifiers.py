@@ -138,6 +138,9 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ("[" * 100_000, {}, 0),
         ("1e999", {"multipleOf": 3}, 0),
         ("[1]", {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "string"}}}, 0),
+        # What has a name of its own is where its references begin.
+        ("[1]", {"items": {"$ref": "u:a"}, "$defs": {"a": {"$id": "u:a", "$ref": "#/x", "x": {}}}}, 1),
+        ('{"$ref": "x"}', {"const": {"$ref": "x"}}, 1),
     ],
 )
 def test_json_schema(text: str, answer: Any, expected: float) -> None:
@@ -163,6 +166,17 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("json_schema", {"pattern": "("}, "no schema: '(' is not a 'regex'"),
         ("json_schema", {"items": {"$ref": "#/absent"}}, "a reference to nothing inside of it: "),
         ("json_schema", {"items": {"$ref": "http://127.0.0.1/x"}}, "a reference to nothing inside of it"),
+        (
+            "json_schema",
+            {"items": {"$dynamicRef": "#absent"}},
+            "a reference to nothing inside of it: #absent",
+        ),
+        (
+            "json_schema",
+            {"items": {"$ref": "#/x"}, "x": {"items": {"$ref": "#/y"}}},
+            "nothing inside of it: #/y",
+        ),
+        ("json_schema", {"$schema": 5}, "found {'$schema': 5}"),
         ("json_schema", {"$ref": "#"}, "without end"),
         ("code", "assert (", "'assert (': "),
         ("code", [" "], "found ' '"),
