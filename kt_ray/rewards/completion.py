@@ -60,7 +60,7 @@ class Reward(Protocol):
         """float64 [n], finite; nan = no reward: leave this sample out.
 
         Args:
-            waiting: called now and then while programs run; what it raises ends them.
+            waiting: called now and then between answers or while programs run; what it raises ends them.
 
         Raises:
             UserError: a user's function failed.

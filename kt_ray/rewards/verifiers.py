@@ -61,7 +61,10 @@ class Verifier(ABC):
 
     def __call__(self, completions: Sequence[Completion], waiting: Callable[[], None] = go_on) -> np.ndarray:
         texts = [c.text if self.reads_reasoning else c.judged for c in completions]
-        scores = [self.score(text, c.row["answer"]) for text, c in zip(texts, completions, strict=True)]
+        scores = []
+        for text, completion in zip(texts, completions, strict=True):
+            waiting()  # one pattern may take a second, and a round has many answers
+            scores.append(self.score(text, completion.row["answer"]))
         return np.array(scores, dtype=np.float64)
 
     def close(self) -> None:  # noqa: B027  most verifiers keep nothing running

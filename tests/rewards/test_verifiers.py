@@ -72,6 +72,20 @@ def test_a_pattern_that_never_ends_gives_no_reward(monkeypatch: pytest.MonkeyPat
     assert math.isnan(reward("json_schema", '"' + "a" * 40 + '!"', schema))
 
 
+def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
+    asked = []
+
+    def waiting() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise InterruptedError
+
+    answers = [Completion("question", "a", [1], True, {"answer": "a"})] * 5
+    with pytest.raises(InterruptedError):
+        load_reward("regex")(answers, waiting)
+    assert len(asked) == 3
+
+
 @pytest.mark.parametrize(
     ("text", "answer", "expected"),
     [
