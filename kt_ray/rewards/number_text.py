@@ -17,7 +17,11 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3})")
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}((?:\s*\^\s*\{?-?\d\}?)?)")
 # What makes another number of one: 3\pi, \sqrt{16}.
 _SYMBOL = re.compile(r"\\(?:pi|sqrt|log|ln|sin|cos|tan|infty|theta)(?![a-z])|[π√∞]")
-_SUM = re.compile(rf"[$€£¥]?{_DIGITS}%?(?:\s*(?:[-+*/×÷·]|\\times|\\cdot|\\div)\s*[$€£¥]?{_DIGITS}%?)+\s*=")
+# A sum is taken whole, and only then looked at for its sign: to try it from each of its digits would take as
+# long as the square of its length.
+_SUM = re.compile(
+    rf"[$€£¥]?{_DIGITS}%?(?P<more>\s*(?:[-+*/×÷·]|\\times|\\cdot|\\div)\s*[$€£¥]?{_DIGITS}%?)*(?P<equals>\s*=)?"
+)
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
 _BRACE = re.compile(r"\\boxed\s*\{|\\?[{}]")
 _HASHES = re.compile(r"####([^\n]*)")
@@ -57,7 +61,7 @@ def stated_number(text: str) -> Number | None:
     if marked:
         return _only(content)
     for content in reversed(_STATEMENT.findall(text)):
-        if numbers := _numbers(_SUM.sub("", content)):
+        if numbers := _numbers(_SUM.sub(_without_sum, content)):
             return numbers[0]
     numbers = _numbers(text)
     return numbers[-1] if numbers else None
@@ -112,6 +116,11 @@ def _without_unit(match: re.Match[str]) -> str:
     """A number in \\text stays, words go."""
     number = _NUMBER.fullmatch(match[1].strip(" *_.$")) is not None
     return f" {match[1]} " if number and not match[2] else " "
+
+
+def _without_sum(match: re.Match[str]) -> str:
+    """Of "48 + 24 = 72" what comes behind the sign."""
+    return "" if match["more"] and match["equals"] else match[0]
 
 
 def _slash(match: re.Match[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -135,6 +136,14 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
 )
 def test_numeric(text: str, answer: Any, expected: float) -> None:
     assert reward("numeric", text, answer) == expected
+
+
+@pytest.mark.parametrize("repeated", ["3", "1 + ", "a < b "])
+def test_an_answer_without_end_is_judged_at_once(repeated: str) -> None:
+    """Models that repeat themselves do so to their last token; a tenth of a second, not a minute."""
+    began = time.monotonic()
+    reward("numeric", "The answer is 0." + repeated * (40_000 // len(repeated)), 1)
+    assert time.monotonic() - began < 3
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
