@@ -152,7 +152,7 @@ class FunctionReward:
         reward = math.nan
         # A text has no __float__, but numpy's has; an array of one element has one.
         if hasattr(value, "__float__") and not isinstance(value, str) and getattr(value, "ndim", 0) == 0:
-            with suppress(ValueError, OverflowError):
+            with suppress(Exception):  # of any library: symbols of sympy and dates of numpy have one, too
                 reward = float(value)
         if not math.isfinite(reward):
             text = " ".join(completion.text.split())

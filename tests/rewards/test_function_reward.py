@@ -99,6 +99,7 @@ def test_a_file_may_import_what_lies_beside_it(tmp_path: Path, monkeypatch: pyte
         ("import asyncio; raise asyncio.CancelledError", "line 2; found CancelledError"),
         ("import numpy; return numpy.array(['1', '2'])", "found str_ 1 for sample 0"),
         ("return [10**400, 1]", "found int"),
+        ("import sympy; return [1, sympy.Symbol('x')]", "found Symbol x for sample 1"),
     ],
 )
 def test_what_is_no_reward_is_refused(tmp_path: Path, body: str, said: str) -> None:
