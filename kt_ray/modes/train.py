@@ -265,7 +265,7 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
         if config.eval.after_training:
             say("eval.after_training asks nothing here: evaluations answer the held-out prompts")
         if rest := steps % of_round:
-            say(f"the last round of answers serves {rest} of {of_round} steps (trainer.max_steps)")
+            say(f"the last round of answers serves {rest} of {of_round} steps: the run ends with them")
     say(f"{steps} steps of {rows}, {len(prepared.data.train)} rows in all")
     say(evaluation_line(prepared))
     if config.trainer.preview:

@@ -157,6 +157,12 @@ def evaluate(
             f"answers to {failed} of the rows ended with an error and count as far as they came: "
             "start mode=predict or mode=eval with generate.adapter again to ask them once more",
         )
+    rows = next(side.rows for side in (adapter, base) if side is not None)
+    if unlabelled := sum(not row.label.strip() for row in rows):
+        notes += (
+            f"{unlabelled} of the rows have no label to compare answers with, and score nothing: the column "
+            "`answer` of a prompt, or the key `label` of a file of answers, says what is right",
+        )
 
     scores = [
         None if side is None else score(side, choice=config.eval.choice, letters=config.eval.letters)

@@ -50,6 +50,14 @@ def test_a_runs_own_losses_are_those_of_its_adapter(runs):
     assert losses_of_run(runs / "a") == {}  # not in nats per token
 
 
+def test_rows_without_a_label_are_counted(runs):
+    rows = [{"prompt": "q", "predict": "a", "label": label} for label in ("a", "", " ")]
+    (runs / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["mode=eval", f"eval.adapter={runs}/answers.jsonl", "eval.out=out"]) == 0
+    (note,) = json.loads((runs.parent / "out" / "eval.json").read_text())["notes"]
+    assert note.startswith("2 of the rows have no label")
+
+
 def test_eval_of_files_into_another_directory(runs):
     a = runs / "a"
     arguments = [
