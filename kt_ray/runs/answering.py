@@ -363,8 +363,9 @@ def _write(path: Path, question: Question, answers: list[Answer], options: list[
     }
     for key, option_answer in zip(("option_logits", "base_option_logits"), options, strict=False):
         assert question.options is not None
-        row[key] = question.options.logits(option_answer)
-    error = next((answer.error for answer in answers if answer.finish == "error"), None)
+        if option_answer.logprobs:
+            row[key] = question.options.logits(option_answer)
+    error = next((answer.error for answer in (*answers, *options) if answer.finish == "error"), None)
     if error is not None:
         row["error"] = error
         say(f"{question.where}: its answer ended with an error: {error}")

@@ -34,18 +34,7 @@ class Options:
         return Request(self.prompt, sampling, adapter)
 
     def logits(self, answer: Answer) -> dict[str, float]:
-        """Letter -> log-probability, from the answer to `request`.
-
-        Raises:
-            UserError: the model's logits are not finite.
-        """
-        if not answer.logprobs:
-            raise UserError(
-                "the options of a multiple-choice question have no probabilities",
-                observed=answer.error or answer.finish,
-                remedy="look at the weights and the adapter (python -m kt_ray.tools inspect), or set "
-                "eval.choice=off",
-            )
+        """Letter -> log-probability, from the answer to `request`, which has not failed."""
         by_id = dict(answer.logprobs[0].top)
         return {letter: by_id[token] for letter, token in self.tokens.items()}
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from kt_ray.modes.chat import Chat
 from kt_ray.runs import answering
 from kt_ray.runs.generation import generating, prepare_generation
 from kt_ray.runs.held_out_loss import HeldOut, measure
-from kt_ray.runs.questions import Options, held_out_rows, questions_of
+from kt_ray.runs.questions import Options, Question, held_out_rows, questions_of
 from tests.helpers.hf_reference import build_chat_checkpoint
 
 SMALL = ["cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"]
@@ -189,6 +190,15 @@ def test_a_row_that_went_wrong_says_why(
     assert len(again) == 3 and again[:2] == good and not any("error" in row for row in again)
     assert cli.main(["mode=eval", "run.name=p"]) == 0
     assert "with an error" not in capsys.readouterr().out
+
+
+def test_options_without_probabilities_end_their_row_alone(tmp_path: Path) -> None:
+    question = Question(3, "q", (), "A", (1,), "row 4", Options((1,), {"A": 5, "B": 6}))
+    answer: Any = SimpleNamespace(text="A", finish="stop", tokens=[5, 2], error="", logprobs=[])
+    failed: Any = SimpleNamespace(text="", finish="error", tokens=[], error="not finite", logprobs=[])
+    answering._write(tmp_path / "predictions.jsonl", question, [answer], [failed])
+    row = json.loads((tmp_path / "predictions.jsonl").read_text())
+    assert row["error"] == "not finite" and "option_logits" not in row and row["predict"] == "A"
 
 
 def test_predictions_of_another_program_are_not_deleted(
