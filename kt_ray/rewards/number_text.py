@@ -13,6 +13,10 @@ _NUMBER = re.compile(
     r"(?:\s?(?:×|\\times|\*|·|\\cdot)\s?10\s?(?:\^|\*\*)\s?\{?(?P<power>[+-]?\d+)\}?)?"
     rf"(?:\s?/\s?(?P<divisor>{_DIGITS}))?(?P<percent>\s?\\?%|\s?percent\b)?"
 )
+# 10^6 by itself; behind a sign of multiplication it is a part of _NUMBER.
+_POWER = re.compile(
+    r"(?P<times>(?:×|\\times|\*|·|\\cdot)\s?)?(?<![\w.,^*])10\s?(?:\^|\*\*)\s?\{?(?P<power>[+-]?\d++)\}?(?!\.?\d)"
+)
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3})")
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}((?:\s*\^\s*\{?-?\d\}?)?)")
 # What makes another number of one: 3\pi, \sqrt{16}.
@@ -105,9 +109,10 @@ def _boxes(text: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """One way of writing minus signs, separators of thousands and fractions; without LaTeX's units."""
+    """One way of writing minus signs, separators of thousands, fractions and 10^6; without LaTeX's units."""
     text = _THOUSANDS.sub(",", text.replace("\u2212", "-").replace("\\!", ""))
     text = text.replace("\\,", "").replace("\\$", "$")
+    text = _POWER.sub(lambda match: match[0] if match["times"] else f"1e{match['power']}", text)
     text = _WORDS.sub(_without_unit, text)
     return _FRACTION.sub(_slash, text)
 
