@@ -47,6 +47,11 @@ class MicroBatch:
         """Tokens that contribute to the loss (labels after the shift)."""
         return int((self.labels[:, 1:] != IGNORE).sum())
 
+    def named(self, samples_per_row: int) -> str:
+        """The first rows of the data set that are in it, for a message; see `PassSpec.samples_per_row`."""
+        rows = dict.fromkeys(int(sample) // samples_per_row for sample in self.sample_ids)
+        return ", ".join(map(str, [*rows][:8])) + (", ..." if len(rows) > 8 else "")
+
 
 Wave = tuple[tuple[tuple[MicroBatch, ...], ...], ...]
 """What one pass takes: per replica, per group, the micro-batches. A replica may have empty groups."""
@@ -130,6 +135,8 @@ class PassSpec:
     # train only: gradient of the load-balancing loss in a probability of each expert
     router_slopes: tuple[float, ...] | None = None
     noise_alpha: float = 0.0  # NEFTune's, where `dropout` is on (kt_ray.model.embedding_noise)
+    # sample ids that a row of the data set has: two of a preference pair, one for each answer to a prompt
+    samples_per_row: int = 1
     # train only: trainings put aside in the actors whose micro-batches are in the wave, too, and their losses
     joined: Mapping[str, TokenLoss] = field(default_factory=dict)
 

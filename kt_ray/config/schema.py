@@ -448,6 +448,11 @@ class Config:
         return 2 if self.trainer.stage in ("dpo", "orpo") else 1
 
     @property
+    def samples_per_row(self) -> int:
+        """Sample ids that a row of the data set has: those of a pair, or of a prompt's answers."""
+        return self.grpo.group_size if self.trainer.stage == "grpo" else self.rows_per_unit
+
+    @property
     def tokens_per_step(self) -> int:
         """Of a step whose rows are all as long as data.max_length."""
         return self.trainer.batch_size * self.rows_per_unit * self.data.max_length

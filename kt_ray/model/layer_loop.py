@@ -548,8 +548,7 @@ def _not_finite(total: float, state: GroupState, group: int, spec: PassSpec) -> 
             origin = f"layer {layer - 1} or before" if layer > 0 else "the embedding"
             break
     bad = next((i for i, value in enumerate(state.losses) if not math.isfinite(value)), 0)
-    samples = [int(s) for s in state.micro[bad].batch.sample_ids]
-    rows = f"rows {samples[:8]}" + (", ..." if len(samples) > 8 else "")
+    rows = f"rows {state.micro[bad].batch.named(spec.samples_per_row)}"
     step = spec.step
     what = f"the loss of step {step + 1} is {total}; the step was not applied"
     return BadStep(

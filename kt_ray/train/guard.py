@@ -36,6 +36,7 @@ def judge(
     norms: Sequence[float],
     spike: float,
     stage: str = "sft",
+    samples_per_row: int = 1,
 ) -> BadStep | None:
     """Why a step (0-based) whose gradients are reduced must not be applied; None = it may.
 
@@ -45,6 +46,7 @@ def judge(
         losses, norms: of the steps before it, oldest first; what is not finite does not count.
         spike: `trainer.spike`; 0 = only what is not finite is refused.
         stage: `trainer.stage`; of one whose loss may come near zero, or below, only the norm can spike.
+        samples_per_row: see PassSpec.
     """
     for what, value, before in (("loss", report.loss, losses), ("gradient norm", norm, norms)):
         observed = None
@@ -57,9 +59,10 @@ def judge(
                 continue
             observed = f"{value:.4g}, {value / median:.1f} times the median {median:.4g} of the steps before"
         if observed is not None:
+            rows = _worst_rows(waves, report, samples_per_row)
             bad = BadStep(
                 f"the {what} of step {step + 1} is {observed}; the step was not applied",
-                where="; ".join(filter(None, (_worst_rows(waves, report), _worst_gradient(cluster)))),
+                where="; ".join(filter(None, (rows, _worst_gradient(cluster)))),
                 required="a finite number"
                 + (f" of at most trainer.spike={spike:g} times the median" if spike else ""),
                 remedy=_REMEDY if step else _FIRST,
@@ -69,7 +72,7 @@ def judge(
     return None
 
 
-def _worst_rows(waves: Sequence[Wave], report: PassReport) -> str:
+def _worst_rows(waves: Sequence[Wave], report: PassReport, samples_per_row: int) -> str:
     """The micro-batch with the largest mean loss."""
     worst, where = -math.inf, ""
     for number, (wave, losses) in enumerate(zip(waves, report.micro_losses, strict=True)):
@@ -80,7 +83,7 @@ def _worst_rows(waves: Sequence[Wave], report: PassReport) -> str:
                     mean = total / max(1, micro.loss_tokens)
                     if mean > worst or not math.isfinite(mean):
                         worst = mean
-                        rows = ", ".join(str(s) for s in micro.sample_ids.tolist()[:8])
+                        rows = micro.named(samples_per_row)
                         place = f"wave {number}, " * (len(waves) > 1) + f"replica {replica}, " * (
                             len(wave) > 1
                         )

@@ -426,6 +426,7 @@ class Trainer:
             wave=wave,
             loss_tokens=loss_tokens,
             noise_alpha=self.config.trainer.neftune_noise_alpha,
+            samples_per_row=self.config.samples_per_row,
             timeline=timeline,
             profile=str(self._profile) if self._profile is not None and traced else None,
             **more,
@@ -512,7 +513,8 @@ class Trainer:
         recent = self.recent(step)
         losses, norms = [loss for loss, _ in recent], [norm for _, norm in recent]
         trainer = self.config.trainer
-        bad = judge(self.cluster, step, waves, report, norm, losses, norms, trainer.spike, trainer.stage)
+        usual = losses, norms, trainer.spike, trainer.stage, self.config.samples_per_row
+        bad = judge(self.cluster, step, waves, report, norm, *usual)
         self._note(step, report.loss, norm)
         if bad is not None:
             raise bad

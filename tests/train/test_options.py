@@ -277,6 +277,19 @@ def test_spikes_are_named(go: Go) -> None:
     assert trainer.summary.steps == 8
 
 
+def test_rows_are_those_of_the_data(go: Go) -> None:
+    """Not the sample ids of a pair's rows, or of a prompt's answers: mode=preview knows pairs and prompts."""
+    dpo = "trainer.stage=dpo", "preference.loss=simpo"
+    grpo = "trainer.stage=grpo", "grpo.group_size=8", "reward=regex"
+    assert [compose([*stage]).samples_per_row for stage in (dpo, grpo, ())] == [2, 8, 1]
+    report = PassReport(math.nan, (), (), (([[1.0, 1.0]],),))
+    cluster = cast(Cluster, Scripted({}, {}, {}))
+    bad = judge(cluster, 5, [WAVE], report, 1.0, [], [], 0.0, "dpo", 2)
+    assert bad is not None and "(rows 20; " in bad.line()
+    ids = np.arange(30)
+    assert MicroBatch(LABELS, LABELS, ids, ids).named(2) == "0, 1, 2, 3, 4, 5, 6, 7, ..."
+
+
 def test_a_continued_run_knows_what_was_usual(go: Go) -> None:
     stopped, _, _ = go("trainer.spike=3", losses={5: 3.5, 7: 3.5})
     before = stopped.recent(5)
