@@ -219,7 +219,7 @@ def _add_sessions(app: FastAPI, service: TrainService, max_body: int) -> None:
             {
                 "training_run_ids": found.models,
                 "sampler_ids": found.samplers,
-                "user_metadata": found.user_metadata,
+                "user_metadata": _texts(found.user_metadata),
                 "display_name": found.display_name,
             }
         )
@@ -344,7 +344,7 @@ def _add_records(app: FastAPI, service: TrainService) -> None:
             "last_request_time": heard,
             "last_checkpoint": last[TRAINING],
             "last_sampler_checkpoint": last[SAMPLER],
-            "user_metadata": run.user_metadata,
+            "user_metadata": _texts(run.user_metadata),
         }
 
     @app.post("/api/v1/weights_info")
@@ -412,6 +412,16 @@ def _add_records(app: FastAPI, service: TrainService) -> None:
         return StreamingResponse(
             blocks, media_type="application/gzip", headers=named, background=BackgroundTask(file.close)
         )
+
+
+def _texts(notes: dict[str, Any] | None) -> dict[str, str] | None:
+    """A client's notes as the SDK's records have them: texts, though it sends any JSON."""
+    if notes is None:
+        return None
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in notes.items()
+    }
 
 
 ItemT = TypeVar("ItemT")

@@ -289,6 +289,18 @@ def test_records_of_runs_and_checkpoints(server: Running) -> None:
     assert [(one.model_name, one.max_context_length) for one in capabilities] == [("demo/model", 64)]
 
 
+def test_notes_that_are_no_texts_keep_nobody_from_the_records(server: Running) -> None:
+    notes: Any = {"lr": 1e-4, "tags": ["猫"], "of": "me"}
+    server.clients.append(tinker.ServiceClient(base_url=server.url, api_key=KEY, user_metadata=notes))
+    client, rest = server.clients[-1], server.rest()
+    training = client.create_lora_training_client("demo/model", rank=8, user_metadata=notes).result()
+    (listed,) = rest.list_training_runs().result().training_runs
+    session = rest.get_session(client.holder.get_session_id()).result()
+    texts = {"lr": "0.0001", "tags": '["猫"]', "of": "me"}
+    assert listed.training_run_id == training.model_id
+    assert listed.user_metadata == session.user_metadata == texts
+
+
 def test_the_archive_of_a_sampler_is_its_adapter(server: Running) -> None:
     training = trained(server.client())
     training.save_weights_for_sampler("b").result()
