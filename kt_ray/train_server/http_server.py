@@ -25,6 +25,10 @@ class TrainServer(AnnouncedServer):
         super().__init__(config, ready)
         self._service = service
 
+    async def on_tick(self, counter: int) -> bool:
+        self._service.tick()
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.end()
         patience = (self.config.timeout_graceful_shutdown or FAREWELL) - 1

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 MOST_SESSIONS = 10_000
 ENDS = "the server is shutting down"
 GONE = 60.0  # seconds of silence, six of the SDK's heartbeats, after which a client may lose its room
+_STILL = 10.0  # seconds without a `tick` after which the process stood still
 _TURN = 64  # requests of one model before another has its turn, where no optimizer step ends it
 _SWEEP = 1.0  # seconds between looks at what has expired
 _SWEEP_DISK = 60.0  # the same, of checkpoints
@@ -73,6 +74,7 @@ class TrainService:
         self._samplers: dict[str, Sampler] = {}
         self._closing = False
         self._swept = 0.0
+        self._ticked = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="kt-train-server", daemon=True)
         self._thread.start()
 
@@ -117,6 +119,15 @@ class TrainService:
                 raise ApiError(410, f"session '{name[:100]}' has ended, or never was", code="session_ended")
             session.heard = time.monotonic()
             return session
+
+    def tick(self) -> None:
+        """Called all the time by who takes the requests: while the process is stopped, nobody is heard."""
+        with self._lock:
+            now = time.monotonic()
+            still, self._ticked = now - self._ticked, now
+            if still > _STILL:
+                for session in self._sessions.values():
+                    session.heard = min(now, session.heard + still)
 
     def finish(self, name: str) -> None:
         """End a session: its models and samplers go, its checkpoints stay."""
@@ -453,7 +464,8 @@ class TrainService:
         self._queue.sweep()
         self.promises.sweep()
         with self._lock:
-            for session in [s for s in self._sessions.values() if now - s.heard > self._idle]:
+            silent = [s for s in self._sessions.values() if now - s.heard > self._idle]
+            for session in silent if now - self._ticked < _STILL else []:
                 logger.warning(
                     "session %s ends: nothing was heard of it for %.0f s", session.name, self._idle
                 )
@@ -548,6 +560,7 @@ class TrainService:
         Raises:
             ApiError: all clients live.
         """
+        self.tick()
         session = min((model.session for model in self._models.values()), key=lambda own: own.heard)
         silent = time.monotonic() - session.heard
         if silent < min(GONE, self._idle):

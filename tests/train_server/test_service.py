@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +204,21 @@ def test_a_silent_session_ends(tmp_path: Path) -> None:
         until(lambda: not server.backend.models)
         assert raw.http.post("session_heartbeat", json={"session_id": raw.session}).status_code == 410
         raw.http.close()
+
+
+def test_nobody_is_silent_while_the_server_is_stopped(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, service = raw.model(), raw.server.service
+    ticked, tick = threading.Event(), service.tick
+    monkeypatch.setattr(service, "tick", lambda: tick() if ticked.is_set() else None)
+    after = time.monotonic() + 3600  # as behind a SIGSTOP of an hour
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
+    monkeypatch.setattr("kt_ray.train_server.service.time", clock)
+    until(lambda: service._swept >= after)  # the worker wakes before the others
+    ticked.set()
+    until(lambda: service._ticked >= after)
+    swept = service._swept
+    until(lambda: service._swept > swept)
+    assert raw.result(raw.passed(model, 1)) and model in raw.server.backend.models
 
 
 def test_a_silent_client_makes_room_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
