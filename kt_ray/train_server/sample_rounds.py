@@ -134,24 +134,31 @@ class SampleRounds:
         assert isinstance(sampler.key, str)
         self._loaded[sampler.key] = sampler
 
-    def make_room(self) -> None:
+    def make_room(self) -> bool:
         """For one more; the worker's. What can be loaded again goes first, what is waited for last.
 
-        A nameless sampler that is waited for answers before it goes.
+        A nameless sampler that is waited for answers before it goes; within a round it cannot.
+
+        Returns:
+            Whether there is room.
         """
-        while len(self._lasting()) >= self._most:
+        while True:
+            with self._queue.changed:
+                needed = {job.sampler.key for job in self._running}
+                spare = [
+                    sampler
+                    for sampler in self._loaded.values()
+                    if sampler.key not in needed and (sampler.find is not None or not sampler.jobs)
+                ]
+                spare.sort(key=lambda sampler: (sampler.jobs > 0, sampler.find is None))
+                spare = spare[: max(0, len(self._loaded) + 1 - self._most)]
+            for sampler in spare:
+                self.drop(sampler)
+            if len(self._loaded) < self._most:
+                return True
+            if self._running:
+                return False
             self.run(more=False)
-        with self._queue.changed:
-            needed = {job.sampler.key for job in self._running}
-            spare = [
-                sampler
-                for sampler in self._loaded.values()
-                if sampler.key not in needed and (sampler.find is not None or not sampler.jobs)
-            ]
-            spare.sort(key=lambda sampler: (sampler.jobs > 0, sampler.find is None))
-            spare = spare[: max(0, len(self._loaded) + 1 - self._most)]
-        for sampler in spare:
-            self.drop(sampler)
 
     def drop(self, sampler: Sampler) -> None:
         """The worker's."""
@@ -173,6 +180,7 @@ class SampleRounds:
         jobs = self._admit(lambda job: True)
         for sampler in {id(job.sampler): job.sampler for job in jobs}.values():
             self._load(sampler, jobs)
+        jobs = [job for job in jobs if not job.again]  # those have no room, and wait again
         for key in {job.sampler.key for job in jobs if job.request.wants_scores and job.failure is None}:
             self._score(key, [job for job in jobs if job.sampler.key == key and job.request.wants_scores])
         self._settle()
@@ -248,9 +256,12 @@ class SampleRounds:
         elif sampler.key is not False and not sampler.loaded:
             try:
                 assert isinstance(sampler.key, str) and sampler.find is not None
-                self.make_room()
-                self._backend.load_sampler(sampler.key, sampler.find)
-                self.hold(sampler)
+                if self.make_room():
+                    self._backend.load_sampler(sampler.key, sampler.find)
+                    self.hold(sampler)
+                else:  # nameless ones were asked since its jobs were admitted, and go first
+                    for job in jobs:
+                        job.again |= job.sampler is sampler
             except Exception as error:
                 failure = failure_of(error)
         elif isinstance(sampler.key, str):

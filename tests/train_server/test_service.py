@@ -414,6 +414,36 @@ def test_no_more_samplers_than_planned_although_all_are_waited_for(tmp_path: Pat
         raw.http.close()
 
 
+def test_samplers_that_take_the_room_of_an_admitted_one_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kt_ray.train_server.endpoints.LONG_POLL", 5.0)
+    with running(tmp_path, FakeBackend(), most_samplers=2) as server:
+        raw, rounds = Raw(server), server.service._rounds
+        model = raw.model()
+        named = raw.result(raw.post("save_weights_for_sampler", model_id=model, seq_id=1, path="n"))
+        asked = {"session_id": raw.session, "sampling_session_seq_id": 9, "model_path": named["path"]}
+        from_file = raw.post("create_sampling_session", **asked)["sampling_session_id"]
+        kept = [
+            raw.post("save_weights_for_sampler", model_id=model, seq_id=n + 2, sampling_session_seq_id=n)
+            for n in range(2)
+        ]
+        nameless = [raw.result(one)["sampling_session_id"] for one in kept]
+        others: list[Any] = []
+        load = rounds._load
+
+        def loads(*admitted: Any) -> None:
+            if not others:
+                others.extend(raw.sample(name, 0) for name in nameless)
+            load(*admitted)
+
+        monkeypatch.setattr(rounds, "_load", loads)
+        first = raw.sample(from_file, 0)
+        assert all(isinstance(raw.result(one), bytes) for one in (first, *others))
+        assert len(server.backend.samplers) == 2
+        raw.http.close()
+
+
 def test_a_waiting_sample_can_be_cancelled(raw: Raw) -> None:
     model, sampler = raw.model(), raw.sampler()
     raw.server.backend.gate.clear()
