@@ -250,16 +250,20 @@ def refuse_company() -> None:
 
 
 def _watch(handle: Any, cluster: RayCluster, bring_back: Callable[[BaseException], None]) -> None:
-    """Until the service ends and cannot be brought back, or the deployment is gone."""
-    replica, number, since = "", -1, time.monotonic()
+    """Until the service ends and cannot be brought back, or the deployment is gone.
+
+    Only time in which the driver itself runs counts: where all were stopped, the reports begin again, too.
+    """
+    replica, number, silent, looked = "", -1, 0.0, time.monotonic()
     while True:
         time.sleep(LOOK)
-        report = Report.last(cluster.namespace)
+        report, now = Report.last(cluster.namespace), time.monotonic()
+        silent, looked = silent + min(now - looked, 2 * LOOK), now
         if report is not None and not replica:
             replica = report.replica
         if report is not None and report.replica == replica and report.number != number:
-            number, since = report.number, time.monotonic()
-        elif time.monotonic() - since > PATIENCE or (report is not None and report.replica != replica):
+            number, silent = report.number, 0.0
+        elif silent > PATIENCE or (report is not None and report.replica != replica):
             raise _gone("it has been replaced" if report and report.replica != replica else "no report")
         if report is None or report.error is None:
             continue
@@ -268,7 +272,7 @@ def _watch(handle: Any, cluster: RayCluster, bring_back: Callable[[BaseException
             handle.renew.remote(AttachedCluster.parts(cluster)).result(timeout_s=PATIENCE)
         except Exception as error:
             raise _gone(error) from error
-        since = time.monotonic()
+        silent, looked = 0.0, time.monotonic()
 
 
 def _gone(observed: object) -> TryAgain:

@@ -57,6 +57,18 @@ def test_silence_is_the_end_and_a_late_report_is_not(monkeypatch: pytest.MonkeyP
     assert watched.now > 4 * (PATIENCE - 5) and watched.happened == []
 
 
+def test_time_in_which_all_were_stopped_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[Report | None] = [Report("a", 0, None), *[Report("a", 1, None)] * 3, Report("a", 2, LOST)]
+    watched = Watched(monkeypatch, reports)
+    stops = iter([0.0, 0.0, 3600.0])  # the driver looks before the deployment reports again
+
+    def sleep(seconds: float) -> None:
+        watched.now += seconds + next(stops, 0.0)
+
+    monkeypatch.setattr(serve_app.time, "sleep", sleep)
+    assert "no report" in watched.watch() and watched.happened == [LOST, "parts"]
+
+
 def test_another_process_has_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, [Report("a", 0, None), Report("b", 0, None)])
     assert "it has been replaced" in watched.watch()
