@@ -47,7 +47,7 @@ def run(config: Config) -> int:
         say(f"training {name} for clients at http://{host}:{serve.port}; saved weights: {directory}")
         say(
             f"clients: TINKER_BASE_URL=http://{host}:{serve.port} "
-            f"TINKER_API_KEY={PREFIX + 'any' if key is None else '<the key>'}"
+            f"TINKER_API_KEY={PREFIX}{'any' if key is None else '<the key>'}"
         )
         on_disk = gigabytes(checkpoint_bytes(model.plan.dims, config))
         most, held = config.train_server.trainings, config.train_server.adapters
@@ -61,7 +61,7 @@ def run(config: Config) -> int:
     with (
         contextlib.suppress(KeyboardInterrupt),
         contextlib.ExitStack() as stack,
-        locked(directory),
+        locked(directory, "train_server.directory"),
         started(generation, f"{config.model.name}-train-server") as cluster,
     ):
         facts = cluster.info()

@@ -32,6 +32,7 @@ class RunLock:
 
     Args:
         run: the run directory, which exists.
+        key: that names another directory.
 
     Attributes:
         note: what the lock cannot guard against; "" = it guards against every process of every host.
@@ -41,7 +42,7 @@ class RunLock:
         OSError: the directory cannot be written.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, key: str = "run.name") -> None:
         self.path = run / FILE
         self.note = ""
         self._file = self.path.open("a+", encoding="utf-8")
@@ -50,12 +51,12 @@ class RunLock:
         except BlockingIOError:
             holder = self._holder()
             self._file.close()
-            raise _held(run, holder) from None
+            raise _held(run, holder, key) from None
         except OSError as error:  # ENOLCK, ENOSYS, EOPNOTSUPP: go by what the file says of this host
             holder = self._holder()
             if holder.get("host") == socket.gethostname() and _alive(holder.get("pid")):
                 self._file.close()
-                raise _held(run, holder) from None
+                raise _held(run, holder, key) from None
             self._note(run, f"the file system keeps no locks ({error.strerror})")
         else:
             if own := _OWN_LOCKS & _mount_options(run):
@@ -100,15 +101,18 @@ def require_free(run: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path, key: str = "run.name") -> Iterator[None]:
     """Hold the lock of a directory, which is made if need be, in the block.
+
+    Args:
+        key: as `RunLock`.
 
     Raises:
         UserError: another process holds it, or the directory cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(directory)
+        lock = RunLock(directory, key)
     except OSError as error:
         raise UserError(
             "the directory cannot be written",
@@ -124,14 +128,14 @@ def locked(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def _held(run: Path, holder: dict[str, Any]) -> UserError:
+def _held(run: Path, holder: dict[str, Any], key: str) -> UserError:
     who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "a process"
     return UserError(
         "another run writes this directory",
         where=str(run),
         observed=f"{who} holds {FILE}",
         required="one process at a time",
-        remedy="wait until it has ended or end it, or choose another run.name",
+        remedy=f"wait until it has ended or end it, or choose another {key}",
     )
 
 
