@@ -404,7 +404,8 @@ def _add_records(app: FastAPI, service: TrainService) -> None:
         one = found(run, kind, name)
         if one.kind != SAMPLER:
             raise bad("an archive is made of a sampler's weights only: save_weights_for_sampler writes them")
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it has been sent
+        # where its adapter had room: what /tmp takes may be the memory of the experts
+        file = tempfile.TemporaryFile(dir=saved.root)  # noqa: SIM115 - closed when it has been sent
         saved.archive(one, file)
         file.seek(0)
         named = {"content-disposition": f'attachment; filename="{one.name.replace(":", "_")}.tar.gz"'}
