@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +32,12 @@ def run(config: Config) -> int:
 
 
 def _reader(source: TextIO) -> Callable[[], str | None]:
-    """Lines that a person types, with line editing on a terminal; None = the end."""
+    """Lines that a person types, with line editing on a terminal; None = the end.
+
+    Bytes that are no text, as of a terminal with another encoding, are each read as one character.
+    """
+    if isinstance(source, io.TextIOWrapper):
+        source.reconfigure(errors="replace")
     if source.isatty():
         import readline  # noqa: F401  (input() edits lines and keeps a history with it)
 
