@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from tinker.proto import tinker_public_pb2 as proto
 
 from kt_ray.train_server import work_queue
+from kt_ray.train_server.http_server import allow_connections
 from kt_ray.train_server.service import ENDS
 from tests.helpers.fake_train_backend import FakeBackend, wrong
 from tests.helpers.train_server import Raw, Running, running, until
@@ -544,6 +546,18 @@ def test_samples_go_on_when_the_disk_cannot_be_swept(tmp_path: Path, monkeypatch
         server.backend.gate.set()
         assert isinstance(raw.result(promised), bytes)
         raw.http.close()
+
+
+def test_connections_do_not_take_the_files_of_checkpoints() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = min(before[1], 60_000) if before[1] != resource.RLIM_INFINITY else 60_000
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        allow_connections()
+        allowed, kept = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert kept == before[1] and allowed >= hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_expired_checkpoints_are_gone(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
