@@ -92,6 +92,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rule.experts.load", "data.path", "data.eval_path", "lora.adapter"), ()),
     **dict.fromkeys(("generate.adapter", "serve.adapters", "eval.adapter", "eval.base", "eval.out"), ()),
     **dict.fromkeys(("report.run", "report.out", "compare.out", "run.root", "accept.root", "accept.kt"), ()),
+    "train_server.directory": (),
     "plan.rates": ("auto", "nominal"),
     "trainer.resume": ("latest",),
     "accept.resume": ("latest",),

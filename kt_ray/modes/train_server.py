@@ -40,7 +40,7 @@ def run(config: Config) -> int:
     generation = generation_of(model, load_tokenizer(config.model.tokenizer or model.model_dir, named))
     name = serve.name or config.model.name
     own = Path(config.run.root, "train_server", name.strip("/").replace("/", "--"))
-    directory = Path(config.train_server.directory or own).absolute()
+    directory = Path(config.train_server.directory or own)
     host = f"[{serve.host}]" if ":" in serve.host else serve.host
 
     def ready() -> None:

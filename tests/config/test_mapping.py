@@ -165,7 +165,10 @@ def test_paths_become_absolute_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
-    assert load({"model": {"path": "~/m"}, "data": {"builtin": "demo"}}).model.path == "/home/someone/m"
+    config = load(
+        {"model": {"path": "~/m"}, "train_server": {"directory": "~/s"}, "data": {"builtin": "demo"}}
+    )
+    assert config.model.path == "/home/someone/m" and config.train_server.directory == "/home/someone/s"
 
 
 def test_a_named_model_keeps_its_name_beside_a_path() -> None:
