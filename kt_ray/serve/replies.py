@@ -233,15 +233,21 @@ def spell(tokenizer: Any, token: int) -> tuple[str, list[int] | None]:
     Args:
         tokenizer: a fast tokenizer. Parts of characters have bytes where it is byte-level.
     """
-    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    spelling = str(tokenizer.convert_ids_to_tokens(token))
+    text = _decoded(tokenizer, [token])
+    if spelling.startswith("▁"):  # SentencePiece's space, which a text's first token loses
+        text = _decoded(tokenizer, [token, token])[len(text) :]
     if _UNFINISHED not in text:
         return text, list(text.encode())
-    spelling = str(tokenizer.convert_ids_to_tokens(token))
-    if all(letter in _byte_letters() for letter in spelling):
-        return text, [_byte_letters()[letter] for letter in spelling]
     if spelling.startswith("<0x") and spelling.endswith(">"):  # SentencePiece's byte tokens
         return text, [int(spelling[3:-1], 16)]
+    if all(letter in _byte_letters() for letter in spelling):
+        return text, [_byte_letters()[letter] for letter in spelling]
     return text, None
+
+
+def _decoded(tokenizer: Any, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 @functools.cache

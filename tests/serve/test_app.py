@@ -11,6 +11,8 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from kt_ray.data.template import ChatEncoder
 from kt_ray.demo.recipes import persona_path
@@ -517,3 +519,22 @@ def test_tokens_have_their_bytes(encoder: ChatEncoder) -> None:
     spelled = [spell(tokenizer, token) for token in ids]
     assert any("�" in word for word, _ in spelled)  # a character in parts
     assert bytes(byte for _, raw in spelled for byte in raw or []) == text.encode()
+
+
+@pytest.mark.parametrize("decoder", ["llama", "metaspace"])
+def test_tokens_of_sentencepiece_keep_their_spaces_and_bytes(decoder: str) -> None:
+    words = ("<unk>", "</s>", "▁", "▁▁", "▁the", "▁cat", "s", "<0xE7>", "<0x8C>", "<0xAB>")
+    vocabulary = {word: number for number, word in enumerate(words)}
+    model = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    llama = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0))
+    model.decoder = decoders.Sequence(list(llama)) if decoder == "llama" else decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", eos_token="</s>")
+
+    def of(*names: str) -> list[tuple[str, bytes]]:
+        spelled = [spell(tokenizer, vocabulary[name]) for name in names]
+        return [(text, bytes(raw or [])) for text, raw in spelled]
+
+    assert of("▁the", "▁cat", "s") == [(" the", b" the"), (" cat", b" cat"), ("s", b"s")]
+    assert of("▁", "▁▁", "</s>") == [(" ", b" "), ("  ", b"  "), ("</s>", b"</s>")]
+    if decoder == "llama":
+        assert of("<0xE7>", "<0x8C>", "<0xAB>") == [("�", b"\xe7"), ("�", b"\x8c"), ("�", b"\xab")]
