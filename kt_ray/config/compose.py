@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import tempfile
+import typing
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -60,7 +61,7 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
         sweep: commas part several runs.
         implied: False = no group choices are added.
     """
-    overrides = [part for o in overrides for part in _on_hub(_bracketed(at_home(o), sweep))]
+    overrides = [part for o in overrides for part in _on_hub(_worded(_bracketed(at_home(o), sweep)))]
     keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
     if "trainer.epochs" in keys and not {"trainer", "trainer.max_steps"} & set(keys):
         overrides.append("trainer.max_steps=null")
@@ -77,7 +78,11 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
 def at_home(override: str) -> str:
     """KEY=~/x with the home directory in the place of ~, which no shell expands there and Hydra refuses."""
     key, equals, value = override.partition("=")
-    return key + equals + re.sub(r"(?:^|(?<=[\[,]))~(?=/)", lambda _: os.path.expanduser("~"), value)
+    # Within a list or a mapping also behind a colon or a space; elsewhere these are a text's.
+    before = r"(?<=[\[,:\s])" if value.startswith(("[", "{")) else r"(?<=,)"
+    quoted = r"""("[^"]*"|'[^']*')"""
+    home = os.path.expanduser("~")
+    return key + equals + re.sub(rf"{quoted}|(?:^|{before})~(?=/)", lambda found: found[1] or home, value)
 
 
 def _own_model(overrides: Sequence[str]) -> bool:
@@ -101,8 +106,24 @@ def _bracketed(override: str, sweep: bool) -> str:
     key, _, value = override.partition("=")
     field = fields().get(key)
     plain = re.fullmatch(r"[\w./~-]+" if sweep else r"[\w./~-]+(,[\w./~-]+)*", value)
-    takes = field is not None and field.hint in (list[str], list[int])
-    return f"{key}=[{value}]" if takes and plain and value != "null" else override
+    if field is None or field.hint not in (list[str], list[int]) or not plain or value == "null":
+        return override
+    if field.hint == list[str]:
+        value = ",".join(map(_as_text, value.split(",")))
+    return f"{key}=[{value}]"
+
+
+def _worded(override: str) -> str:
+    """KEY=2026_11_29 as KEY="2026_11_29" where the key takes a text: else Hydra reads the number 20261129."""
+    key, _, value = override.partition("=")
+    field = fields().get(key.lstrip("+"))
+    kinds = () if field is None else typing.get_args(field.hint) or (field.hint,)
+    return f"{key}={_as_text(value)}" if str in kinds and not {int, float} & set(kinds) else override
+
+
+def _as_text(value: str) -> str:
+    """In quotes what Hydra would take for a number, and not write again as it was typed."""
+    return f'"{value}"' if re.fullmatch(r"[-+]?[\d.][\d_.]*(e[-+]?\d+)?", value, re.IGNORECASE) else value
 
 
 def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Config:

@@ -12,6 +12,7 @@ import yaml
 
 from docs.options_page import comments, option_list, render
 from kt_ray.config.compose import _quoted, compose, expand
+from kt_ray.config.faults import value_of
 from kt_ray.config.fields import fields, groups
 from kt_ray.config.files import conf_dir, hardware_file, option_groups, option_names
 from kt_ray.config.mapping import from_dict, load
@@ -129,6 +130,44 @@ def test_the_demo_brings_its_own_training_settings_and_a_choice_beats_them() -> 
 def test_a_quoted_value_comes_back_through_shell_and_hydra(value: str) -> None:
     (argument,) = shlex.split(_quoted("data.system", value))
     assert compose(["mode=chat", "model.path=/m", argument]).data.system == value
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *((f"run.name={name}", name) for name in ("2026_11_29", "1.10", "1e3", "-5", "007", "9" * 20)),
+        ("++run.name=1.10", "1.10"),
+        ("serve.api_key=1e10", "1e10"),
+        ("data.path=[a.jsonl]", [f"{Path.cwd()}/a.jsonl"]),
+        ("data.path=2024_10", f"{Path.cwd()}/2024_10"),
+        ("compare.runs=2026_11_29,b", ["2026_11_29", "b"]),
+        ("tracking.tags=1.10", ["1.10"]),
+        ("trainer.profile_steps=1_0,2", [10, 2]),
+        ("trainer.save_every=1_000", 1000),
+        ("seed=1_000", 1000),
+    ],
+)
+def test_a_text_that_looks_like_a_number_stays_as_it_was_typed(argument: str, value: object) -> None:
+    assert value_of(compose([argument]), argument.lstrip("+").partition("=")[0]) == value
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("serve.adapters={a:~/x, b: ~/y}", {"a": "/home/me/x", "b": "/home/me/y"}),
+        ("data.path=[~/a.jsonl, ~/b.jsonl]", ["/home/me/a.jsonl", "/home/me/b.jsonl"]),
+        (
+            'data.sources=[{path: ~/x, system: "look at ~/x"}]',
+            [{"path": "/home/me/x", "system": "look at ~/x"}],
+        ),
+        ('data.system="a, ~/b"', "a, ~/b"),
+    ],
+)
+def test_home_within_lists_and_mappings(
+    argument: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert value_of(compose([argument]), argument.partition("=")[0]) == value
 
 
 def test_paths_choose_the_generic_options() -> None:
