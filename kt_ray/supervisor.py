@@ -226,6 +226,7 @@ class Supervisor(ABC):
             job = {
                 "config": plain(config),
                 "program": resume_line.program,
+                "argv": sys.argv,
                 "began": self._began,
                 "first_step": self._first_step,
                 "parent": os.getpid(),
@@ -435,6 +436,7 @@ def as_child(run: Callable[[Config], int]) -> int:
 
     threading.Thread(target=beat, name="kt-beat", daemon=True).start()
     resume_line.program = job["program"]
+    sys.argv = job["argv"]  # for env.json, and trackers that keep it
     began, first_step = job["began"], job["first_step"]
     code = run(load(job["config"]))
     with contextlib.suppress(OSError):

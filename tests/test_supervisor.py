@@ -314,14 +314,19 @@ def test_a_driver_gets_the_very_configuration(place: Place, tmp_path: Path) -> N
     assert (got.lora, got.optim, got.trainer.restarts) == (config.lora, config.optim, 9)
 
 
-def test_every_driver_knows_when_the_command_began(place: Place) -> None:
+def test_every_driver_knows_when_the_command_began_and_what_it_was(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """env.json of the run has the command line that the user typed."""
+    monkeypatch.setattr(sys, "argv", ["launch.py", "trainer.restarts=9"])
     driver = """
 import os, sys
 from kt_ray import supervisor
+told = sys.argv[1]
 def run(config):
-    with open(sys.argv[1], "a") as file:
-        print(supervisor.began, supervisor.first_step, file=file)
-    if os.path.getsize(sys.argv[1]) < 30:
+    with open(told, "a") as file:
+        print(supervisor.began, supervisor.first_step, *sys.argv, file=file)
+    if os.path.getsize(told) < 70:
         os.kill(os.getpid(), 9)
     return 0
 sys.exit(supervisor.as_child(run))
@@ -337,8 +342,9 @@ sys.exit(supervisor.as_child(run))
     after = time.monotonic()
     assert supervisor.run() == 0
     lines = told.read_text().splitlines()
-    began, step = lines[0].split()
+    began, step, *command = lines[0].split()
     assert len(lines) > 1 and len(set(lines)) == 1 and before <= float(began) <= after and step == "7"
+    assert command == sys.argv
 
 
 def test_a_server_that_answered_is_started_again_as_it_was(
