@@ -30,6 +30,7 @@ from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_yaml
 from kt_ray.runs.run_lock import FILE as LOCK
 from kt_ray.runs.run_lock import RunLock, require_free
+from kt_ray.tracking.jsonl import FILE, read_jsonl
 
 log = logging.getLogger(__name__)
 
@@ -323,11 +324,12 @@ def _refuse_trained(named: Path, config: Config) -> None:
 
 
 def _trained(run: Path) -> bool:
-    """Whether a run has anything to lose. One that failed before its first step may be started again."""
-    metrics = run / "metrics.jsonl"
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(
-        (run / d).exists() for d in ("checkpoints", "adapter")
-    )
+    """Whether a run has anything to lose. One that ended before its first step may be started again, also
+    where the untrained model was evaluated."""
+    metrics = run / FILE
+    figures = metrics.exists() and metrics.stat().st_size > 0
+    steps = {record.get("step") for record in read_jsonl(metrics)} if figures else {0}
+    return steps != {0} or any((run / d).exists() for d in ("checkpoints", "adapter"))
 
 
 def _clear(run: Path) -> None:

@@ -47,6 +47,15 @@ def test_config_yaml_is_the_resolved_configuration(tmp_path, make_config):
     assert loaded["optim"]["betas"] == [0.9, 0.999] and loaded["run"]["name"] == "a"
 
 
+@pytest.mark.parametrize("figures", ["", '{"step": 0, "eval_loss": 2.5}\n', '{"step": 0}\n{"step": 1, "lo'])
+def test_a_run_that_ended_before_its_first_step_may_be_started_again(tmp_path, make_config, figures):
+    """As it says where a signal came in the first step, after the evaluation of the untrained model."""
+    run = RunDir.create(make_config(tmp_path, name="a"))
+    (run.path / "metrics.jsonl").write_text(figures)
+    again = RunDir.create(make_config(tmp_path, name="a"))
+    assert again.path == run.path and not (run.path / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("remains", ["metrics.jsonl", "checkpoints", "adapter"])
 def test_an_existing_run_is_refused_and_overwritten_only_on_request(tmp_path, make_config, remains):
     run = RunDir.create(make_config(tmp_path, name="a"))
