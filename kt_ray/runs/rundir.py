@@ -185,11 +185,17 @@ def place_to_write(config: Config) -> tuple[Path, int]:
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None and _continues(checkpoint, named, config):
         path, own = checkpoint.parent.parent, True
+        going = find_checkpoints(path)
+        # Those after it are set aside and stay, as all do with trainer.keep_checkpoints=0.
+        pushed_out = checkpoint in going and config.trainer.keep_checkpoints
+        going = going[: going.index(checkpoint) + 1] if pushed_out else []
     else:
         path, own = named or root, named is not None and config.run.overwrite
+        going = [*path.glob("checkpoints/step_*")] if own else []
     # hidden: what a process that died was writing; the next checkpoint, or adapter, removes it
     hidden = ("checkpoints/.step_*/*", "adapter/.adapter_model.safetensors.partial*")
-    files = (file for pattern in ("checkpoints/step_*/*", *hidden) if own for file in path.glob(pattern))
+    files = [file for pattern in hidden if own for file in path.glob(pattern)]
+    files += [file for directory in going for file in directory.iterdir()]
     return path, sum(file.stat().st_size for file in files)
 
 

@@ -83,9 +83,11 @@ def test_mode_plan_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     [
         ([], "", 0),
         (["run.name=a"], "a", 0),
-        (["run.name=a", "run.overwrite=true"], "a", 357),
-        (["run.name=a", "trainer.resume=latest"], "a", 357),
-        (["trainer.resume={root}/a/checkpoints/step_000002"], "a", 357),
+        (["run.name=a", "run.overwrite=true"], "a", 360),
+        (["run.name=a", "trainer.resume=latest"], "a", 360),
+        (["trainer.resume={root}/a/checkpoints/step_000002"], "a", 360),
+        (["trainer.resume={root}/a/checkpoints/step_000001"], "a", 60),  # the later one is set aside
+        (["run.name=a", "trainer.resume=latest", "trainer.keep_checkpoints=0"], "a", 57),  # all stay
         (["run.name=b", "trainer.resume={root}/a/checkpoints/step_000002"], "b", 0),
     ],
 )
@@ -96,6 +98,9 @@ def test_the_disk_and_the_room_are_those_of_the_directory_that_is_written(
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_bytes(b" " * 100)
     (checkpoint / "worker-0.safetensors").write_bytes(b" " * 200)
+    earlier = checkpoint.with_name("step_000001")
+    earlier.mkdir()
+    (earlier / "manifest.json").write_bytes(b" " * 3)
     left = checkpoint.with_name(".step_000003.partial")  # by a driver that died
     left.mkdir()
     (left / "worker-0.safetensors").write_bytes(b" " * 50)
