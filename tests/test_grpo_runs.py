@@ -57,7 +57,9 @@ def records(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_is_resumed_amid_a_round_and_reported(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_resumed_amid_a_round_and_reported(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = ("reward=lengths.py", "trainer.eval_every=2", "grpo.kl_coef=0.05")
     run(*own, "trainer.max_steps=4", "run.name=straight")
     out = capfd.readouterr().out
@@ -78,7 +80,14 @@ def test_a_run_is_resumed_amid_a_round_and_reported(capfd: pytest.CaptureFixture
 
     run(*own, "trainer.max_steps=3", "run.name=cut")
     assert (Path("runs/cut/checkpoints/step_000003/rollouts.npz")).is_file()
-    assert cli.main(["resume=runs/cut", "trainer.max_steps=4"]) == 0
+    manifest = Path("runs/cut/checkpoints/step_000003/manifest.json")
+    manifest.write_text(
+        manifest.read_text().replace('"lengths.py"', '"./lengths.py"')
+    )  # of an earlier version
+    Path("other").mkdir()
+    with monkeypatch.context() as elsewhere:  # where the reward's file is not
+        elsewhere.chdir("other")
+        assert cli.main(["resume=../runs/cut", "trainer.max_steps=4"]) == 0
     last, same = records("cut")[-1], ("loss", "grad_norm", "policy_reward", "eval_reward")
     expected = {k: v for r in straight if r["step"] == 4 for k, v in r.items()}
     observed = {k: v for r in records("cut") if r["step"] == 4 for k, v in r.items()}

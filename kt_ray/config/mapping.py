@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -79,6 +80,8 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
         config = _with(config, "data.sources", sources)
     if data.path or data.sources:
         config = _with(config, "data.builtin", None)
+    if config.reward and (file_of := re.fullmatch(r"(.+\.py)(:\w+)?", config.reward)):  # no verifier's name
+        config = _with(config, "reward", absolute(file_of[1]) + (file_of[2] or ""))
     if hardware is not None:
         file = hardware_file(hardware) if "/" not in hardware else None
         if file is not None or is_hardware_path(hardware):

@@ -105,6 +105,8 @@ def resume_point(prepared: Prepared, manifest: Manifest | None) -> ResumePoint |
     checkpoint = None if manifest is None else checkpoint_to_resume(prepared.config)
     if manifest is None or checkpoint is None:
         return None
+    if "reward" in (fields := manifest.fields):  # earlier versions wrote it as it was given
+        manifest = replace(manifest, fields={**fields, "reward": Path(str(fields["reward"])).name})
     manifest.require(model=prepared.fingerprint, fields=_fields(prepared), where=str(checkpoint))
     if manifest.step > prepared.batches.total_steps:
         raise UserError(
@@ -340,7 +342,7 @@ def _stage_fields(config: Config) -> dict[str, Any]:
     if stage == policy_steps.STAGE:
         generate = config.generate
         answers = {"generate.max_new_tokens": generate.max_new_tokens, "generate.stop": list(generate.stop)}
-        answers["reward"] = config.reward
+        answers["reward"] = Path(config.reward or "").name  # the same file may lie elsewhere
         return {"trainer.stage": stage, "grpo": asdict(config.grpo), **answers}
     if stage not in STAGES:
         return {"trainer.stage": stage}

@@ -163,6 +163,19 @@ def test_paths_become_absolute_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert settle(config) == config
 
 
+@pytest.mark.parametrize(
+    ("given", "settled"),
+    [("r.py", "{at}/r.py"), ("a/r.py:f", "{at}/a/r.py:f"), ("/x/r.py", "/x/r.py"), ("numeric", "numeric")],
+)
+def test_the_file_of_a_reward_is_found_from_elsewhere(
+    given: str, settled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    grpo = {"trainer": {"stage": "grpo"}, "grpo": {"group_size": 2}, "data": {"builtin": "demo"}}
+    config = load({"reward": given, **grpo, "model": {"path": "/m"}})
+    assert config.reward == settled.format(at=tmp_path) and settle(config) == config
+
+
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     config = load(
