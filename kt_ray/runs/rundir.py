@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from kt_ray.config.faults import value_of
 from kt_ray.config.mapping import dated_name
 from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
@@ -45,6 +46,8 @@ _FILES = (
     *_RESULTS,
 )
 _DIRECTORIES = ("checkpoints", "adapter", "timelines", "profile", "wandb", "tensorboard", "swanlab")
+# Keys of files and directories that a run reads, and which an earlier run may have written
+_INPUTS = ("lora.adapter", "rule.experts.load", "model.chat_template", "data.path", "data.eval_path")
 _CONFIG = "config.yaml"  # written first: a directory that holds it is a run
 
 
@@ -320,6 +323,8 @@ def _refuse_other_files(named: Path) -> None:
 
 
 def _refuse_trained(named: Path, config: Config) -> None:
+    if is_run(named) and config.run.overwrite:
+        _refuse_own_inputs(named, config)
     if is_run(named) and _trained(named) and not config.run.overwrite:
         on = f"to continue it, {resume_line(named)}; else " if find_checkpoints(named) else ""
         raise UserError(
@@ -327,6 +332,24 @@ def _refuse_trained(named: Path, config: Config) -> None:
             where=str(named),
             remedy=f"{on}choose another run.name, or set run.overwrite=true to delete that run",
         )
+
+
+def _refuse_own_inputs(named: Path, config: Config) -> None:
+    """What the new run reads must not be deleted with the old one."""
+    removed = [(named / name).resolve() for name in (*_DIRECTORIES, *_FILES)]
+    for key in _INPUTS:
+        value = value_of(config, key)
+        for given in [value] if isinstance(value, str) else value or []:
+            path = Path(given).resolve()
+            adapter = key == "lora.adapter" and path == named.resolve()  # of the run
+            if adapter or any(path.is_relative_to(gone) for gone in removed):
+                raise UserError(
+                    "run.overwrite=true would delete what the run is to read",
+                    where=str(named),
+                    observed=f"{key}={given}",
+                    required="a place that run.overwrite leaves alone",
+                    remedy="choose another run.name",
+                )
 
 
 def _trained(run: Path) -> bool:

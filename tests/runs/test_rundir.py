@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kt_ray.config.mapping import with_keys
 from kt_ray.errors import UserError
 from kt_ray.runs.environment import environment
 from kt_ray.runs.rundir import RunDir as Directory
@@ -74,10 +75,31 @@ def test_an_existing_run_is_refused_and_overwritten_only_on_request(tmp_path, ma
     assert sorted(p.name for p in run.path.iterdir()) == [".lock", "config.yaml", "notes.txt"]
 
 
-def test_a_run_that_failed_before_its_first_step_may_be_started_again(tmp_path, make_config):
-    first = RunDir.create(make_config(tmp_path, name="a"))
-    (first.path / "metrics.jsonl").touch()
-    assert RunDir.create(make_config(tmp_path, name="a")).path == first.path
+@pytest.mark.parametrize(
+    ("key", "inside", "refused"),
+    [
+        ("lora.adapter", "", True),
+        ("lora.adapter", "adapter", True),
+        ("rule.experts.load", "checkpoints/step_000001", True),
+        ("model.chat_template", "adapter/chat_template.jinja", True),
+        ("data.path", "rollouts.jsonl", True),
+        ("data.eval_path", "notes.txt", False),
+        ("lora.adapter", "../b", False),
+    ],
+)
+def test_overwrite_does_not_delete_what_the_new_run_reads(tmp_path, make_config, key, inside, refused):
+    run = RunDir.create(make_config(tmp_path, name="a"))
+    (run.path / "adapter").mkdir()
+    (run.path / "link").symlink_to(run.path)
+    config = with_keys(
+        make_config(tmp_path, name="a", overwrite=True), {key: str(run.path / "link" / inside).rstrip("/")}
+    )
+    if not refused:
+        RunDir.create(config)
+        return
+    with pytest.raises(UserError, match=rf"would delete what the run is to read.*{key}="):
+        RunDir.create(config)
+    assert (run.path / "adapter").is_dir()
 
 
 def test_overwrite_never_touches_a_directory_that_is_no_run(tmp_path, make_config):
