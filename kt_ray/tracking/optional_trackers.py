@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kt_ray.config.fields import fields
 from kt_ray.disk import write_atomic
 from kt_ray.tracking.library_tracker import LibraryTracker, kept_id
 from kt_ray.tracking.metrics import Value
@@ -22,11 +23,12 @@ def _numbers(metrics: Mapping[str, Value]) -> dict[str, float]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value."""
+    """Dotted key -> value. An option that is a mapping stays whole: MLflow refuses patterns as names."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         key = prefix + name
-        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+        within = isinstance(value, Mapping) and value and key not in fields()
+        flat |= _flat(value, f"{key}.") if within else {key: value}
     return flat
 
 

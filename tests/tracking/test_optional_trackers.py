@@ -24,7 +24,8 @@ from kt_ray.tracking.optional_trackers import (
     TrackioTracker,
 )
 
-CONFIG = {"lora": {"rank": 8, "target_modules": ["q_proj"]}, "seed": 3}
+PATTERNS = {r"layers\.(0|1)\..*": 4}  # MLflow refuses such a name
+CONFIG = {"lora": {"rank": 8, "target_modules": ["q_proj"], "rank_pattern": PATTERNS}, "seed": 3}
 FIGURES = {"loss": 0.5, "busy_worker-0": 1, "gone": None, "bad": math.nan, "note": "text"}
 SHOWN = {"loss": 0.5, "busy_worker-0": 1.0}
 TABLE = ("eval/metrics", ["metric", "base"], [["a|b\nc", None], ["loss", 1.5]])
@@ -116,7 +117,10 @@ def test_mlflow(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.of("get_experiment_by_name") == [(("kt_ray",), {})]
     assert client.of("create_run") == [(("7",), {"tags": {"t": "true"}, "run_name": "a"})]
     parameters, *steps = client.of("log_batch")
-    wanted = [("lora.rank", "8"), ("lora.target_modules", "['q_proj']"), ("seed", "3")]
+    wanted = [
+        *(("lora.rank", "8"), ("lora.target_modules", "['q_proj']")),
+        *(("lora.rank_pattern", str(PATTERNS)), ("seed", "3")),
+    ]
     assert parameters == (("id-1",), {"params": wanted})
     for number, (args, options) in enumerate(steps):
         assert args == ("id-1",)
