@@ -132,6 +132,15 @@ def missing_answers(file: Path) -> int:
     return max(0, count - file.read_bytes().count(b"\n")) if file.is_file() else count
 
 
+def holds_answers(path: Path) -> bool:
+    """Whether a directory holds answers; mode=predict that has just begun has none yet."""
+    file = path / ADAPTER_FILE
+    if not file.is_file():
+        return (path / BASE_FILE).is_file()
+    count = settings_beside(file).get("count")
+    return not isinstance(count, int) or missing_answers(file) < count
+
+
 def adapter_mark(adapter: Path) -> str | None:
     """Changes when the adapter in a directory is written again; None = there is none."""
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from kt_ray.config.fields import show
-from kt_ray.evaluate.answer_file import ADAPTER_FILE, BASE_FILE, find_answers
+from kt_ray.evaluate.answer_file import find_answers, holds_answers
 from kt_ray.evaluate.table import Sample, measured, pick_samples
 from kt_ray.report.charts import FEW, SERIES_COLOURS, Line, heat_map, heat_scale, line_chart, smoothed
 from kt_ray.report.findings import findings
@@ -188,8 +188,7 @@ def _expert_load(run: RunData) -> str:
 def _answers(run: RunData, count: int) -> str:
     """The metrics of eval.json and some predictions, before and after."""
     parts = [_metrics(run.evaluation)] if run.evaluation else []
-    there = any((run.path / name).is_file() for name in (ADAPTER_FILE, BASE_FILE))
-    base, adapter = find_answers(run.path) if there else (None, None)
+    base, adapter = find_answers(run.path) if holds_answers(run.path) else (None, None)
     if base and adapter and [r.prompt for r in base.rows] != [r.prompt for r in adapter.rows]:
         base = None  # of another data set; mode=eval says so
     parts += [_sample(sample) for sample in pick_samples(base, adapter, count)]

@@ -97,6 +97,15 @@ def test_answers_of_another_data_set_are_not_set_beside(tmp_path, make_run, make
     assert "a wolf" not in text and "the cat sat 0" in text
 
 
+@pytest.mark.parametrize("begun", ["", '{"id": 0, "prom'])
+def test_answers_that_have_only_begun_are_left_out(tmp_path, make_run, begun):
+    """mode=predict was started again before its first answer, or writes it now."""
+    path = make_run(tmp_path, "a")
+    (path / "predictions.json").write_text('{"count": 3}')
+    (path / "predictions.jsonl").write_text(begun)
+    assert "Before and after" not in report_page(read_run(path))
+
+
 def test_damaged_predictions_are_refused(tmp_path, make_run):
     path = make_run(tmp_path, "a")
     (path / "predictions.jsonl").write_text("{\n")
