@@ -207,6 +207,20 @@ def test_what_a_dead_driver_was_writing_makes_room_for_the_next_checkpoint(
     assert sorted(os.listdir(checkpoints)) == ["latest", "step_000001", "step_000002"]
 
 
+def test_a_signal_before_the_first_step_from_another_runs_checkpoint(
+    undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its state has been evaluated here, so the same command alone would be refused."""
+    branch = [*RUN, "run.name=c", f"trainer.resume={undisturbed / 'checkpoints/step_000002'}"]
+    branch.append("trainer.eval_every=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        assert cli.main(branch) == 75
+    assert "again with run.overwrite=true" in capfd.readouterr().err
+    assert cli.main([*branch, "run.overwrite=true"]) == 0
+    assert (Path("runs/c/adapter")).is_dir()
+
+
 def test_a_full_disk_before_the_first_checkpoint(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
