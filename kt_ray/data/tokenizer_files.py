@@ -42,7 +42,9 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
             str(path), config=config, local_files_only=True, trust_remote_code=False
         )
         # Settings of the wrong type come to light when they are used.
-        tokenizer("a", return_offsets_mapping=bool(tokenizer.is_fast))
+        tried = tokenizer("a", add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
+        if not tried["input_ids"]:  # transformers makes some classes (Qwen's, DeepSeek's) of no file at all
+            raise ValueError("the vocabulary is missing: a text has no tokens")
         _ = tokenizer.all_special_tokens, tokenizer.added_tokens_decoder, tokenizer.special_tokens_map
     except BaseException as error:  # many kinds, panics of Rust among them: nothing usable is there
         if isinstance(error, KeyboardInterrupt | SystemExit):

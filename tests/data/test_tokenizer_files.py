@@ -35,6 +35,18 @@ def test_load_tokenizer_faults(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    """transformers makes Qwen's class of no file at all: rows would be their special tokens alone."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    with pytest.raises(UserError, match=r"no tokenizer can be loaded.*a text has no tokens"):
+        load_tokenizer(str(tmp_path))
+    for kind in ("Qwen2Tokenizer", "LlamaTokenizerFast"):
+        settings = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        with pytest.raises(UserError, match=r"no tokenizer can be loaded.*a text has no tokens"):
+            load_tokenizer(str(tmp_path))
+
+
 def test_a_type_of_model_that_transformers_does_not_know(tmp_path: Path) -> None:
     """Its config.json beside the tokenizer, as Kimi-K2's: transformers fails to check its YaRN."""
     tokenizer = make_tokenizer()
