@@ -239,9 +239,10 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
         )
     rows: dict[int, dict[str, Any]] = {}
     if go_on:
-        _check_settings(settings_file, settings)
         # Rows that ended with an error are asked again, and so is a line that the last run's end cut off.
         rows = {id: row for id, row in _read_rows(answers).items() if "error" not in row}
+    if rows:  # a command that failed before its first answer leaves nothing to protect
+        _check_settings(settings_file, settings)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if go_on:
