@@ -138,14 +138,15 @@ def prepare_generation(config: Config, adapters: Mapping[str, str] | None = None
         UserError: the first fault.
     """
     model_dir = model_directory(config)
-    adapter, lora = None, NO_LORA
+    adapter, readers = None, list[AdapterReader]()
     if config.generate.adapter is not None:
         adapter = adapter_directory(config.generate.adapter)
-        lora = AdapterReader(adapter, model_dir).checked.config
+        readers = [AdapterReader(adapter, model_dir).checked]
     directories = {name: adapter_directory(path, "serve.adapters") for name, path in (adapters or {}).items()}
     if directories:
-        lora = settings_of([AdapterReader(path, model_dir).checked for path in directories.values()])
-    model = prepare_model(replace(config, lora=lora), training=False)
+        readers = [AdapterReader(path, model_dir).checked for path in directories.values()]
+    lora = settings_of(readers) if readers else NO_LORA
+    model = prepare_model(replace(config, lora=lora), training=False, adapters=readers)
     tokenizer = load_tokenizer(
         config.model.tokenizer or model_dir, "model.tokenizer" if config.model.tokenizer else "model.path"
     )

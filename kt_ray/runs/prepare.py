@@ -56,7 +56,7 @@ from kt_ray.placement.remedies import answer_remedy
 from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.runs.model_hub import complete, published
-from kt_ray.runs.start_adapter import fitted, open_start, start_of
+from kt_ray.runs.start_adapter import fitted, open_start, require_fit, start_of
 from kt_ray.timing.choose import choose_plan
 from kt_ray.train import policy_steps
 from kt_ray.train.preference_steps import check_units
@@ -156,12 +156,19 @@ def _other_template(config: Config, data: DataBundle) -> list[str]:
     ]
 
 
-def prepare_model(config: Config, *, training: bool, manifest: Manifest | None = None) -> PreparedModel:
+def prepare_model(
+    config: Config,
+    *,
+    training: bool,
+    manifest: Manifest | None = None,
+    adapters: Sequence[AdapterReader] = (),
+) -> PreparedModel:
     """Check model, hardware and plan, cheapest first.
 
     Args:
         training: place experts by their known load, and refuse what only generation can do.
         manifest: of the checkpoint that a run continues.
+        adapters: that are to answer.
 
     Raises:
         UserError: the first fault.
@@ -208,6 +215,8 @@ def prepare_model(config: Config, *, training: bool, manifest: Manifest | None =
     notes = [*index.notes, *(() if gguf is None else gguf.notes)]
     if ignored := check_non_experts(index, whole.causal, layout=layout).ignored:
         notes.append(f"checkpoint tensors that training ignores (as the family does): {some(ignored, 4)}")
+    for answering in adapters:
+        require_fit(answering, whole, layout, dims)
     if reader is not None:
         config, line = fitted(config, reader, whole, layout, dims)
         notes.append(line)

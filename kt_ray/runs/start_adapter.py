@@ -183,6 +183,25 @@ def _of_adapter(given: LoraConfig, reader: AdapterReader, moe_layers: Sequence[i
     )
 
 
+def require_fit(reader: AdapterReader, whole: StageModel, layout: ExpertLayout, dims: ModelDims) -> None:
+    """Refuse an adapter of another model, by names and shapes alone.
+
+    Args:
+        whole: the model on the meta device. layout, dims: of its experts.
+
+    Raises:
+        UserError: it is one.
+    """
+    linear = {name: whole.causal.get_submodule(name) for name in whole.lora_names}
+    shapes = {name: (int(m.in_features), int(m.out_features)) for name, m in linear.items()}
+    width, inner = dims.expert_width, dims.expert_intermediate
+    for layer in layout.moe_layers:
+        for expert in range(layout.num_experts):
+            for role, name in layout.names(layer, expert, whole.root).items():
+                shapes[name] = (inner, width) if role == "down" else (width, inner)
+    reader.require_fit(shapes, layout.num_experts)
+
+
 def fitted(
     config: Config, reader: AdapterReader, whole: StageModel, layout: ExpertLayout, dims: ModelDims
 ) -> tuple[Config, str]:
@@ -194,14 +213,7 @@ def fitted(
     Raises:
         UserError: an adapter of another model, or of modules that lora.target_modules leave out.
     """
-    linear = {name: whole.causal.get_submodule(name) for name in whole.lora_names}
-    shapes = {name: (int(m.in_features), int(m.out_features)) for name, m in linear.items()}
-    width, inner = dims.expert_width, dims.expert_intermediate
-    for layer in layout.moe_layers:
-        for expert in range(layout.num_experts):
-            for role, name in layout.names(layer, expert, whole.root).items():
-                shapes[name] = (inner, width) if role == "down" else (width, inner)
-    reader.require_fit(shapes, layout.num_experts)
+    require_fit(reader, whole, layout, dims)
     lora, own = config.lora, set(reader.lora.linear)
     chosen = set(resolve_targets(lora.target_modules, whole.lora_names, lora.layers, experts=lora.experts))
     if left_out := sorted(own - chosen):

@@ -30,7 +30,8 @@ from kt_ray.runs import answering
 from kt_ray.runs.generation import generating, prepare_generation
 from kt_ray.runs.held_out_loss import HeldOut, measure
 from kt_ray.runs.questions import Options, Question, held_out_rows, questions_of
-from tests.helpers.hf_reference import build_chat_checkpoint
+from tests.helpers.hf_reference import build_chat_checkpoint, build_checkpoint
+from tests.helpers.random_adapter import random_adapter
 
 SMALL = ["cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"]
 SHORT = ["generate.max_new_tokens=12", "data.limit=60", "data.eval_fraction=0.2"]
@@ -227,6 +228,35 @@ def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.Capture
     again = ("generate.repetition_penalty=1.5", "run.overwrite=true", "trainer.resume=latest")
     assert run(model, "generate.limit=2", *again) == 0
     assert len(lines()) == 2 and lines() != before
+
+
+def test_a_command_that_failed_before_its_first_answer_stops_no_other(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of the wrong model, or of a machine that ran out of memory while it loaded."""
+
+    def fails(*_: Any) -> int:
+        raise UserError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kt_ray.modes.predict.answer", fails)
+        assert run(model, "generate.limit=2") == 2
+    assert "no memory" in capsys.readouterr().err and Path("runs/p/predictions.json").exists()
+    assert run(model, "generate.limit=2", "generate.repetition_penalty=1.5") == 0
+    assert len(lines()) == 2
+
+
+def test_an_adapter_of_another_model_is_refused_by_its_base(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is loaded or written: as where model.path is left out, and the demo would answer."""
+    other = build_checkpoint(tmp_path / "other", "qwen3_moe")
+    foreign = random_adapter(other, tmp_path / "foreign", ("q_proj",), rank=3, alpha=6.0, experts=False)
+    for mode in ("predict", "chat"):
+        assert run(model, f"mode={mode}", f"generate.adapter={foreign}") == 2
+        error = capsys.readouterr().err
+        assert "the adapter does not fit this model" in error and "as its base: set model.path" in error
+    assert not Path("runs/p").exists()
 
 
 def test_the_date_of_a_template_stays_that_of_the_answers(
