@@ -15,6 +15,15 @@ from kt_ray.errors import UserError
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
 
 
+def cuda_fault() -> str:
+    """Why torch can use no GPU of this host; "" where it can."""
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} has no CUDA"
+    return f"torch {torch.__version__} finds no CUDA device"
+
+
 def host_event(*, timing: bool = False) -> torch.cuda.Event:
     """An event that the host may wait for: asleep, since a wait that spins takes a core from the experts."""
     return torch.cuda.Event(enable_timing=timing, blocking=True)

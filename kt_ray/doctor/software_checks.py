@@ -121,6 +121,9 @@ def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
         if wanted:
             remedy = "set rule=auto, or check nvidia-smi and the driver"
             return failed("GPUs", f"none, rule {rule.name} needs {wanted}", remedy)
+        if rule.device != "cpu" and hardware.gpu_fault:
+            remedy = "restart the machine, else install the driver again; or set rule.device=cpu"
+            return warned("GPUs", f"nvidia-smi fails: {hardware.gpu_fault}", remedy)
         if rule.device != "cpu" and importlib.util.find_spec("torch"):
             import torch
 
@@ -136,20 +139,21 @@ def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
         return passed("GPUs", f"{observed}; not used (rule.device=cpu)")
     try:
         import torch
+
+        from kt_ray.gpu import cuda_fault
     except ImportError as error:
         return failed("GPUs", f"{observed}; torch cannot be imported: {error}", "pip install torch")
-    if not torch.cuda.is_available():
-        no_cuda = f"torch {torch.__version__} has no CUDA"
-        build = no_cuda if torch.version.cuda is None else "torch finds no CUDA device"
+    if fault := cuda_fault():
         remedy = (
             "install a CUDA build of torch that the driver supports (pytorch.org), or set rule.device=cpu"
         )
-        return failed("GPUs", f"{observed}; {build}", remedy)
+        return failed("GPUs", f"{observed}; {fault}", remedy)
     if "Enabled" in nvidia_smi("mig.mode.current") and not os.environ.get("CUDA_VISIBLE_DEVICES"):
         remedy = "sudo nvidia-smi -mig 0, or set rule.device=cpu"
         return warned("GPUs", f"{observed}; cut into slices (MIG), which are not planned for", remedy)
     if wanted > len(hardware.gpus):
-        remedy = f"set rule.stages={len(hardware.gpus)}"
+        named = isinstance(rule.gpus, int)
+        remedy = "set rule.gpus=auto" if named else f"set rule.stages={len(hardware.gpus)}"
         return failed("GPUs", f"{observed}; rule {rule.name} needs {wanted}", remedy)
     return passed("GPUs", f"{observed}; torch CUDA {torch.version.cuda}")
 

@@ -64,7 +64,9 @@ def this_host(root: str | Path = "/") -> Hardware:
         sockets = tuple(replace(s, cores=max(1, int(s.cores * quota / cores))) for s in sockets)
     if base != Path("/"):
         return Hardware("this host", sockets, (), cpu_isas(base))
-    return Hardware("this host", sockets, _gpus(), _usable_isas())
+    gpus = _gpus()
+    fault = "" if gpus else nvidia_smi_fault()
+    return Hardware("this host", sockets, gpus, _usable_isas(), gpu_fault=fault)
 
 
 def hardware_from_file(path: str | Path) -> Hardware:
@@ -377,6 +379,21 @@ def nvidia_smi(fields: str) -> str:
         return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def nvidia_smi_fault() -> str:
+    """What nvidia-smi says where it is there and fails, as after an update of the driver; else ""."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=index", "--format=csv"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return "no answer within 20 s"
+    except OSError:
+        return ""
+    if not done.returncode:
+        return ""
+    lines = (line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines())
+    return next((line for line in lines if line), f"exit code {done.returncode}")
 
 
 def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:

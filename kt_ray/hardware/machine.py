@@ -64,7 +64,7 @@ class Hardware:
 
     isas is ordered best last. present is False for hardware that is only described, not there. rates
     are the figures of a hardware file (nominal.py), by name; rates_file the file with measured ones that it
-    names instead.
+    names instead. gpu_fault: what nvidia-smi says where it is there and fails, so that gpus are not known.
     """
 
     source: str
@@ -74,6 +74,7 @@ class Hardware:
     present: bool = True
     rates: tuple[tuple[str, Figure], ...] = ()
     rates_file: str = ""
+    gpu_fault: str = ""
 
     @property
     def best_isa(self) -> str:

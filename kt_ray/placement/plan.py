@@ -233,6 +233,8 @@ def _laid_out(
     notes = [*dims.notes, *_weights_notes(dims, config, dtype)]
     if dims.dtype == "float16":
         notes.append(f"the checkpoint's float16 becomes {dtype}: gradients would leave its range")
+    if hardware.gpu_fault and rule.device == "auto":
+        notes.append(f"attention is on the CPU, since nvidia-smi fails: {hardware.gpu_fault}")
     if not hardware.present:
         notes.append(f"planned for described hardware, not for this host: {hardware.source}")
     workers = _workers(rule, hardware, split, devices, device, hosts)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from kt_ray.config.compose import compose
 from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import ExpertsRule, RuleConfig
 from kt_ray.errors import UserError
@@ -28,7 +29,8 @@ from kt_ray.hardware.describe import (
 from kt_ray.hardware.machine import on_hosts
 from kt_ray.placement.devices import count_stages
 from kt_ray.placement.memory import GIB
-from tests.placement.configs import make_config
+from kt_ray.placement.plan import make_plan
+from tests.placement.configs import make_config, small_dims
 
 SPR_FLAGS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -188,6 +190,21 @@ def test_a_gpu_has_what_cuda_gives_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (old,) = this_host().gpus
     assert old.memory_bytes == 24268 << 20
+
+
+def test_an_nvidia_smi_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an update of the driver: attention on the CPU is then nobody's wish."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho\necho 'Driver/library version mismatch'\nexit 18\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    host = this_host()
+    assert host.gpus == () and host.gpu_fault == "Driver/library version mismatch"
+    told = "attention is on the CPU, since nvidia-smi fails: Driver/library version mismatch"
+    assert told in make_plan(small_dims(), compose(["mode=plan"]), host).notes
+    assert told not in make_plan(small_dims(), compose(["mode=plan", "rule.device=cpu"]), host).notes
+    program.write_text("#!/bin/sh\necho index\n")
+    assert this_host().gpu_fault == ""
 
 
 @pytest.mark.parametrize("file", sorted((conf_dir() / "hardware").glob("*.yaml")), ids=lambda f: f.stem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -274,6 +275,11 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict(software.gpus(make_hardware(gpus=1), AUTO), WARN, "MIG", "-mig 0")
     monkeypatch.setattr(software, "nvidia_smi", lambda fields: "")
     verdict(software.gpus(make_hardware(gpus=1), cuda), FAIL, "rule.stages=1")
+    numbered = RuleConfig("r", device="cuda", gpus=4)
+    verdict(software.gpus(make_hardware(gpus=1), numbered), FAIL, "needs 4", "rule.gpus=auto")
+    blind = dataclasses.replace(make_hardware(), gpu_fault="Driver/library version mismatch")
+    verdict(software.gpus(blind, AUTO), WARN, "nvidia-smi fails: Driver/library version mismatch", "restart")
+    verdict(software.gpus(blind, RuleConfig("r", device="cpu")), PASS, "none")
 
 
 def test_threads_environment() -> None:
