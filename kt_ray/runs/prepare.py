@@ -40,6 +40,7 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.packable import check_packing_family
 from kt_ray.dims.weight_formats import plain_storage
 from kt_ray.errors import UserError
+from kt_ray.gpu import cuda_fault
 from kt_ray.hardware.describe import this_host
 from kt_ray.model.build import StageModel, build_on_meta
 from kt_ray.model.family import read_family
@@ -184,6 +185,7 @@ def prepare_model(
     # A plan refuses what cannot be trained, by name, before any file is opened.
     plan = make_plan(dims, config, hardware, load)
     _check_isa(config)
+    _check_cuda(plan)
     complete(
         model_dir,
         lambda: _check_fits(
@@ -388,6 +390,19 @@ def _check_isa(config: Config) -> None:
             required=", ".join(("auto", *available_isas())),
             remedy=f"unset {key}" if isa == "auto" else f"set {key}=auto",
         ) from None
+
+
+def _check_cuda(plan: Plan) -> None:
+    """Refuse GPUs that nvidia-smi lists and torch cannot use before an attention worker meets them."""
+    if all(worker.device == "cpu" for worker in plan.workers) or not (fault := cuda_fault()):
+        return
+    raise UserError(
+        "torch cannot use the GPUs of this host",
+        where=f"rule.device={plan.workers[0].device.partition(':')[0]}",
+        observed=fault,
+        required="a CUDA build of torch that the driver supports",
+        remedy="install one (pytorch.org says which; nvidia-smi shows the driver), or set rule.device=cpu",
+    )
 
 
 def _check_fits(plan: Plan, config: Config, training: bool) -> None:

@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from kt_ray import cli
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
 from kt_ray.config.compose import compose
 from kt_ray.data.row_types import Row
 from kt_ray.errors import UserError
+from kt_ray.hardware.describe import this_host
 from kt_ray.native import ExpertFormula
 from kt_ray.runs import prepare as preparing
 from kt_ray.runs.prepare import _as_stored, _check_formulas
 from tests.checkpoint.conftest import expert_tensors, write_checkpoint
-from tests.placement.configs import small_dims
+from tests.placement.configs import make_hardware, small_dims
 
 # of a plan
 SIZES = {"micro_batch_rows": 1, "replicas": 1, "groups": 1, "wave": None, "micro_batch_tokens": None}
@@ -42,6 +44,21 @@ def test_a_file_of_the_experts_counts_by_its_bytes(tmp_path: Path) -> None:
     assert dims.expert_format == "bf16" and _as_stored(dims, layout) == dims
     stored = _as_stored(dims, layout, own_file=True)
     assert stored.experts_file_bytes == 2 * 4 * 3 * (8 * 6) * 2 and stored.notes == dims.notes
+
+
+def test_gpus_that_torch_cannot_use_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A torch without CUDA, or for another driver, is no bug of kt_ray."""
+    host = dataclasses.replace(this_host(), gpus=make_hardware(gpus=1).gpus)
+    monkeypatch.setattr(preparing, "this_host", lambda: host)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    for mode in ("train", "chat"):
+        assert cli.main(["cluster=local", "run.name=a", f"mode={mode}"]) == 2
+        error = capsys.readouterr().err
+        assert "torch cannot use the GPUs of this host" in error and "set rule.device=cpu" in error
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(
