@@ -24,6 +24,12 @@ ISAS = ("reference", "avx2", "avx512", "avx512_bf16", "amx")  # best last; names
 
 # What a described machine has at most.
 _MOST = {"cores": 4096, "memory_gib": 1 << 20, "count": 1024, "hosts": 4096}
+# Its keys, and those of an entry of each list.
+_KEYS = {
+    "": ("isa", "sockets", "gpus", "hosts", "rates"),
+    "sockets": ("cpu", "cores", "memory_gib", "count"),
+    "gpus": ("name", "memory_gib", "count"),
+}
 # What each needs, as /proc/cpuinfo calls it; the same that the engine asks CPUID (cpu_features.cpp).
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -90,6 +96,7 @@ def hardware_from_file(path: str | Path) -> Hardware:
 
 def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
     """As `hardware_from_file`, of the file's content."""
+    _check_keys(data, "", file)
     sockets: list[Socket] = []
     cpu: Cpu | None = None
     for entry in _entries(data, "sockets", file):
@@ -116,7 +123,11 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
         memory = int(_figure(entry, "memory_gib", file, sheet.gib if sheet else None) * GIB)
         for _ in range(int(_figure(entry, "count", file, 1))):
             gpus.append(Gpu(len(gpus), name, memory))
-    isa = str(data.get("isa", cpu.isa if cpu else "avx512"))
+    isa = data.get("isa", cpu.isa if cpu else None)
+    if isa is None:
+        raise file_fault(
+            file, "isa is missing in the hardware file", None, f"cpu, or one of {', '.join(ISAS)}"
+        )
     if isa not in ISAS:
         raise file_fault(file, "isa in the hardware file is unknown", isa, ", ".join(ISAS))
     hardware = Hardware(source, on_hosts(tuple(sockets), hosts), tuple(gpus), _isas_up_to(isa), present=False)
@@ -446,7 +457,17 @@ def _entries(data: Mapping[str, Any], key: str, file: Path) -> list[Mapping[str,
     if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
         what = f"{key} in the hardware file is no list of mappings"
         raise file_fault(file, what, value, f"{key}: a list of mappings")
+    for entry in value:
+        _check_keys(entry, key, file)
     return value
+
+
+def _check_keys(entry: Mapping[str, Any], of: str, file: Path) -> None:
+    """of: the list that the entry is of; "" = the file itself."""
+    unknown = next((key for key in entry if key not in _KEYS[of]), None)
+    if unknown is not None:
+        what = f"{f'{of}.' if of else ''}{unknown} is unknown in the hardware file"
+        raise file_fault(file, what, unknown, ", ".join(_KEYS[of]))
 
 
 def _figure(entry: Mapping[str, Any], key: str, file: Path, default: float | None = None) -> float:

@@ -228,6 +228,16 @@ def test_shipped_hardware_files(file: Path) -> None:
         ("sockets: [{cpu: Core i7-9700K, cores: 8, memory_gib: 64}]", "cpu .* unknown.*cores and isa"),
         ("sockets: [{cores: 1, memory_gib: 1}]\ngpus: [{name: RTX 4090, count: 1.5}]", "count .* whole"),
         ("sockets: 2", "sockets"),
+        (
+            "isa: avx2\nsockets: [{cores: 4, memory_gib: 16}]\ngpu: [{name: RTX 4090}]",
+            "gpu is unknown .*gpus",
+        ),
+        ("isa: avx2\nsockets: [{cores: 4, memory_gib: 16, counts: 2}]", r"sockets\.counts is unknown"),
+        (
+            "isa: avx2\nsockets: [{cores: 4, memory_gib: 16}]\ngpus: [{name: RTX 4090, memory: 48}]",
+            r"gpus\.mem",
+        ),
+        ("sockets: [{cores: 4, memory_gib: 16}]", "isa is missing"),
         ("sockets: [{cores: 4, memory_gib: 16}]\nisa: sse9", "isa"),
         ("sockets: [{cores: 4, memory_gib: 16}]\ngpus: [{name: x}]", "memory_gib"),
     ],
