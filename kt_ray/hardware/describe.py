@@ -72,7 +72,8 @@ def this_host(root: str | Path = "/") -> Hardware:
         return Hardware("this host", sockets, (), cpu_isas(base))
     gpus = _gpus()
     fault = "" if gpus else nvidia_smi_fault()
-    return Hardware("this host", sockets, gpus, _usable_isas(), gpu_fault=fault)
+    isas, forced = _usable_isas()
+    return Hardware("this host", sockets, gpus, isas, gpu_fault=fault, forced_isa=forced)
 
 
 def hardware_from_file(path: str | Path) -> Hardware:
@@ -227,13 +228,15 @@ def cpu_isas(root: str | Path = "/") -> tuple[str, ...]:
     return isas_of(set(_cpuinfo(root, "flags").split()))
 
 
-def _usable_isas() -> tuple[str, ...]:
-    """Those that the engine can use here, the fastest last; what the CPU says where there is no engine."""
+def _usable_isas() -> tuple[tuple[str, ...], str]:
+    """Those that the engine can use here, the fastest last, and which of them KT_RAY_ISA forces, if any; what
+    the CPU says where there is no engine."""
     try:
-        from kt_ray.native.isa import available_isas
+        from kt_ray.native.isa import ENV, available_isas
     except ImportError:
-        return cpu_isas()
-    return available_isas()
+        return cpu_isas(), ""
+    isas, forced = available_isas(), os.environ.get(ENV, "")
+    return isas, forced if forced in isas else ""
 
 
 def memory_limit(root: str | Path = "/") -> int | None:

@@ -62,9 +62,10 @@ class Hardware:
 
     source says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
 
-    isas is ordered best last. present is False for hardware that is only described, not there. rates
-    are the figures of a hardware file (nominal.py), by name; rates_file the file with measured ones that it
-    names instead. gpu_fault: what nvidia-smi says where it is there and fails, so that gpus are not known.
+    isas is ordered best last; forced_isa is the one that KT_RAY_ISA makes of rule.experts.isa=auto, if any.
+    present is False for hardware that is only described, not there. rates are the figures of a hardware file
+    (nominal.py), by name; rates_file the file with measured ones that it names instead. gpu_fault: what
+    nvidia-smi says where it is there and fails, so that gpus are not known.
     """
 
     source: str
@@ -75,10 +76,16 @@ class Hardware:
     rates: tuple[tuple[str, Figure], ...] = ()
     rates_file: str = ""
     gpu_fault: str = ""
+    forced_isa: str = ""
 
     @property
     def best_isa(self) -> str:
         return self.isas[-1] if self.isas else "reference"
+
+    @property
+    def auto_isa(self) -> str:
+        """What rule.experts.isa=auto takes."""
+        return self.forced_isa or self.best_isa
 
     @property
     def hosts(self) -> int:

@@ -199,7 +199,7 @@ def budgets(
         if config.cluster.name == "ray":
             add(home, "runtime", WORKER_RUNTIME)
     for actor in experts:
-        isa = hardware.best_isa if actor.isa == "auto" else actor.isa
+        isa = hardware.auto_isa if actor.isa == "auto" else actor.isa
         reached = reached_part(dims, actor, hosts)
         of_copy = load.of_copy(actor.copies, config.rule.replica_count)
         left = left_to(actor, workers, dims, load.own_group, max(1, hosts // actor.copies))

@@ -527,7 +527,7 @@ def _weights_notes(dims: ModelDims, config: Config, dtype: str) -> list[str]:
 
 def _backend_notes(rule: RuleConfig, hardware: Hardware) -> list[str]:
     isa, backend = rule.experts.isa, rule.experts.backend
-    best = hardware.best_isa
+    best = hardware.auto_isa
     if isa != "auto" and isa not in hardware.isas:
         raise UserError(
             "the forced instruction set is not available",

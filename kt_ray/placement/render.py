@@ -151,7 +151,7 @@ def worker_row(plan: Plan, worker: WorkerPlan) -> tuple[str, ...]:
 
 def expert_row(plan: Plan, actor: ExpertActorPlan) -> tuple[str, ...]:
     """Rank, NUMA node, experts per layer, threads, CPUs, backend, ISA, kept for backward, lane."""
-    best = plan.hardware.best_isa
+    best = plan.hardware.auto_isa
     return (
         str(actor.rank),
         str(actor.node) if plan.hardware.hosts == 1 else f"{actor.node} of host {actor.host}",

@@ -46,7 +46,8 @@ def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims
     rows = tokens * dims.experts_per_token / dims.num_experts
     rank = expert_rank(dims, config.lora)
     shape = dims.expert_width, dims.expert_intermediate
-    expert = rates.expert(rule.isa, held_format(dims, rule.backend), *shape)
+    isa = hardware.forced_isa or "auto" if rule.isa == "auto" else rule.isa
+    expert = rates.expert(isa, held_format(dims, rule.backend), *shape)
     gpus = len(lane_devices(config, hardware))
     sharing = -(-actors // gpus)
     return LaneRates(

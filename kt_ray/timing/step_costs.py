@@ -357,7 +357,8 @@ class PlanDurations:
         dims, actor = self.plan.dims, self.plan.experts[0]
         fmt = held_format(dims, actor.backend)
         products = "int8" if actor.backend in INT8_BACKENDS else "any"
-        return self.rates.expert(actor.isa, fmt, dims.expert_width, dims.expert_intermediate, products)
+        isa = self.plan.hardware.forced_isa or "auto" if actor.isa == "auto" else actor.isa
+        return self.rates.expert(isa, fmt, dims.expert_width, dims.expert_intermediate, products)
 
     @cached_property
     def expert_weight_bytes(self) -> float:

@@ -135,6 +135,18 @@ def test_this_host_respects_the_affinity_mask() -> None:
     assert all(1 <= s.cores <= len(s.cpus) and s.memory_bytes > 0 for s in host.sockets)
 
 
+def test_an_instruction_set_that_the_environment_forces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KT_RAY_ISA", raising=False)
+    host = this_host()
+    assert (host.forced_isa, host.auto_isa) == ("", host.isas[-1])
+    monkeypatch.setenv("KT_RAY_ISA", "reference")
+    forced = this_host()
+    assert (forced.auto_isa, forced.best_isa) == ("reference", host.best_isa) and forced.isas == host.isas
+    for other in ("auto", "avx1024"):  # what no engine takes is refused before a run begins
+        monkeypatch.setenv("KT_RAY_ISA", other)
+        assert this_host().auto_isa == host.best_isa
+
+
 def test_isas_of_flags() -> None:
     assert isas_of(set(SPR_FLAGS))[-1] == "amx"
     for flag in ("amx_tile", "amx_bf16", "amx_int8"):

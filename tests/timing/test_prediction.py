@@ -77,6 +77,25 @@ def test_loading_reads_what_is_released_and_once() -> None:
     assert seconds(replicas=2) == pytest.approx(whole)
 
 
+def test_an_instruction_set_that_the_environment_forces() -> None:
+    """KT_RAY_ISA is planned for as rule.experts.isa is."""
+
+    def planned(hardware: Hardware, **experts: Any) -> tuple[Plan, Prediction]:
+        config = make_config(rule={"experts": experts})
+        plan = make_plan(DIMS, config, hardware)
+        return plan, predict(plan, config, nominal_rates(plan.hardware))
+
+    host = make_hardware(gpus=1)
+    assert host.best_isa != "avx2"
+    by_variable, by_rule, neither = (
+        planned(replace(host, forced_isa="avx2")),
+        planned(host, isa="avx2"),
+        planned(host),
+    )
+    assert by_variable[0].budgets == by_rule[0].budgets != neither[0].budgets
+    assert by_variable[1].simulated == by_rule[1].simulated != neither[1].simulated
+
+
 def test_a_pair_is_two_rows() -> None:
     """Of memory and of time; an answer with a verdict is one."""
     rule = {"groups": 2, "wave": 4, "experts": {"stream": 0.25, "stream_to": "workers"}}
