@@ -40,6 +40,7 @@ _DATA = {
     "int8": (torch.int8, 1, ("f32", "bf16", "f16")),
     "int4": (torch.int32, 8, ("f32", "bf16", "f16")),
 }
+_MOST = 2**20  # rows or columns
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -142,7 +143,7 @@ class ExpertMatrix:
             raise ValueError(f"format: {self.format!r}, required one of {', '.join(FORMATS)}")
         if len(self.shape) != 3 or min(self.shape) < 1:
             raise ValueError(f"shape: {self.shape}, required three positive sizes (E, N, K)")
-        if max(self.shape[1:]) > 2**20:
+        if max(self.shape[1:]) > _MOST:
             raise ValueError(f"shape: {self.shape}, required at most 2^20 rows and columns")
         self._check_data()
         if self.format in GGUF_BLOCKS:
@@ -154,6 +155,8 @@ class ExpertMatrix:
             raise ValueError(f"scales: must be a tensor for format {self.format}, got {got}")
         if self.block is None:
             object.__setattr__(self, "block", self._implied_block(self.scales))
+        # What covers more covers all; the engine divides by it in 32 bits.
+        object.__setattr__(self, "block", tuple(min(size, _MOST) for size in self.scale_block))
         self._check_scales(self.scales)
 
     def _check_data(self) -> None:

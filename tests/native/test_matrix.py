@@ -125,6 +125,14 @@ def test_gguf_values_are_the_packages(kind: str) -> None:
     assert torch.equal(matrix.dequantize(torch.bfloat16), torch.from_numpy(expected).bfloat16())
 
 
+def test_a_block_of_more_than_32_bits_is_all() -> None:
+    """The engine would divide by 0 rows."""
+    data, scales = torch.ones(1, 40, 64).to(torch.float8_e4m3fn), torch.full((1, 1, 1), 0.5)
+    matrix = ExpertMatrix.fp8(data, scales, (2**32, 2**33))
+    assert all(size < 2**31 for size in matrix.binding_arg("w")[-2:])
+    assert torch.equal(matrix.dequantize(), torch.full((1, 40, 64), 0.5))
+
+
 def test_fp8_blocks_with_partial_edges() -> None:
     data = torch.randn(2, 130, 200, generator=generator()).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 2, 2, generator=generator()) + 0.5
