@@ -5,6 +5,7 @@ Shapes: E local experts, N rows (outputs) and K columns (inputs) of one projecti
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -285,8 +286,7 @@ def dequantize(
     if format in ("fp8", "int8"):
         values = data.to(torch.float32)
     elif format == "mxfp4":
-        table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=data.device)
-        values = table[torch.stack((data & 15, data >> 4), -1).long()]
+        values = _e2m1_values(data.device)[torch.stack((data & 15, data >> 4), -1).long()]
     else:
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=data.device)
         values = ((data.unsqueeze(-1) >> shifts & 15) - 8).to(torch.float32)
@@ -294,6 +294,12 @@ def dequantize(
     factors = scales_to_float(scales)
     factors = factors.repeat_interleave(rows, 1)[:, :n].repeat_interleave(columns, 2)[:, :, :k]
     return values.reshape(experts, n, k) * factors
+
+
+@functools.cache
+def _e2m1_values(device: torch.device) -> Tensor:
+    """Float32 [16]. Once: while it is copied to a GPU the host waits for all that the GPU was told before."""
+    return torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float32, device=device)
 
 
 def scales_to_float(scales: Tensor) -> Tensor:

@@ -33,6 +33,16 @@ def test_values_of_a_format_are_its_own(name: str) -> None:
     assert torch.equal(found, matrix.dequantize())
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decoding_copies_no_numbers_to_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a copy has the host wait for all that a GPU was told before: once is enough."""
+    matrix = random_matrix(VARIANTS[name], 2, 40, 512, torch.Generator().manual_seed(0))
+    given = (matrix.format, matrix.data, matrix.scales, (40, 512), matrix.scale_block)
+    found = matrix_values(*given)
+    monkeypatch.delattr(torch, "tensor")
+    assert torch.equal(found, matrix_values(*given))
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_slopes_are_the_derivatives(name: str) -> None:
     fields = ACTIVATIONS[name]
