@@ -119,7 +119,7 @@ class AttentionWorker(PlainActor):
         with self.gpu_memory():
             self._stage = self._build_stage(self.spec)
         if self.part.lane is not None:
-            lane = replace(self.part.lane, devices=(str(self.spec.device),))
+            lane = replace(self.part.lane, devices=(str(self.spec.device),), named=(self.part.place,))
             self._lane = WorkerLane(lane, self.part.threads, self.plan.dims.num_experts)
         self._load_seconds = time.monotonic() - start
 

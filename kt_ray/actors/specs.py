@@ -221,9 +221,10 @@ def own_lane(spec: LocalExpertsSpec, cards: Mapping[str, str]) -> LocalExpertsSp
     """
     if spec.lane is None or not spec.lane.cuda:
         return spec
-    visible = ",".join(cards[spec.place(device)] for device in spec.lane.devices)
-    own = tuple(f"cuda:{number}" for number in range(len(spec.lane.devices)))
-    return replace(spec, lane=replace(spec.lane, devices=own, visible=visible))
+    places = [spec.place(device) for device in spec.lane.devices]
+    own = tuple(f"cuda:{number}" for number in range(len(places)))
+    visible, named = [cards[place] for place in places], tuple(f"{p} ({cards[p]})" for p in places)
+    return replace(spec, lane=replace(spec.lane, devices=own, visible=",".join(visible), named=named))
 
 
 def show_own_gpu(spec: LocalExpertsSpec) -> None:

@@ -26,12 +26,12 @@ MOST = {False: 0.05, True: 0.2}
 _OFF = "set rule.experts.stream=off rule.experts.gpu_resident=0 (experts stay on the CPU)"
 
 
-def check_lane(device: str, weights: ExpertWeights, *, float8: bool = False) -> None:
+def check_lane(device: str, weights: ExpertWeights, name: str = "", *, float8: bool = False) -> None:
     """Compute the first of some experts on a device and on the CPU.
 
     Args:
         device: "cuda:i" as this process numbers it, or "cpu". weights: of any layer, in host memory.
-        float8: as for `DeviceLane`.
+        name: of the device in messages; "" = `device`. float8: as for `DeviceLane`.
 
     Raises:
         UserError: the device fails, or its results are another function's.
@@ -57,7 +57,7 @@ def check_lane(device: str, weights: ExpertWeights, *, float8: bool = False) -> 
     except Exception as error:  # of any type: a driver's, or a check's of this torch
         raise UserError(
             "a GPU fails where it is to compute experts",
-            where=device,
+            where=name or device,
             observed=str(error).partition("\n")[0],
             remedy=_OFF,
         ) from error
@@ -69,7 +69,7 @@ def check_lane(device: str, weights: ExpertWeights, *, float8: bool = False) -> 
     if not errors[worst] <= MOST[float8]:
         raise UserError(
             "a GPU computes experts wrongly",
-            where=f"{device}, {worst} of {ROWS} tokens of one expert",
+            where=f"{name or device}, {worst} of {ROWS} tokens of one expert",
             observed=f"a relative error of {errors[worst]:.1%} beside the CPU",
             required=f"at most {MOST[float8]:.0%}",
             remedy=f"{_OFF}, and report this with the output of mode=doctor",

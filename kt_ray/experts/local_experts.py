@@ -197,8 +197,9 @@ class LocalExperts:
                 self.order[layer] = (*others, *resident)
                 some = next(weights for weights in stored if weights is not None)
                 if self.lane is not None:
-                    for device in () if done else self.lane.plan.devices:
-                        check_lane(device, some, float8=self.lane.plan.float8)
+                    plan = self.lane.plan
+                    for device, name in () if done else zip(plan.devices, plan.names, strict=True):
+                        check_lane(device, some, name, float8=plan.float8)
                     in_memory = [] if stored[0] is None else [stored[0]]
                     self.lane.add_layer(layer, self.order[layer], in_memory, stored[1])
                 matrices = some.projections()

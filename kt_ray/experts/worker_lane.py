@@ -103,7 +103,8 @@ class WorkerLane:
         self.held, self._owners = dict(held), owners
         some = next((weights for e in held.values() for _, weights in e.weights.values()), None)
         if some is not None and not self._checked:
-            check_lane(self.lane.plan.devices[0], some, float8=self.lane.plan.float8)
+            plan = self.lane.plan
+            check_lane(plan.devices[0], some, plan.names[0], float8=plan.float8)
             self._checked = True
         if self.lane.plan.streams:
             for opened in (file for experts in held.values() for file in experts.files.values()):

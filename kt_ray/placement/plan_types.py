@@ -39,6 +39,13 @@ class LanePlan:
     float8: bool = False
     # the GPUs' names in CUDA_VISIBLE_DEVICES, where the actor has a process of its own; "" = left as it is
     visible: str = ""
+    # what to call each of `devices` in messages, where a process has numbers of its own; () = as it is
+    named: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the devices, for messages."""
+        return self.named or self.devices
 
     @property
     def cuda(self) -> bool:

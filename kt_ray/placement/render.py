@@ -71,7 +71,7 @@ def _lane_values(values: dict[str, Any]) -> None:
     if values["lane"] is None:
         del values["lane"]
     else:
-        del values["lane"]["visible"]
+        del values["lane"]["visible"], values["lane"]["named"]
 
 
 def _actor(actor: ExpertActorPlan) -> dict[str, Any]:

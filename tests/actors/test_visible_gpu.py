@@ -25,12 +25,13 @@ def test_an_actor_sees_the_gpus_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> 
     for device, name in cards.items():
         made = own_lane(spec(LanePlan((device,), ((0, (1,)),))), cards)
         assert made.lane is not None and made.lane.devices == ("cuda:0",)
-        assert made.lane.resident == ((0, (1,)),)
+        assert made.lane.resident == ((0, (1,)),) and made.lane.names == (f"{device} ({name})",)
         show_own_gpu(made)
         assert os.environ[CUDA_VISIBLE] == name
     both = own_lane(spec(LanePlan(("cuda:1", "cuda:0"))), cards)
     show_own_gpu(both)
     assert both.lane is not None and both.lane.devices == ("cuda:0", "cuda:1")
+    assert both.lane.names == ("cuda:1 (GPU-bb)", "cuda:0 (GPU-aa)")
     assert os.environ[CUDA_VISIBLE] == "GPU-bb,GPU-aa"
     for lane in (None, LanePlan(("cpu",))):
         monkeypatch.setenv(CUDA_VISIBLE, "7")

@@ -101,6 +101,9 @@ def test_what_is_wrong_does_not(fault: str) -> None:
     broken, message = FAULTS[fault]
     with faulty(broken), pytest.raises(UserError, match=message) as refused:
         check_lane("cpu", weights)
+    with faulty(broken), pytest.raises(UserError, match="; at host 1 cuda:3 ") as named:
+        check_lane("cpu", weights, "host 1 cuda:3 (GPU-aa)")
+    assert str(named.value) == str(refused.value).replace("at cpu", "at host 1 cuda:3 (GPU-aa)")
     assert "set rule.experts.stream=off rule.experts.gpu_resident=0" in str(refused.value)
 
 
