@@ -22,6 +22,9 @@ from kt_ray.serve.completions import CompletionService, Job, Room
 from kt_ray.serve.replies import ChatReplies, Choice, CompletionReplies, Replies
 from kt_ray.serve.schemas import ChatRequest, CompletionRequest
 
+# What ends a line to many clients (str.splitlines, httpx's iter_lines), though not to server-sent events.
+_LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
+
 BodyT = TypeVar("BodyT", ChatRequest, CompletionRequest)
 
 
@@ -140,7 +143,7 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
 
 
 def _event(data: str) -> str:
-    return f"data: {data}\n\n"
+    return f"data: {data.translate(_LINE_ENDS)}\n\n"
 
 
 class EventStream(StreamingResponse):

@@ -482,6 +482,24 @@ def test_one_answer_that_fails_is_an_error_of_its_own(encoder: ChatEncoder) -> N
     run(bench)
 
 
+@pytest.mark.parametrize("body", [CHAT, PLAIN])
+def test_an_event_is_one_line_to_every_client(encoder: ChatEncoder, body: dict[str, Any]) -> None:
+    text = "a\u2028b\u2029c\x85d"
+
+    async def bench() -> None:
+        made = Bench(encoder)
+        made.generator.says = encoder.tokenizer(text, add_special_tokens=False)["input_ids"]
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        response = await made.post(path, {**body, "stream": True, "max_tokens": 40})
+        lines = [line for line in response.text.splitlines() if line]  # as many clients cut them
+        chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
+        assert lines[-1] == "data: [DONE]"
+        said = [one["delta"].get("content", "") if "delta" in one else one["text"] for one in chunks]
+        assert "".join(said) == text
+
+    run(bench)
+
+
 def test_limits_of_an_answer(encoder: ChatEncoder) -> None:
     async def bench() -> None:
         made = Bench(encoder)
