@@ -223,8 +223,9 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
     else:
         if sampled is not None:
             lines.insert(1, sampling_line(config, sampled, simulated.seconds))
-        steps, line = _length(config, step_seconds(config, prediction, sampled), rows)
-        lines += [line, *_disk(config, plan, prediction, steps)]
+        of_step = step_seconds(config, prediction, sampled)
+        steps, line = _length(config, of_step, rows)
+        lines += [line, *_disk(config, plan, of_step, steps)]
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
     else:
@@ -232,9 +233,9 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
     return lines + [f"note: {note}" for note in (*prediction.notes, *rates.notes)]
 
 
-def _disk(config: Config, plan: Plan, prediction: Prediction, steps: int | None) -> list[str]:
+def _disk(config: Config, plan: Plan, of_step: float, steps: int | None) -> list[str]:
     """What the run will write, and whether the disk has room for it."""
-    need = disk_need(plan.dims, config, steps, prediction.simulated.seconds)
+    need = disk_need(plan.dims, config, steps, of_step)
     fault = shortage(need, *place_to_write(config))
     lines = [f"disk       {need}"]
     if fault is not None and config.plan.hardware is None:  # the disk is this machine's

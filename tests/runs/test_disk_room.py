@@ -78,6 +78,15 @@ def test_mode_plan_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "no room" not in capsys.readouterr().out
 
 
+def test_a_plan_of_grpo_counts_the_checkpoints_of_its_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of 1.2 s and 5.8 s of sampling each: several checkpoints of 15 s, not one."""
+    grpo = ["trainer.stage=grpo", "reward=numeric", "grpo.group_size=4", "trainer.batch_size=8"]
+    grpo += ["data.max_length=512", "generate.max_new_tokens=256", "eval.after_training=0"]
+    plan = ["mode=plan", "plan.rates=nominal", "trainer.max_steps=10", "trainer.save_every=15s"]
+    assert cli.main([*plan, *grpo]) == 0
+    assert "3 checkpoints at once of 3.9 MB each" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("settings", "place", "reused"),
     [
