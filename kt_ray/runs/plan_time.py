@@ -22,7 +22,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import choice_text, counted
-from kt_ray.runs.disk_room import disk_need, gigabytes, shortage
+from kt_ray.runs.disk_room import DiskNeed, disk_need, gigabytes, shortage
 from kt_ray.runs.rundir import place_to_write
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
 from kt_ray.timing.sampling_seconds import SamplingTime, predict_sampling
@@ -225,7 +225,8 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
             lines.insert(1, sampling_line(config, sampled, simulated.seconds))
         of_step = step_seconds(config, prediction, sampled)
         steps, line = _length(config, of_step, rows)
-        lines += [line, *_disk(config, plan, of_step, steps)]
+        of_epoch = 1 if isinstance(rows, str) else _steps_per_epoch(config, rows)
+        lines += [line, *_disk(config, disk_need(plan.dims, config, steps, of_step, of_epoch))]
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
     else:
@@ -233,9 +234,8 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
     return lines + [f"note: {note}" for note in (*prediction.notes, *rates.notes)]
 
 
-def _disk(config: Config, plan: Plan, of_step: float, steps: int | None) -> list[str]:
+def _disk(config: Config, need: DiskNeed) -> list[str]:
     """What the run will write, and whether the disk has room for it."""
-    need = disk_need(plan.dims, config, steps, of_step)
     fault = shortage(need, *place_to_write(config))
     lines = [f"disk       {need}"]
     if fault is not None and config.plan.hardware is None:  # the disk is this machine's
@@ -252,10 +252,7 @@ def _length(config: Config, of_step: float, rows: int | str) -> tuple[int | None
         return trainer.max_steps, line
     if isinstance(rows, str):
         return None, f"run        length unknown: {rows}"
-    own, size, times = config.grpo, trainer.batch_size, 1
-    if trainer.stage == "grpo":
-        size, times = size // own.group_size, own.iterations
-    steps = max(1, math.ceil(trainer.epochs * math.ceil(rows / size) * times))
+    steps = max(1, math.ceil(trainer.epochs * _steps_per_epoch(config, rows)))
     how, more = "at most", "shorter rows take less (mode=preview reads yours)"
     if cuts_text(config.data):
         how, more = "about", "raw text is cut into rows, which only mode=preview counts"
@@ -263,6 +260,13 @@ def _length(config: Config, of_step: float, rows: int | str) -> tuple[int | None
         f"run        {how} {duration(steps * of_step)} for {trainer.epochs:g} "
         f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}; {more}"
     )
+
+
+def _steps_per_epoch(config: Config, rows: int) -> int:
+    own, size, times = config.grpo, config.trainer.batch_size, 1
+    if config.trainer.stage == "grpo":
+        size, times = size // own.group_size, own.iterations
+    return math.ceil(rows / size) * times
 
 
 def _changes(changes: Sequence[Change]) -> list[str]:

@@ -78,6 +78,12 @@ def test_mode_plan_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "no room" not in capsys.readouterr().out
 
 
+def test_a_plan_knows_how_many_checkpoints_an_epoch_brings(capsys: pytest.CaptureFixture[str]) -> None:
+    every = ["trainer.epochs=3", "trainer.save_every=1epoch", "trainer.keep_checkpoints=0"]
+    assert cli.main(["mode=plan", "plan.rates=nominal", *every]) == 0
+    assert "3 checkpoints at once of 3.9 MB each" in capsys.readouterr().out
+
+
 def test_a_plan_of_grpo_counts_the_checkpoints_of_its_sampling(capsys: pytest.CaptureFixture[str]) -> None:
     """Steps of 1.2 s and 5.8 s of sampling each: several checkpoints of 15 s, not one."""
     grpo = ["trainer.stage=grpo", "reward=numeric", "grpo.group_size=4", "trainer.batch_size=8"]
