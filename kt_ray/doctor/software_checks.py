@@ -22,7 +22,9 @@ from kt_ray.doctor.check import Check, failed, passed, warned
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import gpus_wanted, nvidia_smi
 from kt_ray.hardware.machine import Hardware
+from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import billions, counted, gib
+from kt_ray.runs.memory_now import gpus_in_use
 
 # Packages whose versions matter to results or to starting at all; ranges come from the package metadata.
 SHOWN = (
@@ -114,8 +116,8 @@ def native(has: Sequence[str], rule: RuleConfig) -> Check:
     return passed("native engine", observed)
 
 
-def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
-    """GPUs, their driver and torch's CUDA."""
+def gpus(hardware: Hardware, rule: RuleConfig, plan: Plan | None = None) -> Check:
+    """GPUs, their driver, torch's CUDA, and whether other programs use what the plan needs of them."""
     wanted = gpus_wanted(rule)
     if not hardware.gpus:
         if wanted:
@@ -155,6 +157,9 @@ def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
         named = isinstance(rule.gpus, int)
         remedy = "set rule.gpus=auto" if named else f"set rule.stages={len(hardware.gpus)}"
         return failed("GPUs", f"{observed}; rule {rule.name} needs {wanted}", remedy)
+    if plan is not None and (taken := gpus_in_use(plan)):
+        remedy = "end them (nvidia-smi lists them), or set rule.gpu_memory to the GiB that the run may use"
+        return warned("GPUs", f"{observed}; {'; '.join(taken)}", remedy)
     return passed("GPUs", f"{observed}; torch CUDA {torch.version.cuda}")
 
 

@@ -102,7 +102,7 @@ def examine(config: Config) -> list[Check]:
         machine.swap,
         machine.huge_pages,
         partial(machine.shared_memory, plan),
-        partial(software.gpus, hardware, config.rule),
+        partial(software.gpus, hardware, config.rule, plan),
         partial(software.native, cpu_isas(), config.rule),
         *software.packages(config),
         software.threads_environment,

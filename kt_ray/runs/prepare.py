@@ -56,6 +56,7 @@ from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import answer_remedy
 from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
+from kt_ray.runs.memory_now import in_use
 from kt_ray.runs.model_hub import complete, published
 from kt_ray.runs.start_adapter import fitted, open_start, require_fit, start_of
 from kt_ray.timing.choose import choose_plan
@@ -229,7 +230,7 @@ def prepare_model(
         check_patterns(config.lora, targets, dims.moe_layers, dims.num_experts)
         outside = {layer for name in targets if (layer := layer_of(name)) is not None}
         plan = replace(plan, backward=backward_of(dims, config.lora, outside))
-        notes += _adapter_limits(config, model_dir, layout, whole, dims)
+        notes += [*_adapter_limits(config, model_dir, layout, whole, dims), *in_use(plan)]
     check_content(index)
     if gguf is not None:
         gguf.check_content()
