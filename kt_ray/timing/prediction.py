@@ -351,7 +351,7 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[dict[str, Any], st
     if not hardware.gpus or rule.device == "cpu":
         for threads in sorted({1, max(1, min(s.cores for s in sockets) // 2)}):
             if threads != rule.worker_threads:
-                yield {"rule.worker_threads": threads}, same
+                yield {"rule.worker_threads": threads}, rounding
     for count in sorted({1, len(sockets), 2 * len(sockets)}):
         if count != rule.experts.sockets:
             yield {"rule.experts.sockets": count}, rounding

@@ -19,7 +19,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import describe
 from kt_ray.timing.choose import choose_plan
-from kt_ray.timing.prediction import Prediction, neighbours, predict
+from kt_ray.timing.prediction import Prediction, _candidates, neighbours, predict
 from kt_ray.timing.seats import even_waves
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
@@ -163,6 +163,17 @@ def test_int8_products_are_not_proposed_beside_a_lane() -> None:
     rule: dict[str, Any] = {"stages": 1, "replicas": 2}
     assert any("AMXINT8" in overrides for overrides in changes(rule))
     assert not any("AMXINT8" in overrides for overrides in changes({**rule, "experts": {"gpu_resident": 1}}))
+
+
+def test_other_threads_round_otherwise() -> None:
+    """torch adds up in another order on another number of threads."""
+    config = make_config(rule={"worker_threads": 8}, **STEP)
+    effects = {
+        keys["rule.worker_threads"]: effect
+        for keys, effect in _candidates(config, make_plan(DIMS, config, make_hardware(cores=8)))
+        if "rule.worker_threads" in keys
+    }
+    assert effects == dict.fromkeys((1, 4), "same results to rounding")
 
 
 def test_other_stages_come_with_other_layers() -> None:
