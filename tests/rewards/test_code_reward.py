@@ -31,6 +31,12 @@ def reward() -> Iterator[CodeReward]:
     reward.close()
 
 
+def test_blocks_are_found_as_markdown_has_them(reward: CodeReward) -> None:
+    indented = "1. So:\n\n   ```python\n   def f():\n       return 1\n   ```\n"
+    named = "```f``` is this:\n```python\ndef f():\n    return 1\n```\n"
+    assert [reward.score(text, "assert f() == 1") for text in (indented, named)] == [1.0, 1.0]
+
+
 def test_the_share_of_passed_tests(reward: CodeReward) -> None:
     right, wrong = "assert add(1, 2) == 3", "assert add(1, 2) == 4"
     cases = {
