@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -177,8 +178,9 @@ class SavedModels:
         return self._place(saved) / "data"
 
     def exists(self, run: str, kind: str, name: str) -> bool:
+        """Whether the name is taken, if only by what cannot be read."""
         found = self._read(run, kind, name)
-        return found is not None and not found.expired
+        return os.path.lexists(self.root / run / kind / name) if found is None else not found.expired
 
     def save(self, run: Run, saved: Saved, write: Callable[[Path], None]) -> Saved:
         """

@@ -580,3 +580,17 @@ def test_a_save_that_fails_leaves_nothing_and_an_old_one_stays(raw: Raw) -> None
     failed = raw.result(raw.post("save_weights", model_id=model, seq_id=2, path="a", overwrite=True))
     assert failed["category"] == "server" and saved.all() == before
     assert [file.name for file in (saved.root / model / "weights").iterdir()] == ["a"]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_replaced_unasked(raw: Raw) -> None:
+    model, numbers = raw.model(), itertools.count(1)
+
+    def save(**more: Any) -> Any:
+        body = {"model_id": model, "seq_id": next(numbers), "path": "a", **more}
+        return raw.result(raw.post("save_weights", **body))
+
+    assert "path" in save()
+    place = raw.server.directory / model / "weights" / "a"
+    (place / "checkpoint.json").write_text("{")
+    assert "there is a checkpoint" in save()["error"] and (place / "data" / "state.json").is_file()
+    assert "path" in save(overwrite=True)
