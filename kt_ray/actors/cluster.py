@@ -278,7 +278,7 @@ class ActorCluster(ABC):
                     self._call(self.handles, "discard")  # of a beginning that a death ended
                 self._begin()
                 self._lend_experts()
-                return [facts[handle.address] for handle in self.handles]
+                return self.info()  # now with what workers say of the memory that they have opened
             except ActorLost as lost:
                 deaths.update(self._lost)
                 recovery.count(self._short_of_memory(lost, deaths))
@@ -582,8 +582,6 @@ class ActorCluster(ABC):
         again = [h for h in self.handles if h.address in lost]
         for fact in self._call(again, "load_again"):
             logger.info("%s is back, process %d", fact["actor"], fact["pid"])
-            for note in fact.get("notes", ()):  # a run shows them at its start
-                logger.warning("%s: %s", fact["actor"], note)
         self._lost -= lost
         state = self.committed()
         if state is None:
@@ -591,6 +589,9 @@ class ActorCluster(ABC):
         else:
             self._publish()
         self._lend_experts()
+        for fact in self._call(again, "info"):
+            for note in fact.get("notes", ()):  # a run shows them at its start
+                logger.warning("%s: %s", fact["actor"], note)
         return state
 
     def committed(self) -> int | None:

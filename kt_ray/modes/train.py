@@ -156,8 +156,6 @@ def _run(
             return _write_env(rundir, cluster)
 
         facts = cluster.at_start(begin)
-        for line in (note for actor in facts for note in actor.get("notes", ())):
-            say(line)
         if moves := next(filter(None, (actor.get("padding_moves") for actor in facts)), ""):
             prepared, line = without_padding(prepared, moves)
             say(line)

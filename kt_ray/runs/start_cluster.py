@@ -72,7 +72,9 @@ def started(
             if connected is not None:
                 connected()
             with progress:
-                cluster.start()
+                facts = cluster.start()
+            for line in (note for actor in facts for note in actor.get("notes", ())):
+                say(line)
             yield cluster
         finally:
             cluster.shutdown()

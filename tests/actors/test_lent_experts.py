@@ -22,6 +22,7 @@ from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs, lent_experts
 from kt_ray.config.schema import Config
 from kt_ray.experts import LocalExperts
+from kt_ray.experts.lane_device import PinnedWeights
 from kt_ray.experts.shared_experts import ExportedExperts
 from kt_ray.placement.plan_types import LanePlan, Plan
 from kt_ray.train.cluster_protocol import ActorLost
@@ -247,3 +248,32 @@ def test_a_kernel_without_shared_huge_pages_is_told_once(
     (note,) = notes.pop("experts-0")
     assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in note
     assert not any(notes.values())
+
+
+def test_memory_that_cannot_be_locked_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker locks it after it was loaded: its note comes with what `start` returns, and after a death."""
+
+    def refused(self: PinnedWeights, address: int, size: int) -> None:
+        self.refusal = self.refusal or "no"
+
+    monkeypatch.setattr(PinnedWeights, "_register", refused)
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    config = config_for(path, *TWO_ACTORS, "trainer.recoveries=1")
+    plan, lane = plan_for(path, config), LanePlan(("cpu",), (), ((0, 0.5),))
+    plan = replace(plan, workers=tuple(replace(worker, lane=lane) for worker in plan.workers))
+    cluster = MortalCluster(plan, actor_specs(plan, config, str(path)))
+    note = "lane: host memory stays pageable (no); copies are slower"
+    try:
+        found = {fact["actor"]: fact["notes"] for fact in cluster.start()}
+        assert found["worker-0"] == found["worker-1"] == [note]
+        cast(Any, cluster.workers[1]).dead = True
+        cluster._lost.add(("worker", 1))
+        with caplog.at_level("WARNING"):
+            cluster.recover()
+        assert [r.getMessage() for r in caplog.records if "pageable" in r.getMessage()] == [
+            f"worker-1: {note}"
+        ]
+    finally:
+        cluster.shutdown()

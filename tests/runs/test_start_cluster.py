@@ -44,6 +44,16 @@ def test_a_signal_while_the_actors_are_stopped_is_an_interrupt(
         signal.signal(number, before)
 
 
+def test_what_actors_note_is_told_by_every_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = [{"actor": "worker-0", "notes": []}, {"actor": "experts-0", "notes": ["weights are slow"]}, {}]
+    cluster = SimpleNamespace(connect=list, start=lambda: facts, shutdown=lambda: None)
+    monkeypatch.setattr(start_cluster, "make_cluster", lambda *_: cluster)
+    with start_cluster.started(SimpleNamespace(config=config_for(tmp_path)), "name"):  # type: ignore[arg-type]
+        assert "weights are slow\n" in capsys.readouterr().out
+
+
 def test_a_hang_up_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
