@@ -10,6 +10,7 @@ token would hold a prompt's end and its answer's beginning are the two tokenized
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -277,6 +278,11 @@ class ChatEncoder:
     def _render(
         self, messages: Sequence[Turn], prompt: bool = False, tools: Sequence[dict[str, Any]] | None = None
     ) -> str:
+        return self._rendered(self._with_ids(messages), prompt, tools)
+
+    def _rendered(
+        self, messages: Sequence[Turn], prompt: bool, tools: Sequence[dict[str, Any]] | None
+    ) -> str:
         text = self.tokenizer.apply_chat_template(
             plain_turns(messages),
             chat_template=self._bounded,
@@ -373,9 +379,6 @@ class ChatEncoder:
             "set data.template=qwen (ChatML with tools), give model.chat_template one that does, "
             "or delete such rows"
         )
-        if lost[0].startswith("the call") and self._writes_ids(messages, tools, prompt):
-            remedy = 'give each call an "id" as the model writes it (Kimi: functions.NAME:0): '
-            remedy += "the template writes that in the place of its name"
         raise UserError(
             "the chat template leaves a part of the row out",
             where=where,
@@ -384,16 +387,48 @@ class ChatEncoder:
             remedy=remedy,
         )
 
-    def _writes_ids(
-        self, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None, prompt: bool
-    ) -> bool:
+    def _with_ids(self, messages: Sequence[Turn]) -> Sequence[Turn]:
+        """Calls for a template that writes their ids in the place of their names, as Kimi's does: of an id
+        without the name becomes functions.NAME:0, counted over the conversation as the model does."""
+        if not any(message.get("tool_calls") for message in messages) or not self._writes_ids:
+            return messages
+        turns: list[Turn] = []
+        new: dict[str, str] = {}
+        asked: list[str] = []  # ids of calls that have no result yet
+        numbers = itertools.count()
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                asked = []
+                for call, number in zip(calls, numbers, strict=False):
+                    own, name = call.get("id", ""), call["function"]["name"]
+                    asked.append(own if re.search(_word(name), own) else f"functions.{name}:{number}")
+                    new[own] = asked[-1]
+                named = [{**call, "id": id} for call, id in zip(calls, asked, strict=True)]
+                if named != calls:
+                    self._note("calls get ids as the model writes them (functions.NAME:0)")
+                message = {**message, "tool_calls": named}
+            elif message["role"] == "tool":
+                own = message.get("tool_call_id", "")
+                id = new.get(own, own) if own else next(iter(asked), "")
+                asked = [other for other in asked if other != id]
+                message = {**message, "tool_call_id": id} if id else message
+            turns.append(message)
+        return turns
+
+    @cached_property
+    def _writes_ids(self) -> bool:
         """Whether the template writes the ids of calls, but not their names."""
-        marks, turns, offered = _with_marks(messages, tools, as_id=True)
-        try:
-            text = self._render(turns, prompt, offered)
-        except Exception:
-            return False
-        return all(mark in text for mark, _, _ in marks)
+        call = {
+            "type": "function",
+            "id": "mark_of_an_id",
+            "function": {"name": "mark_of_a_name", "arguments": {}},
+        }
+        called: Turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        for form in _forms([_SIMPLEST[0], called]):
+            with contextlib.suppress(Exception):  # what a template does, and so what it raises, is anybody's
+                text = self._rendered(form, prompt=False, tools=None)
+                return "mark_of_an_id" in text and "mark_of_a_name" not in text
+        return False
 
     def _check_thoughts(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
         """Note a template that leaves out what the model thought before an answer that is trained."""
@@ -411,7 +446,7 @@ class ChatEncoder:
 
         names: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         rendered: Any = render_jinja_template(
-            conversations=[plain_turns(conversation.messages)],
+            conversations=[plain_turns(self._with_ids(conversation.messages))],
             tools=list(conversation.tools) if conversation.tools else None,
             chat_template=self._bounded,
             return_assistant_tokens_mask=True,
@@ -559,12 +594,9 @@ def dated(template: str) -> bool:
 
 
 def _with_marks(
-    messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None, *, as_id: bool = False
+    messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None
 ) -> tuple[list[tuple[str, str, str]], list[Turn], list[dict[str, Any]] | None]:
     """The same with other names of tools and calls, and other results: their own may stand anywhere in a row.
-
-    Args:
-        as_id: give each call an id with its name, too.
 
     Returns:
         ((the name or result there, the one here, what it is) of each, messages, tools).
@@ -579,10 +611,8 @@ def _with_marks(
     def marked_call(call: dict[str, Any], number: int) -> dict[str, Any]:
         call = {**call, "function": marked(call["function"], "call of", f" (messages[{number}])")}
         mark, name, _ = marks[-1]
-        if as_id:
-            call["id"] = f"functions.{mark}:0"
-        elif name and "id" in call:  # which may be written in the name's place
-            call["id"] = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", mark, call["id"])
+        if name and "id" in call:  # which may be written in the name's place
+            call["id"] = re.sub(_word(name), mark, call["id"])
         return call
 
     turns: list[Turn] = []
@@ -596,6 +626,11 @@ def _with_marks(
             turns[-1] = {**message, "content": marks[-1][0]}
     offered = [{**tool, "function": marked(tool["function"], "tool", "")} for tool in tools or ()]
     return marks, turns, offered or None
+
+
+def _word(name: str) -> str:
+    """A pattern that finds the name as a word of its own."""
+    return rf"(?<!\w){re.escape(name)}(?!\w)"
 
 
 def _written(part: str, text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -287,9 +288,7 @@ CALLS = {
 @pytest.mark.parametrize(
     ("template", "turn", "lost"),
     [
-        ("ids", calls("a"), r"the call of a \(messages\[2\]\).*functions.NAME:0"),
-        ("ids", calls("a", id="call_1"), r"the call of a \(messages\[2\]\).*functions.NAME:0"),
-        ("ids", calls("a", id="functions.a:0"), ""),
+        ("ids", calls("a"), ""),
         ("first", calls("a", "b"), r"the call of b \(messages\[2\]\).*data.template=qwen"),
         ("first", calls("b"), ""),
         ("known", calls("a", "b"), ""),
@@ -311,6 +310,25 @@ def test_a_call_is_no_call_without_its_name(template: str, turn: Turn, lost: str
         assert encoder.prompt_ids([*row.messages, result], tools=LOOK)
     with pytest.raises(UserError, match="the call of"):
         ChatEncoder(make_tokenizer(None), name="chatml").encode(row)
+
+
+def test_calls_get_the_ids_that_kimi_writes() -> None:
+    """In the place of their names: where rows have none, or another API's; results follow their calls."""
+    answered = "{% if m.role == 'tool' %}{{ '<of>' + m.tool_call_id }}{% endif %}"
+    written = PLAIN.replace("m['content'] + ", f"m['content'] }}}}{CALLS['ids']}{answered}{{{{ ")
+    encoder = ChatEncoder(make_tokenizer(written))
+    one, two, own = calls("a", "b"), calls("b", id="call_7"), calls("a", id="functions.a:9")
+    results = [Turn(role="tool", content=text) for text in "12"]
+    result = Turn(role="tool", content="3", tool_call_id="call_7")
+    text = encoder.render([ASK, one, *results, two, result, own])
+    of_one = ["functions.a:0", "functions.b:1"]
+    ids = [*of_one, *of_one, "functions.b:2", "functions.b:2", "functions.a:9"]
+    assert re.findall(r"<(?:call|of)>([\w.]+:\d)", text) == ids
+    assert encoder.notes == ["calls get ids as the model writes them (functions.NAME:0)"]
+    (answer,) = trained_texts(encoder.tokenizer, *encoder.encode(Conversation((ASK, one), 0, "line 1")))
+    assert answer.startswith("<call>functions.a:0<call>functions.b:1")
+    by_name = ChatEncoder(make_tokenizer(written.replace(CALLS["ids"], CALLS["known"])))
+    assert "functions" not in by_name.render([ASK, one]) and not by_name.notes
 
 
 def test_a_result_that_the_answer_repeats_is_no_result() -> None:
