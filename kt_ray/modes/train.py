@@ -368,7 +368,7 @@ def _train(
             before=resume.recent if resume else (),
             resumed_from=resume.directory if resume else None,
             load=prepared.load,
-            profile=rundir.path / "profile",
+            directory=rundir.path,
             began=began if supervisor.began is None else supervisor.began,
             kept=kept,
             evaluated=known,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kt_ray.config.resume_line import resume_line
 from kt_ray.errors import TryAgain, UserError
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 
@@ -34,8 +35,17 @@ class Recovery:
             was done again.
     """
 
-    def __init__(self, cluster: Cluster, limit: int, point: Point | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        limit: int,
+        point: Point | None,
+        say: Callable[[str], None],
+        run: Path | None = None,
+    ) -> None:
+        """run: the run's directory, if it has one."""
         self.cluster = cluster
+        self._run = run
         self.limit = limit
         self.point = point
         self.say = say
@@ -132,7 +142,12 @@ class Recovery:
             return "start the same command again"
         if self.point.directory is None:
             return "start the run again (it had no checkpoint yet: trainer.save_every)"
-        return "continue with trainer.resume=latest"
+        run = self.point.directory.parent.parent
+        if self._run is not None and run.resolve() != self._run.resolve():  # where this run began
+            return (
+                "start the same command again with run.overwrite=true (it had no checkpoint of its own yet)"
+            )
+        return f"continue: {resume_line(run)}"
 
     def with_way_on(self, error: UserError) -> UserError:
         """The same error; its remedy ends with how to continue the run."""

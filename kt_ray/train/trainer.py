@@ -124,7 +124,7 @@ class Trainer:
         before: losses and gradient norms of the last of them, as `recent` had them: trainer.spike's measure.
         resumed_from: the checkpoint that they come from.
         load: tokens per expert of those steps; `self.load` adds every applied step.
-        profile: directory of the traces of trainer.profile_steps.
+        directory: of the run, if it has one; the traces of trainer.profile_steps go there into `profile`.
         began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
         kept: marked checkpoint of the resumed run: steps taken and held-out loss.
         evaluated: steps and held-out losses (as in Summary) of drivers of the same command before this one.
@@ -149,7 +149,7 @@ class Trainer:
         before: Sequence[tuple[float, float]] = (),
         resumed_from: Path | None = None,
         load: ExpertLoad | None = None,
-        profile: Path | None = None,
+        directory: Path | None = None,
         began: float | None = None,
         kept: tuple[int, float] | None = None,
         evaluated: Sequence[tuple[int, float]] = (),
@@ -172,7 +172,7 @@ class Trainer:
         self.best = None if kept in evaluated else kept
         for step, loss in evaluated:
             self._compare(step, loss)
-        self._profile = profile
+        self._profile = None if directory is None else directory / "profile"
         self._began = time.monotonic() if began is None else began
         self._longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}  # seconds
         self._last = batches.total_steps
@@ -198,7 +198,7 @@ class Trainer:
                 self.policy.load(first_step, resumed_from)
         # Steps of an earlier run can only be restored from their checkpoint.
         limit = config.trainer.recoveries if resumed_from or not first_step else 0
-        self.recovery = Recovery(cluster, limit, Point(first_step, resumed_from), self.events.say)
+        self.recovery = Recovery(cluster, limit, Point(first_step, resumed_from), self.events.say, directory)
 
     def run(self) -> Summary:
         """All steps from `first_step` on, with evaluations and checkpoints in between."""

@@ -107,7 +107,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_a_checkpoint_that_resumes(
         assert cli.main([*RUN, "run.name=a"]) == 2
     error = capfd.readouterr().err
     assert error.count("checkpoint cannot be written") == 1 and "No space left on device" in error
-    assert "free space" in error and error.rstrip().endswith("then continue with trainer.resume=latest")
+    assert "free space" in error and error.rstrip().endswith("then continue: python launch.py resume=runs/a")
     assert "Traceback" not in error
     checkpoints = Path("runs/a/checkpoints")
     assert sorted(os.listdir(checkpoints)) == ["latest", "step_000001", "step_000002"]
@@ -162,7 +162,7 @@ def test_the_last_checkpoint_waits_for_room(
     assert cli.main([*RUN, "run.name=a", "trainer.max_steps=2"]) == 2
     told = capfd.readouterr()
     assert told.out.count("checkpoint cannot be written") == 1 and "is tried again for 0 min" in told.out
-    assert told.err.rstrip().endswith("then continue with trainer.resume=latest")
+    assert told.err.rstrip().endswith("then continue: python launch.py resume=runs/a")
 
     monkeypatch.setattr(trainer.Trainer, "_patience_ends", lambda *_: time.monotonic() + 600)
     free = iter([10**9, 10**9, 10**6, 10**6, 10**9])

@@ -360,7 +360,7 @@ def test_profile_of_a_step(tmp_path: Path) -> None:
     config = config_for(path, "rule=cpu_2workers_2sockets", "trainer.profile_steps=[2]")
     with local_cluster(path, config) as cluster:
         wave = waves_of(random_rows(4), config, cluster.plan)
-        Trainer(config, cluster, StepBatches(3, 3, lambda _: [wave]), profile=tmp_path / "profile").run()
+        Trainer(config, cluster, StepBatches(3, 3, lambda _: [wave]), directory=tmp_path).run()
     (file,) = (tmp_path / "profile").iterdir()
     assert file.name.startswith("step_000002_pass_2_worker-")
     events = json.loads(file.read_text())["traceEvents"]

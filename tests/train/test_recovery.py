@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,8 @@ from kt_ray.data.row_types import Row as DataRow
 from kt_ray.errors import Stopped, UserError
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.train import stop_signals
+from kt_ray.train.cluster_protocol import Cluster
+from kt_ray.train.recovery import Point, Recovery
 from kt_ray.train.trainer import Events, StepBatches, Summary, Trainer
 from kt_ray.transport.messages import Address, LocalPort, Message
 from tests.helpers.hf_reference import build_checkpoint, random_rows
@@ -306,7 +308,7 @@ def test_recoveries_are_used_up(model: Path, tmp_path: Path, save_every: int) ->
         f"trainer.save_every={save_every}",
     )
     way_on = (
-        r"continue with trainer\.resume=latest$" if save_every else r"start the run again \(.*save_every\)$"
+        r"continue: python launch\.py resume=\S+$" if save_every else r"start the run again \(.*save_every\)$"
     )
     with pytest.raises(
         UserError,
@@ -315,6 +317,15 @@ def test_recoveries_are_used_up(model: Path, tmp_path: Path, save_every: int) ->
     ):
         run.go()
     assert run.cluster.happened == 3
+
+
+def test_the_way_on_names_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another run than the newest may be meant; the checkpoint that a run began from is not its own."""
+    monkeypatch.chdir(tmp_path)
+    point = Point(2, tmp_path / "runs/a/checkpoints/step_000002")
+    of = {run: Recovery(cast(Cluster, None), 0, point, print, tmp_path / "runs" / run) for run in "ab"}
+    assert of["a"].way_on == "continue: python launch.py resume=runs/a"
+    assert of["b"].way_on.startswith("start the same command again with run.overwrite=true")
 
 
 def test_deaths_while_loading(model: Path, tmp_path: Path, undisturbed: dict[str, Run]) -> None:
