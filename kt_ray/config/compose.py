@@ -63,7 +63,8 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
     """
     overrides = [part for o in overrides for part in _on_hub(_worded(_bracketed(at_home(o), sweep)))]
     keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
-    if "trainer.epochs" in keys and not {"trainer", "trainer.max_steps"} & set(keys):
+    given = "trainer.max_steps" in keys or any(o.lstrip("+").startswith("trainer={") for o in overrides)
+    if "trainer.epochs" in keys and not given:
         overrides.append("trainer.max_steps=null")
     if "experiment" in keys or not implied:
         return list(overrides)

@@ -187,7 +187,8 @@ def test_paths_choose_the_generic_options() -> None:
         ([], None),  # of the demo's file: 300
         (["experiment=smoke"], None),
         (["trainer.max_steps=7"], 7),
-        (["trainer=demo"], 300),
+        (["trainer=demo"], None),
+        (["trainer={max_steps:7}"], 7),
     ],
 )
 def test_epochs_on_the_command_line_unset_the_steps_of_a_file(given: list[str], steps: int | None) -> None:
