@@ -100,6 +100,10 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
     _check_keys(data, "", file)
     sockets: list[Socket] = []
     cpu: Cpu | None = None
+    named = {str(entry["cpu"]) for entry in _entries(data, "sockets", file) if "cpu" in entry}
+    if len(named) > 1:
+        what = "the sockets of the hardware file have several CPUs"
+        raise file_fault(file, what, ", ".join(sorted(named)), "one, as the sockets of a host have")
     for entry in _entries(data, "sockets", file):
         if "cpu" in entry:
             cpu = cpu_named(str(entry["cpu"]))
@@ -136,10 +140,10 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
     if not isinstance(rates, str):
         own = dict(described(rates, hardware, str(file)))
         return replace(hardware, rates=tuple({**sheets, **own}.items()))
-    named = file.parent / Path(rates).expanduser()
-    if not os.path.isfile(named) and os.path.isfile(file.parent / named.name):  # both files were taken along
-        named = file.parent / named.name
-    return replace(hardware, rates=tuple(sheets.items()), rates_file=str(named))
+    measured = file.parent / Path(rates).expanduser()
+    if not os.path.isfile(measured) and os.path.isfile(file.parent / measured.name):  # both were taken along
+        measured = file.parent / measured.name
+    return replace(hardware, rates=tuple(sheets.items()), rates_file=str(measured))
 
 
 def nominal_hardware(rule: RuleConfig) -> Hardware:

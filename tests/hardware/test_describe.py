@@ -237,6 +237,10 @@ def test_shipped_hardware_files(file: Path) -> None:
         ("sockets: [{cores: 0, memory_gib: 1}]", "cores"),
         ("sockets: [{cores: 0.5, memory_gib: 1}]", "cores .* not a positive whole number"),
         ("sockets: [{cores: 1, memory_gib: 1.0e-12}]", "memory_gib"),
+        (
+            "sockets: [{cpu: EPYC 7763, memory_gib: 64}, {cpu: EPYC 9654, memory_gib: 64}]",
+            "several CPUs.*7763, EPYC 9654",
+        ),
         ("sockets: [{cpu: Core i7-9700K, cores: 8, memory_gib: 64}]", "cpu .* unknown.*cores and isa"),
         ("sockets: [{cores: 1, memory_gib: 1}]\ngpus: [{name: RTX 4090, count: 1.5}]", "count .* whole"),
         ("sockets: 2", "sockets"),
