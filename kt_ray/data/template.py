@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -341,7 +341,7 @@ class ChatEncoder:
         else:
             raise self._refused(conversation.where, refusal) from refusal
         self._check_rendered(text, messages, conversation.tools, conversation.where)
-        spans = self._with_end(text, spans)
+        text, spans = self._with_end(text, spans, messages)
         if any(trained) and not any(stop > start for start, stop in spans):
             raise self._lost(conversation, "no character of the rendering is marked as an answer")
         if self.marked and not all(trained):
@@ -375,10 +375,11 @@ class ChatEncoder:
             lost += [what for mark, _, what in marks if not _written(mark, text)]
         if not lost:
             return
-        remedy = (
-            "set data.template=qwen (ChatML with tools), give model.chat_template one that does, "
-            "or delete such rows"
-        )
+        chatml = set(TOKENS["qwen"]) <= set(self._special)
+        remedy = "set data.template=qwen (ChatML with tools), " if chatml else ""
+        remedy += "give model.chat_template one that does, or delete such rows"
+        if lost[0].startswith("the tool ") and not lost[0].startswith("the tool turn"):
+            remedy += "; or write the tools into the system prompt, and leave `tools` away"
         raise UserError(
             "the chat template leaves a part of the row out",
             where=where,
@@ -457,6 +458,35 @@ class ChatEncoder:
 
     def _rendered_spans(self, conversation: Conversation, trained: Sequence[bool]) -> tuple[str, list[Span]]:
         """Spans by rendering up to each answer and through it, of those answers that are trained."""
+        try:
+            return self._found_spans(conversation, trained)
+        except UserError:
+            written = self._as_written(conversation)
+            if written == conversation:
+                raise
+            return self._found_spans(written, trained)
+
+    def _as_written(self, conversation: Conversation) -> Conversation:
+        """The same without what the template leaves out of it: thoughts, and texts before calls. It may write
+        them as long as no other answer follows, as gpt-oss' does; then prompts are not as in the whole."""
+        turns, tools = list(conversation.messages), conversation.tools
+        text = self._render(turns, tools=tools)
+        for i, message in enumerate(turns[:-1]):
+            if message["role"] != "assistant":
+                continue
+            without = [{key: value for key, value in message.items() if key != "reasoning_content"}]
+            if message.get("tool_calls"):
+                without.insert(0, {**without[0], "content": ""})
+            for turn in cast("list[Turn]", without):
+                with contextlib.suppress(Exception):  # the template may want what it leaves out
+                    if self._render([*turns[:i], turn, *turns[i + 1 :]], tools=tools) == text:
+                        turns[i] = turn
+                        break
+        if any(a["content"] != b["content"] for a, b in zip(turns, conversation.messages, strict=True)):
+            self._note("the chat template leaves out texts before calls, which are trained without them")
+        return replace(conversation, messages=tuple(turns))
+
+    def _found_spans(self, conversation: Conversation, trained: Sequence[bool]) -> tuple[str, list[Span]]:
         messages = conversation.messages
         tools = conversation.tools
         text = self._render(messages, tools=tools)
@@ -470,7 +500,7 @@ class ChatEncoder:
             through = text if last else self._render(messages[: i + 1], tools=tools)
             if not (through.startswith(before) and text.startswith(before)):
                 why = f"the prompt before messages[{i + 1}] is no prefix of what is rendered with it"
-                if last and self._wants_a_thought(messages, tools, before):
+                if self._wants_a_thought(messages, i, tools, before):
                     raise self._thoughtless(conversation.where, why)
                 raise self._lost(conversation, why)
             answer = through[len(before) :]
@@ -511,24 +541,27 @@ class ChatEncoder:
         answer = answer.rstrip()
         return next((token for token in self._special if answer.endswith(token)), "")
 
-    def _with_end(self, text: str, spans: list[Span]) -> list[Span]:
+    def _with_end(self, text: str, spans: list[Span], messages: Sequence[Turn]) -> tuple[str, list[Span]]:
         """Let each span end with the special token that ends the turn: taken in, and nothing after it.
 
         What ends a turn is what stands after the last answer. {% generation %} blocks may leave it out;
-        rendered spans hold the line break behind it, which nobody ever generates.
+        rendered spans hold the line break behind it, which nobody ever generates. Where nothing ends one, the
+        token that opens the next turn does, as the model says it (GLM's); it comes behind a last answer, too.
         """
         if not spans:
-            return spans
+            return text, spans
         start, stop = spans[-1]
         ending = self._ending(text[start:stop])
         if not ending and self.marked:
             follows = text[stop:].lstrip()
             ending = next((token for token in self._special if follows.startswith(token)), "")
+        if not ending and not self.marked and self._openings:
+            return self._with_opening(text, spans, "tool" if messages[-1].get("tool_calls") else "user")
         if not ending:
             self._note(
                 "the chat template ends no answer with a special token: the model does not learn to stop"
             )
-            return spans
+            return text, spans
         result: list[Span] = []
         for start, stop in spans:
             answer = text[start:stop].rstrip()
@@ -539,19 +572,50 @@ class ChatEncoder:
                 if text.startswith(ending, stop + gap):
                     stop += gap + len(ending)
             result.append((start, stop))
-        return result
+        return text, result
+
+    def _with_opening(self, text: str, spans: list[Span], role: str) -> tuple[str, list[Span]]:
+        """role: who speaks after the last answer."""
+        tokens = self._openings
+        if spans[-1][1] == len(text):
+            text += tokens.get(role, "")
+        found = [next((t for t in tokens.values() if text.startswith(t, stop)), "") for _, stop in spans]
+        self._note(
+            "the chat template ends no answer: the token that opens the next turn is trained as its end"
+        )
+        return text, [(start, stop + len(token)) for (start, stop), token in zip(spans, found, strict=True)]
+
+    @cached_property
+    def _openings(self) -> dict[str, str]:
+        """The special token that begins the turn after an answer, by that turn's role; "" is left out."""
+        function = {"name": "a", "arguments": {}}
+        called: Turn = {**_SIMPLEST[1], "tool_calls": [{"type": "function", "function": function}]}
+        result: Turn = {"role": "tool", "content": "a"}
+        found: dict[str, str] = {}
+        for turns in ([*_SIMPLEST, _SIMPLEST[0]], [_SIMPLEST[0], called, result]):
+            for form in _forms(turns):
+                with contextlib.suppress(
+                    Exception
+                ):  # what a template does, and so what it raises, is anybody's
+                    before, whole = self._render(form[:-1]), self._render(form)
+                    follows = whole.removeprefix(before) if whole.startswith(before) else ""
+                    if token := next((token for token in self._special if follows.startswith(token)), ""):
+                        found.setdefault(turns[-1]["role"], token)
+        return found
 
     def _note(self, line: str) -> None:
         if line not in self.notes:
             self.notes.append(line)
 
     def _wants_a_thought(
-        self, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None, before: str
+        self, messages: Sequence[Turn], i: int, tools: Sequence[dict[str, Any]] | None, before: str
     ) -> bool:
-        """Whether the last answer would follow the prompt `before` if it had a thought."""
-        thought: Turn = {"reasoning_content": "a", **messages[-1]}
+        """Whether the answer messages[i] would follow the prompt `before` if it had a thought."""
+        if _with_thought(messages[i]).get("reasoning_content"):
+            return False
+        thought: Turn = {**messages[i], "reasoning_content": "a"}
         try:
-            return self._render([*messages[:-1], thought], tools=tools).startswith(before)
+            return self._render([*messages[:i], thought, *messages[i + 1 :]], tools=tools).startswith(before)
         except Exception:  # then it is told what the template does without one
             return False
 

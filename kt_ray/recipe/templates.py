@@ -28,7 +28,7 @@ TEMPLATES: dict[str, Template] = {
     "empty": Template(
         "plain", note="one question and one answer, from BOS to EOS; there turns without either token"
     ),
-    "glm4_moe": Template(note=f"{OWN}; it ends no answer with a token, there one is trained"),
+    "glm4_moe": Template(note=OWN),
     "gpt": Template(note=OWN),
     "gpt_oss": Template(note=OWN),
     "llama3": Template("llama3"),

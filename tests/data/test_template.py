@@ -155,6 +155,10 @@ def test_an_answer_without_the_thought_that_its_prompt_opens_is_told_so() -> Non
     encoder = ChatEncoder(make_tokenizer(opening))
     with pytest.raises(UserError, match=r"opens a thought before an answer that has none.*reasoning_content"):
         spoken(encoder, ASK, SAID)
+    with pytest.raises(UserError, match=r"opens a thought before an answer.*before messages\[2\]"):
+        spoken(encoder, ASK, calls("look"), Turn(role="tool", content="1"), SAID)
+    with pytest.raises(UserError, match=r"cannot be located.*data\.train_on=last"):  # a thought is no help
+        spoken(encoder, ASK, SAID, ASK, SAID)
     thought: Turn = {**SAID, "reasoning_content": "Who?"}
     assert spoken(encoder, ASK, thought) == ["Who?\n</think>\n\n" + SAID["content"] + END]
 
@@ -264,8 +268,13 @@ def test_prompts_keep_what_their_answers_depend_on() -> None:
     assert encoder.prompt_ids([ASK])
     with pytest.raises(UserError, match=r"leaves a part of the row out; at line 3; found the system turn"):
         encoder.prompt_ids([system, ASK], where="line 3")
-    with pytest.raises(UserError, match="the tool look is not in the rendering"):
+    with pytest.raises(UserError, match=r"the tool look is not in the rendering.*data\.template=qwen"):
         encoder.prompt_ids([ASK], tools=[tool])
+    other = ChatEncoder(make_tokenizer(dropping, eos_token="</s>", extra_special_tokens=[]))
+    with pytest.raises(
+        UserError, match=r"fix: give model\.chat_template .*write the tools into the system prompt"
+    ):
+        other.prompt_ids([ASK], tools=[tool])
 
 
 def calls(*names: str, **fields: str) -> Turn:
@@ -329,6 +338,58 @@ def test_calls_get_the_ids_that_kimi_writes() -> None:
     assert answer.startswith("<call>functions.a:0<call>functions.b:1")
     by_name = ChatEncoder(make_tokenizer(written.replace(CALLS["ids"], CALLS["known"])))
     assert "functions" not in by_name.render([ASK, one]) and not by_name.notes
+
+
+def test_the_next_turn_ends_an_answer_that_nothing_else_ends() -> None:
+    """As GLM's: the model says <|user|> when it has answered, and <|observation|> when it has called."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>\n' + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name }}{% endfor %}"
+        "{% else %}{{ '<|user|>' if m.role == 'user' else '<|observation|>' }}{{ m.content }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    tokens = ["<|user|>", "<|assistant|>", "<|observation|>"]
+    tokenizer = make_tokenizer(template, extra_special_tokens=tokens)
+    encoder = ChatEncoder(tokenizer)
+    row = (ASK, calls("look"), Turn(role="tool", content="1"), SAID, ASK, SAID)
+    ids, labels = encoder.encode(Conversation(row, 0, "line 1"))
+    said = SAID["content"] + "<|user|>"
+    assert trained_texts(tokenizer, ids, labels) == ["<call>look<|observation|>", said, said]
+    assert (
+        tokenizer.decode(ids)
+        == tokenizer.apply_chat_template([dict(m) for m in row], tokenize=False) + "<|user|>"
+    )
+    (called,) = trained_texts(tokenizer, *encoder.encode(Conversation(row[:2], 0, "line 1")))
+    assert called == "<call>look<|observation|>"
+    assert encoder.notes == [
+        "the chat template ends no answer: the token that opens the next turn is trained as its end"
+    ]
+    kept = (ASK, SAID, ASK, Turn(role="assistant", content="No.", weight=0))
+    ids, labels = encoder.encode(Conversation(kept, 0, "line 1"))
+    assert trained_texts(tokenizer, ids, labels) == [said] and tokenizer.decode(ids).endswith("No.")
+
+
+@pytest.mark.parametrize("part", ["reasoning_content", "content"])
+def test_what_is_dropped_before_a_call_once_an_answer_follows(part: str) -> None:
+    """As gpt-oss' template: up to the call it is there, so the answer's prompt is not as in the whole row."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% set said = m.thinking or m.content %}"
+        "{% if m.tool_calls and said and messages[-1].tool_calls %}"
+        "{{ '<|im_start|>assistant<thought>' + said + '<|im_end|>' }}{% endif %}{{ '<|im_start|>assistant' }}"
+        "{% for c in m.tool_calls or [] %}{{ ' to=' + c.function.name }}{% else %}{{ m.content }}{% endfor %}"
+        "{% else %}{{ '<|im_start|>' + m.role + m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    encoder = ChatEncoder(make_tokenizer(template))
+    call = calls("look")
+    call[part] = "Hm."  # type: ignore[literal-required]
+    row = (ASK, call, Turn(role="tool", content="1"), SAID)
+    found = trained_texts(encoder.tokenizer, *encoder.encode(Conversation(row, 0, "line 1")))
+    assert found == [" to=look<|im_end|>", SAID["content"] + "<|im_end|>"]
+    what = "texts before calls" if part == "content" else r"thoughts \(reasoning_content\) of answers"
+    assert len(encoder.notes) == 1 and re.search(f"leaves out {what}", encoder.notes[0])
+    (alone,) = trained_texts(encoder.tokenizer, *encoder.encode(Conversation(row[:2], 0, "line 1")))
+    assert alone.startswith("<thought>Hm.")
 
 
 def test_a_result_that_the_answer_repeats_is_no_result() -> None:
