@@ -410,7 +410,8 @@ class ChatEncoder:
                 message = {**message, "tool_calls": named}
             elif message["role"] == "tool":
                 own = message.get("tool_call_id", "")
-                id = new.get(own, own) if own else next(iter(asked), "")
+                by_name = [id for id in asked if re.search(_word(message.get("name", "")), id)]
+                id = new.get(own, own) if own else next(iter([*by_name, *asked]), "")
                 asked = [other for other in asked if other != id]
                 message = {**message, "tool_call_id": id} if id else message
             turns.append(message)
@@ -464,7 +465,11 @@ class ChatEncoder:
             written = self._as_written(conversation)
             if written == conversation:
                 raise
-            return self._found_spans(written, trained)
+            found = self._found_spans(written, trained)
+            pairs = zip(written.messages, conversation.messages, strict=True)
+            if any(left["content"] != whole["content"] for left, whole in pairs):
+                self._note("the chat template leaves out texts before calls, which are trained without them")
+            return found
 
     def _as_written(self, conversation: Conversation) -> Conversation:
         """The same without what the template leaves out of it: thoughts, and texts before calls. It may write
@@ -482,8 +487,6 @@ class ChatEncoder:
                     if self._render([*turns[:i], turn, *turns[i + 1 :]], tools=tools) == text:
                         turns[i] = turn
                         break
-        if any(a["content"] != b["content"] for a, b in zip(turns, conversation.messages, strict=True)):
-            self._note("the chat template leaves out texts before calls, which are trained without them")
         return replace(conversation, messages=tuple(turns))
 
     def _found_spans(self, conversation: Conversation, trained: Sequence[bool]) -> tuple[str, list[Span]]:
@@ -555,7 +558,7 @@ class ChatEncoder:
         if not ending and self.marked:
             follows = text[stop:].lstrip()
             ending = next((token for token in self._special if follows.startswith(token)), "")
-        if not ending and not self.marked and self._openings:
+        if not ending and self.openings:
             return self._with_opening(text, spans, "tool" if messages[-1].get("tool_calls") else "user")
         if not ending:
             self._note(
@@ -576,7 +579,7 @@ class ChatEncoder:
 
     def _with_opening(self, text: str, spans: list[Span], role: str) -> tuple[str, list[Span]]:
         """role: who speaks after the last answer."""
-        tokens = self._openings
+        tokens = self.openings
         if spans[-1][1] == len(text):
             text += tokens.get(role, "")
         found = [next((t for t in tokens.values() if text.startswith(t, stop)), "") for _, stop in spans]
@@ -586,12 +589,17 @@ class ChatEncoder:
         return text, [(start, stop + len(token)) for (start, stop), token in zip(spans, found, strict=True)]
 
     @cached_property
-    def _openings(self) -> dict[str, str]:
-        """The special token that begins the turn after an answer, by that turn's role; "" is left out."""
-        function = {"name": "a", "arguments": {}}
-        called: Turn = {**_SIMPLEST[1], "tool_calls": [{"type": "function", "function": function}]}
-        result: Turn = {"role": "tool", "content": "a"}
+    def openings(self) -> dict[str, str]:
+        """The special token that begins the turn after an answer, by that turn's role; {} where the template
+        ends answers with one."""
+        id = "functions.a:0"  # as Kimi's
+        call = {"type": "function", "id": id, "function": {"name": "a", "arguments": {}}}
+        called: Turn = {**_SIMPLEST[1], "tool_calls": [call]}
+        result: Turn = {"role": "tool", "content": "a", "tool_call_id": id}
         found: dict[str, str] = {}
+        with contextlib.suppress(Exception):
+            if self.marked or self._ending(self._render(_SIMPLEST)):
+                return found
         for turns in ([*_SIMPLEST, _SIMPLEST[0]], [_SIMPLEST[0], called, result]):
             for form in _forms(turns):
                 with contextlib.suppress(
@@ -666,6 +674,7 @@ def _with_marks(
         ((the name or result there, the one here, what it is) of each, messages, tools).
     """
     marks: list[tuple[str, str, str]] = []
+    ids: dict[str, str] = {}
 
     def marked(function: dict[str, Any], what: str, place: str) -> dict[str, Any]:
         name = function["name"]
@@ -676,7 +685,8 @@ def _with_marks(
         call = {**call, "function": marked(call["function"], "call of", f" (messages[{number}])")}
         mark, name, _ = marks[-1]
         if name and "id" in call:  # which may be written in the name's place
-            call["id"] = re.sub(_word(name), mark, call["id"])
+            ids[call["id"]] = re.sub(_word(name), mark, call["id"])
+            call["id"] = ids[call["id"]]
         return call
 
     turns: list[Turn] = []
@@ -688,6 +698,8 @@ def _with_marks(
                 (f"mark_{len(marks)}_of_a_row", message["content"], f"the tool turn (messages[{number}])")
             )
             turns[-1] = {**message, "content": marks[-1][0]}
+            if (own := message.get("tool_call_id")) in ids:
+                turns[-1]["tool_call_id"] = ids[own]
     offered = [{**tool, "function": marked(tool["function"], "tool", "")} for tool in tools or ()]
     return marks, turns, offered or None
 

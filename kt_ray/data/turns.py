@@ -107,7 +107,8 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
     if not isinstance(message, dict):
         raise wrong(place, message, where, f'an object with "{role_key}" and "{text_key}"')
     calls = message.get("tool_calls") or None
-    if older := message.get("function_call"):  # which would be left out without a word
+    older = message.get("function_call")  # which would be left out without a word
+    if any(older.values()) if isinstance(older, dict) else older:  # tables fill it in with nulls
         required = (
             '"tool_calls": [{"function": {"name": …, "arguments": …}}], and "tools" beside the messages'
         )

@@ -40,6 +40,8 @@ class JsonSchema(Verifier):
             raise ValueError(f"no schema: {error.message[:200]} at {error.json_path}") from error
         except RecursionError as error:
             raise ValueError("a schema that refers to itself without end") from error
+        except (AttributeError, TypeError) as error:  # what a reference leads to was not checked as one
+            raise ValueError("a reference to what is no schema") from error
 
     def score(self, text: str, answer: Any) -> float:
         text = without_thinking(text)

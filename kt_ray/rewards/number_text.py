@@ -11,11 +11,12 @@ _DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(
     rf"(?<![A-Za-z0-9_.])(?P<sign>(?:(?<![\w)])[+-])?)\s?[$€£¥]?(?P<digits>{_DIGITS})(?P<exponent>[eE][+-]?\d+)?"
     r"(?:\s?(?:×|\\times|\*|·|\\cdot)\s?10\s?(?:\^|\*\*)\s?\{?(?P<power>[+-]?\d+)\}?)?"
-    rf"(?:\s?/\s?(?P<divisor>{_DIGITS}))?(?P<percent>\s?\\?%|\s?percent\b)?"
+    rf"(?:\s?/\s?(?P<divisor>{_DIGITS}(?:[eE][+-]?\d+)?))?(?P<percent>\s?\\?%|\s?percent\b)?"
 )
 # 10^6 by itself; behind a sign of multiplication it is a part of _NUMBER.
 _POWER = re.compile(
-    r"(?P<times>(?:×|\\times|\*|·|\\cdot)\s?)?(?<![\w.,^*])10\s?(?:\^|\*\*)\s?\{?(?P<power>[+-]?\d++)\}?(?!\.?\d)"
+    r"(?P<times>(?:×|\\times|\*|·|\\cdot)\s?)?(?<![\w.,^*])10\s?(?:\^|\*\*)\s?"
+    r"(?P<brace>\{)?(?P<power>[+-]?\d++)(?(brace)\})(?!\.?\d)"
 )
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3})")
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}((?:\s*\^\s*\{?-?\d\}?)?)")

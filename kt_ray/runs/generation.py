@@ -207,8 +207,8 @@ def generation_of(
 
 
 def _end_tokens(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
-    """Tokens that end an answer: the tokenizer's, those of generation_config.json, and what the chat template
-    puts behind an answer, which is what training taught."""
+    """Tokens that end an answer: the tokenizer's, those of generation_config.json, and what training taught:
+    what the chat template puts behind an answer, or begins the next turn with."""
     tokens: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(model_dir) / name
@@ -221,6 +221,7 @@ def _end_tokens(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
         tokens.add(int(encoder.tokenizer.eos_token_id))
     if (last := _last_of_answer(encoder)) is not None:
         tokens.add(last)
+    tokens.update(map(encoder.tokenizer.convert_tokens_to_ids, encoder.openings.values()))
     return tuple(sorted(tokens))
 
 

@@ -260,8 +260,8 @@ class SampleRounds:
                     self._backend.load_sampler(sampler.key, sampler.find)
                     self.hold(sampler)
                 else:  # nameless ones were asked since its jobs were admitted, and go first
-                    for job in jobs:
-                        job.again |= job.sampler is sampler
+                    for job in (job for job in jobs if job.sampler is sampler):
+                        job.again, job.tries = True, job.tries - 1  # which is no try
             except Exception as error:
                 failure = failure_of(error)
         elif isinstance(sampler.key, str):

@@ -320,6 +320,7 @@ def test_an_older_call_is_not_left_out() -> None:
     with pytest.raises(UserError, match=r"messages\[2\]\.function_call is OpenAI's older form.*line 1"):
         parse({"messages": [{"role": "user", "content": "1 + 2?"}, call]})
     parse({"messages": [{"role": "user", "content": "q"}, {**call, "function_call": None}]})
+    parse({"messages": [{"role": "user", "content": "q"}, {**call, "function_call": {"name": None}}]})
 
 
 def test_a_date_in_a_table_is_no_text_of_a_call() -> None:

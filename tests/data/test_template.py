@@ -336,6 +336,9 @@ def test_calls_get_the_ids_that_kimi_writes() -> None:
     assert encoder.notes == ["calls get ids as the model writes them (functions.NAME:0)"]
     (answer,) = trained_texts(encoder.tokenizer, *encoder.encode(Conversation((ASK, one), 0, "line 1")))
     assert answer.startswith("<call>functions.a:0<call>functions.b:1")
+    swapped = [Turn(role="tool", content=name, name=name) for name in "ba"]
+    found = re.findall(r"(\w)<of>([\w.]+:\d)", encoder.render([ASK, one, *swapped]))
+    assert found == [("b", "functions.b:1"), ("a", "functions.a:0")]
     by_name = ChatEncoder(make_tokenizer(written.replace(CALLS["ids"], CALLS["known"])))
     assert "functions" not in by_name.render([ASK, one]) and not by_name.notes
 
@@ -390,6 +393,20 @@ def test_what_is_dropped_before_a_call_once_an_answer_follows(part: str) -> None
     assert len(encoder.notes) == 1 and re.search(f"leaves out {what}", encoder.notes[0])
     (alone,) = trained_texts(encoder.tokenizer, *encoder.encode(Conversation(row[:2], 0, "line 1")))
     assert alone.startswith("<thought>Hm.")
+
+
+def test_results_may_be_written_by_the_ids_of_their_calls() -> None:
+    """Which may hold the names of their tools."""
+    answered = (
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for r in messages if r.role == 'tool' and "
+        "r.tool_call_id == c.id %}{{ r.content }}{% endfor %}{% endfor %}"
+    )
+    written = PLAIN.replace("m['content'] + ", f"m['content'] }}}}{answered}{{{{ ")
+    encoder = ChatEncoder(
+        make_tokenizer(written.replace("in messages", "in messages if m.role != 'tool'", 1))
+    )
+    result = Turn(role="tool", content="1", tool_call_id="look-1")
+    assert encoder.prompt_ids([ASK, calls("look", id="look-1"), result])
 
 
 def test_a_result_that_the_answer_repeats_is_no_result() -> None:

@@ -35,6 +35,16 @@ def test_the_end_of_an_answer_is_found(tmp_path: Path, name: str) -> None:
     assert _end_tokens(str(tmp_path), ChatEncoder(tokenizer)) == (end,)
 
 
+def test_what_opens_the_next_turn_ends_answers_that_the_template_does_not_end(tmp_path: Path) -> None:
+    """As GLM's: `<|observation|>` after a call, which is what training taught."""
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    tokens = ["<|user|>", "<|assistant|>", "<|tool|>"]
+    tokenizer = make_tokenizer(template, extra_special_tokens=tokens)
+    tokenizer.eos_token = None
+    ends = _end_tokens(str(tmp_path), ChatEncoder(tokenizer))
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<|user|>", "<|tool|>"]
+
+
 def test_options_are_not_seen_with_the_thoughts_behind_the_right_one() -> None:
     seen: list[tuple[Turn, ...]] = []
 
