@@ -61,7 +61,7 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
         sweep: commas part several runs.
         implied: False = no group choices are added.
     """
-    overrides = [part for o in overrides for part in _on_hub(_worded(_bracketed(at_home(o), sweep)))]
+    overrides = [part for o in overrides for part in _on_hub(_worded(_bracketed(at_home(o), sweep), sweep))]
     keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
     given = "trainer.max_steps" in keys or any(o.lstrip("+").startswith("trainer={") for o in overrides)
     if "trainer.epochs" in keys and not given:
@@ -109,22 +109,28 @@ def _bracketed(override: str, sweep: bool) -> str:
     plain = re.fullmatch(r"[\w./~-]+" if sweep else r"[\w./~-]+(,[\w./~-]+)*", value)
     if field is None or field.hint not in (list[str], list[int]) or not plain or value == "null":
         return override
-    if field.hint == list[str]:
-        value = ",".join(map(_as_text, value.split(",")))
     return f"{key}=[{value}]"
 
 
-def _worded(override: str) -> str:
+def _worded(override: str, sweep: bool) -> str:
     """KEY=2026_11_29 as KEY="2026_11_29" where the key takes a text: else Hydra reads the number 20261129."""
     key, _, value = override.partition("=")
     field = fields().get(key.lstrip("+"))
-    kinds = () if field is None else typing.get_args(field.hint) or (field.hint,)
-    return f"{key}={_as_text(value)}" if str in kinds and not {int, float} & set(kinds) else override
+    kinds = set[Any]() if field is None else {field.hint, *typing.get_args(field.hint)}
+    if list[str] in kinds and re.fullmatch(r"\[[^][{}\"'()]*\]", value):
+        return f"{key}=[{','.join(map(_as_text, value[1:-1].split(',')))}]"
+    if str in kinds and not {int, float} & kinds:
+        return f"{key}={','.join(map(_as_text, value.split(','))) if sweep else _as_text(value)}"
+    return override
 
 
 def _as_text(value: str) -> str:
     """In quotes what Hydra would take for a number, and not write again as it was typed."""
-    return f'"{value}"' if re.fullmatch(r"[-+]?[\d.][\d_.]*(e[-+]?\d+)?", value, re.IGNORECASE) else value
+    return (
+        f'"{value.strip()}"'
+        if re.fullmatch(r"[-+]?[\d.][\d_.]*(e[-+]?\d+)?", value.strip(), re.IGNORECASE)
+        else value
+    )
 
 
 def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Config:

@@ -43,7 +43,7 @@ def amx(hardware: Hardware, rule: RuleConfig) -> Check:
     """AMX tiles. Their absence only matters to a rule that names them."""
     if "amx" in hardware.isas:
         return passed("AMX", "present")
-    best = hardware.best_isa
+    best = hardware.auto_isa
     if rule.experts.isa == "amx":
         return failed("AMX", "not present, but rule.experts.isa=amx", "set rule.experts.isa=auto")
     if rule.experts.backend.startswith("AMX"):

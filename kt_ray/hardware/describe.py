@@ -100,7 +100,8 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
     _check_keys(data, "", file)
     sockets: list[Socket] = []
     cpu: Cpu | None = None
-    named = {str(entry["cpu"]) for entry in _entries(data, "sockets", file) if "cpu" in entry}
+    given = [str(entry["cpu"]) for entry in _entries(data, "sockets", file) if entry.get("cpu")]
+    named = {known.name if (known := cpu_named(text)) else text for text in given}
     if len(named) > 1:
         what = "the sockets of the hardware file have several CPUs"
         raise file_fault(file, what, ", ".join(sorted(named)), "one, as the sockets of a host have")
@@ -264,8 +265,13 @@ def memory_free(root: str | Path = "/") -> int:
         limit, used = _folder_limit(folder), read_text(folder / "memory.current")
         used = used or read_text(folder / "memory.usage_in_bytes")  # cgroup version 1
         if limit is not None and used.isdigit():
-            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", read_text(folder / "memory.stat"), re.M)
-            free = min(free, limit - int(used) + int(cached[1] if cached else 0))
+            # Pages of files go when memory is wanted, those in use last; version 1 has sums with a prefix.
+            stat = dict(
+                line.split()[:2] for line in read_text(folder / "memory.stat").splitlines() if " " in line
+            )
+            kinds = ("inactive_file", "active_file")
+            cached = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
+            free = min(free, limit - int(used) + cached)
     return max(0, free)
 
 
@@ -401,6 +407,8 @@ def nvidia_smi(fields: str) -> str:
 
 def nvidia_smi_fault() -> str:
     """What nvidia-smi says where it is there and fails, as after an update of the driver; else ""."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):  # none is wanted
+        return ""
     try:
         query = ["nvidia-smi", "--query-gpu=index", "--format=csv"]
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
@@ -408,7 +416,7 @@ def nvidia_smi_fault() -> str:
         return "no answer within 20 s"
     except OSError:
         return ""
-    if not done.returncode:
+    if not done.returncode or "No devices were found" in done.stdout:
         return ""
     lines = (line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines())
     return next((line for line in lines if line), f"exit code {done.returncode}")

@@ -195,7 +195,8 @@ def _run(
             status = "interrupted"
             way_on = "nothing was saved: start the same command again"
             if resume is not None:  # of another run; here may be an evaluation of its state
-                way_on = "no step was taken: start the same command again with run.overwrite=true"
+                way_on = "no step was taken: start the same command again"
+                way_on += ", with run.overwrite=true if run.name is set"
             if find_checkpoints(rundir.path):
                 way_on = f"To go on: {resume_line(rundir.path)}"
             raise Stopped(f"{stopped}. {way_on}") from stopped

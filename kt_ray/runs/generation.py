@@ -221,7 +221,7 @@ def _end_tokens(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
         tokens.add(int(encoder.tokenizer.eos_token_id))
     if (last := _last_of_answer(encoder)) is not None:
         tokens.add(last)
-    tokens.update(map(encoder.tokenizer.convert_tokens_to_ids, encoder.openings.values()))
+    tokens.update(encoder.tokenizer.added_tokens_encoder[token] for token in encoder.openings.values())
     return tuple(sorted(tokens))
 
 

@@ -23,7 +23,7 @@ from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import choice_text, counted
 from kt_ray.runs.disk_room import DiskNeed, disk_need, gigabytes, shortage
-from kt_ray.runs.rundir import place_to_write
+from kt_ray.runs.rundir import checkpoint_to_resume, place_to_write
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
 from kt_ray.timing.sampling_seconds import SamplingTime, predict_sampling
 from kt_ray.timing.simulate import Micro, WaveShape
@@ -226,12 +226,20 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
         of_step = step_seconds(config, prediction, sampled)
         steps, line = _length(config, of_step, rows)
         of_epoch = 1 if isinstance(rows, str) else _steps_per_epoch(config, rows)
-        lines += [line, *_disk(config, disk_need(plan.dims, config, steps, of_step, of_epoch))]
+        left = None if steps is None else max(0, steps - _steps_taken(config))
+        lines += [line, *_disk(config, disk_need(plan.dims, config, left, of_step, of_epoch))]
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
     else:
         lines.append(f"rates      {rates.source}; none was measured there (mode=doctor does that)")
     return lines + [f"note: {note}" for note in (*prediction.notes, *rates.notes)]
+
+
+def _steps_taken(config: Config) -> int:
+    """Before the checkpoint that the run goes on from."""
+    checkpoint = checkpoint_to_resume(config)
+    step = "" if checkpoint is None else checkpoint.name.removeprefix("step_")
+    return int(step) if step.isdigit() else 0
 
 
 def _disk(config: Config, need: DiskNeed) -> list[str]:

@@ -47,7 +47,14 @@ _FILES = (
 )
 _DIRECTORIES = ("checkpoints", "adapter", "timelines", "profile", "wandb", "tensorboard", "swanlab")
 # Keys of files and directories that a run reads, and which an earlier run may have written
-_INPUTS = ("lora.adapter", "rule.experts.load", "model.chat_template", "data.path", "data.eval_path")
+_INPUTS = (
+    "lora.adapter",
+    "rule.experts.load",
+    "model.tokenizer",
+    "model.chat_template",
+    "data.path",
+    "data.eval_path",
+)
 _CONFIG = "config.yaml"  # written first: a directory that holds it is a run
 
 
@@ -198,7 +205,7 @@ def place_to_write(config: Config) -> tuple[Path, int]:
     # hidden: what a process that died was writing; the next checkpoint, or adapter, removes it
     hidden = ("checkpoints/.step_*/*", "adapter/.adapter_model.safetensors.partial*")
     files = [file for pattern in hidden if own for file in path.glob(pattern)]
-    files += [file for directory in going for file in directory.iterdir()]
+    files += [file for directory in going for file in directory.glob("*")]
     return path, sum(file.stat().st_size for file in files)
 
 
@@ -337,12 +344,12 @@ def _refuse_trained(named: Path, config: Config) -> None:
 def _refuse_own_inputs(named: Path, config: Config) -> None:
     """What the new run reads must not be deleted with the old one."""
     removed = [(named / name).resolve() for name in (*_DIRECTORIES, *_FILES)]
-    for key in _INPUTS:
-        value = value_of(config, key)
+    inputs = [("data.sources", source.get("path")) for source in config.data.sources or ()]
+    inputs += [(key, value_of(config, key)) for key in _INPUTS]
+    for key, value in inputs:
         for given in [value] if isinstance(value, str) else value or []:
             path = Path(given).resolve()
-            adapter = key == "lora.adapter" and path == named.resolve()  # of the run
-            if adapter or any(path.is_relative_to(gone) for gone in removed):
+            if path == named.resolve() or any(path.is_relative_to(gone) for gone in removed):
                 raise UserError(
                     "run.overwrite=true would delete what the run is to read",
                     where=str(named),

@@ -144,9 +144,8 @@ class Recovery:
             return "start the run again (it had no checkpoint yet: trainer.save_every)"
         run = self.point.directory.parent.parent
         if self._run is not None and run.resolve() != self._run.resolve():  # where this run began
-            return (
-                "start the same command again with run.overwrite=true (it had no checkpoint of its own yet)"
-            )
+            own = "it had no checkpoint of its own yet"
+            return f"start the same command again, with run.overwrite=true if run.name is set ({own})"
         return f"continue: {resume_line(run)}"
 
     def with_way_on(self, error: UserError) -> UserError:

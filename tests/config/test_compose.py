@@ -141,6 +141,8 @@ def test_a_quoted_value_comes_back_through_shell_and_hydra(value: str) -> None:
         ("data.path=[a.jsonl]", [f"{Path.cwd()}/a.jsonl"]),
         ("data.path=2024_10", f"{Path.cwd()}/2024_10"),
         ("compare.runs=2026_11_29,b", ["2026_11_29", "b"]),
+        ("compare.runs=[2026_11_29, b]", ["2026_11_29", "b"]),
+        ("data.path=[2024_10]", [f"{Path.cwd()}/2024_10"]),
         ("tracking.tags=1.10", ["1.10"]),
         ("trainer.profile_steps=1_0,2", [10, 2]),
         ("trainer.save_every=1_000", 1000),
@@ -149,6 +151,7 @@ def test_a_quoted_value_comes_back_through_shell_and_hydra(value: str) -> None:
 )
 def test_a_text_that_looks_like_a_number_stays_as_it_was_typed(argument: str, value: object) -> None:
     assert value_of(compose([argument]), argument.lstrip("+").partition("=")[0]) == value
+    assert expand(["run.name=1_0,b"], sweep=True) == ['run.name="1_0",b']
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from kt_ray.hardware.describe import (
     hardware_for,
     hardware_from_file,
     isas_of,
+    memory_free,
     memory_limit,
     nominal_hardware,
     parse_cpus,
@@ -121,6 +122,15 @@ def test_cgroup_version_1(tmp_path: Path) -> None:
     assert memory_limit(tmp_path / "absent") is None
 
 
+def test_pages_of_files_are_free_memory(tmp_path: Path) -> None:
+    """Weights that were read twice are "active"; a run may still have their place."""
+    folder = "sys/fs/cgroup/"
+    stat = f"anon {GIB}\ninactive_file {2 * GIB}\nactive_file {4 * GIB}\n"
+    usage = {folder + "memory.max": str(8 * GIB), folder + "memory.current": str(7 * GIB)}
+    there = {"proc/meminfo": f"MemAvailable: {32 << 20} kB\n", "proc/self/cgroup": "0::/\n"}
+    assert memory_free(write(tmp_path, {**there, **usage, folder + "memory.stat": stat})) == 7 * GIB
+
+
 def test_without_numa_information(tmp_path: Path) -> None:
     write(tmp_path, {"proc/meminfo": "MemTotal: 1048576 kB\n", "sys/devices/system/cpu/online": "0-1\n"})
     host = this_host(tmp_path)
@@ -210,12 +220,17 @@ def test_an_nvidia_smi_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     program.write_text("#!/bin/sh\necho\necho 'Driver/library version mismatch'\nexit 18\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert this_host().gpu_fault == ""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     host = this_host()
     assert host.gpus == () and host.gpu_fault == "Driver/library version mismatch"
     told = "attention is on the CPU, since nvidia-smi fails: Driver/library version mismatch"
     assert told in make_plan(small_dims(), compose(["mode=plan"]), host).notes
     assert told not in make_plan(small_dims(), compose(["mode=plan", "rule.device=cpu"]), host).notes
     program.write_text("#!/bin/sh\necho index\n")
+    assert this_host().gpu_fault == ""
+    program.write_text("#!/bin/sh\necho No devices were found; exit 6\n")
     assert this_host().gpu_fault == ""
 
 

@@ -84,6 +84,15 @@ def test_a_plan_knows_how_many_checkpoints_an_epoch_brings(capsys: pytest.Captur
     assert "3 checkpoints at once of 3.9 MB each" in capsys.readouterr().out
 
 
+def test_a_plan_of_a_run_that_goes_on_counts_what_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kt_ray.runs.plan_time._steps_taken", lambda config: 270)
+    every = ["trainer.max_steps=300", "trainer.save_every=30", "trainer.keep_checkpoints=0"]
+    assert cli.main(["mode=plan", "plan.rates=nominal", *every]) == 0
+    assert "disk       5.2 MB: a checkpoint of 3.9 MB" in capsys.readouterr().out
+
+
 def test_a_plan_of_grpo_counts_the_checkpoints_of_its_sampling(capsys: pytest.CaptureFixture[str]) -> None:
     """Steps of 1.2 s and 5.8 s of sampling each: several checkpoints of 15 s, not one."""
     grpo = ["trainer.stage=grpo", "reward=numeric", "grpo.group_size=4", "trainer.batch_size=8"]

@@ -83,6 +83,9 @@ def test_an_existing_run_is_refused_and_overwritten_only_on_request(tmp_path, ma
         ("rule.experts.load", "checkpoints/step_000001", True),
         ("model.chat_template", "adapter/chat_template.jinja", True),
         ("data.path", "rollouts.jsonl", True),
+        ("data.path", "", True),
+        ("model.tokenizer", "adapter", True),
+        ("data.sources", "rollouts.jsonl", True),
         ("data.eval_path", "notes.txt", False),
         ("lora.adapter", "../b", False),
     ],
@@ -91,8 +94,10 @@ def test_overwrite_does_not_delete_what_the_new_run_reads(tmp_path, make_config,
     run = RunDir.create(make_config(tmp_path, name="a"))
     (run.path / "adapter").mkdir()
     (run.path / "link").symlink_to(run.path)
+    given: object = str(run.path / "link" / inside).rstrip("/")
     config = with_keys(
-        make_config(tmp_path, name="a", overwrite=True), {key: str(run.path / "link" / inside).rstrip("/")}
+        make_config(tmp_path, name="a", overwrite=True),
+        {key: [{"path": given}] if key == "data.sources" else given},
     )
     if not refused:
         RunDir.create(config)

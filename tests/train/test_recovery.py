@@ -325,7 +325,9 @@ def test_the_way_on_names_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     point = Point(2, tmp_path / "runs/a/checkpoints/step_000002")
     of = {run: Recovery(cast(Cluster, None), 0, point, print, tmp_path / "runs" / run) for run in "ab"}
     assert of["a"].way_on == "continue: python launch.py resume=runs/a"
-    assert of["b"].way_on.startswith("start the same command again with run.overwrite=true")
+    assert of["b"].way_on.startswith(
+        "start the same command again, with run.overwrite=true if run.name is set"
+    )
 
 
 def test_deaths_while_loading(model: Path, tmp_path: Path, undisturbed: dict[str, Run]) -> None:
@@ -442,7 +444,7 @@ def test_a_model_that_is_gone_or_another_ends_the_run(
         return death
 
     run.cluster.due = due  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=rf"{copy}.*continue with trainer\.resume=latest$") as error:
+    with pytest.raises(UserError, match=rf"{copy}.*continue: python launch\.py resume=\S+$") as error:
         run.go()
     assert said[0] in str(error.value)
 
