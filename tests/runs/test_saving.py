@@ -216,7 +216,7 @@ def test_a_signal_before_the_first_step_from_another_runs_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         assert cli.main(branch) == 75
-    assert "again with run.overwrite=true" in capfd.readouterr().err
+    assert "again, with run.overwrite=true if run.name is set" in capfd.readouterr().err
     assert cli.main([*branch, "run.overwrite=true"]) == 0
     assert (Path("runs/c/adapter")).is_dir()
 
