@@ -25,7 +25,18 @@ import numpy as np
 
 from kt_ray.batch import IGNORE
 from kt_ray.data.bounded_template import TOO_MANY, bounded, broken
+from kt_ray.data.named_templates import TOKENS, default_template, named_template
 from kt_ray.data.row_types import Conversation, Turn
+from kt_ray.data.template_turns import (
+    answers_wanted,
+    call_of,
+    forms,
+    is_written,
+    plain_turns,
+    with_ids,
+    with_marks,
+    with_thought,
+)
 from kt_ray.errors import UserError
 from kt_ray.generate.detokenize import CHANNEL
 from kt_ray.parse import read_text
@@ -34,51 +45,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _DATE_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"\\]*)"|'([^'\\]*)')\s*\)""")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ENDLESS = "the chat template ends no answer with a special token: the model does not learn to stop"
+_OPENED = "the chat template ends no answer: the token that opens the next turn is trained as its end"
 _ANOTHER_TEMPLATE = "give model.chat_template a template that works, or name one in data.template"
 Span = tuple[int, int]  # characters of the rendering, half-open
 
-# Tokens that must be single tokens of the tokenizer: written as text they would be something else.
-TOKENS: dict[str, tuple[str, ...]] = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "deepseek3": ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
-    "kimi": ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "mistral": (),
-    "olmoe": (),
-    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-    "plain": (),
-    "qwen": ("<|im_start|>", "<|im_end|>"),
-}
 # What every template of a chat model renders.
 _SIMPLEST: tuple[Turn, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-_ENDED_BY_EOS = ("mistral", "olmoe", "plain")
-
-
-def named_template(name: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The Jinja text of a template, a key of TOKENS.
-
-    Raises:
-        UserError: the tokenizer lacks a token that it uses.
-    """
-    vocabulary = tokenizer.get_vocab()
-    lacking = [token for token in TOKENS[name] if token not in vocabulary]
-    if name in _ENDED_BY_EOS and tokenizer.eos_token is None:
-        lacking.append("an end-of-sequence token (eos_token)")
-    if lacking:
-        raise UserError(
-            f"the tokenizer does not have the tokens of the template {name}",
-            where=f"data.template={name}",
-            observed="missing " + ", ".join(lacking),
-            required="a tokenizer of a model that was trained with this template",
-            remedy="set data.template=null for the tokenizer's own template, or one made of its own tokens",
-        )
-    return _file(name)
-
-
-def _file(name: str) -> str:
-    return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 class ChatEncoder:
@@ -152,7 +126,7 @@ class ChatEncoder:
             )
         self.source = "kt_ray's default"
         self.notes.append("the tokenizer has no chat template: kt_ray's default one is used (docs/data.md)")
-        return _file("default")
+        return default_template()
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels), both int64 [s]; labels are IGNORE outside the answers to be trained.
@@ -193,7 +167,7 @@ class ChatEncoder:
     def _with_thoughts(self, messages: Sequence[Turn]) -> tuple[Turn, ...]:
         """Where the template writes channels, a thought that an answer begins with in <think> is taken out of
         it, for the channel that it belongs into. Other templates know <think> themselves."""
-        return tuple(map(_with_thought, messages) if CHANNEL in self.template else messages)
+        return tuple(map(with_thought, messages) if CHANNEL in self.template else messages)
 
     def _located(self, text: str, where: str, at: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids, begin, end) int64 [s] each: tokens and their characters, counted from `at`."""
@@ -263,7 +237,7 @@ class ChatEncoder:
         """
         messages = self._with_thoughts(messages)
         refusal: Exception | None = None
-        for form in _forms(messages):
+        for form in forms(messages):
             try:
                 text = self._render(form, prompt, tools)
                 break
@@ -329,7 +303,7 @@ class ChatEncoder:
     def _spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         trained = answers_wanted(conversation, self.train_on)
         refusal: Exception | None = None
-        for messages in _forms(conversation.messages):
+        for messages in forms(conversation.messages):
             form = replace(conversation, messages=tuple(messages))
             try:
                 text, spans = self._marked_spans(form) if self.marked else self._rendered_spans(form, trained)
@@ -364,15 +338,15 @@ class ChatEncoder:
         lost = [
             f"the system turn (messages[{number}])"
             for number, message in enumerate(messages, start=1)
-            if message["role"] == "system" and not _written(message["content"].strip(), text)
+            if message["role"] == "system" and not is_written(message["content"].strip(), text)
         ]
-        marks, turns, offered = _with_marks(messages, tools)
+        marks, turns, offered = with_marks(messages, tools)
         if marks:
             try:
                 text = self._render(turns, prompt, offered)
             except Exception:  # it takes no others than these
                 marks = [(own.strip(), own, what) for _, own, what in marks]
-            lost += [what for mark, _, what in marks if not _written(mark, text)]
+            lost += [what for mark, _, what in marks if not is_written(mark, text)]
         if not lost:
             return
         chatml = set(TOKENS["qwen"]) <= set(self._special)
@@ -389,52 +363,31 @@ class ChatEncoder:
         )
 
     def _with_ids(self, messages: Sequence[Turn]) -> Sequence[Turn]:
-        """Calls for a template that writes their ids in the place of their names, as Kimi's does: of an id
-        without the name becomes functions.NAME:0, counted over the conversation as the model does."""
+        """The same with the ids that a template wants which writes them in the place of calls' names."""
         if not any(message.get("tool_calls") for message in messages) or not self._writes_ids:
             return messages
-        turns: list[Turn] = []
-        new: dict[str, str] = {}
-        asked: list[str] = []  # ids of calls that have no result yet
-        numbers = itertools.count()
-        for message in messages:
-            if calls := message.get("tool_calls"):
-                asked = []
-                for call, number in zip(calls, numbers, strict=False):
-                    own, name = call.get("id", ""), call["function"]["name"]
-                    asked.append(own if re.search(_word(name), own) else f"functions.{name}:{number}")
-                    new[own] = asked[-1]
-                named = [{**call, "id": id} for call, id in zip(calls, asked, strict=True)]
-                if named != calls:
-                    self._note("calls get ids as the model writes them (functions.NAME:0)")
-                message = {**message, "tool_calls": named}
-            elif message["role"] == "tool":
-                own = message.get("tool_call_id", "")
-                by_name = [id for id in asked if re.search(_word(message.get("name", "")), id)]
-                id = new.get(own, own) if own else next(iter([*by_name, *asked]), "")
-                asked = [other for other in asked if other != id]
-                message = {**message, "tool_call_id": id} if id else message
-            turns.append(message)
+        turns = with_ids(messages)
+        if [turn.get("tool_calls") for turn in turns] != [message.get("tool_calls") for message in messages]:
+            self._note("calls get ids as the model writes them (functions.NAME:0)")
         return turns
 
     @cached_property
     def _writes_ids(self) -> bool:
         """Whether the template writes the ids of calls, but not their names."""
-        call = {
-            "type": "function",
-            "id": "mark_of_an_id",
-            "function": {"name": "mark_of_a_name", "arguments": {}},
+        called: Turn = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call_of("mark_of_a_name", "mark_of_an_id")],
         }
-        called: Turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        for form in _forms([_SIMPLEST[0], called]):
-            with contextlib.suppress(Exception):  # what a template does, and so what it raises, is anybody's
+        for form in forms([_SIMPLEST[0], called]):
+            with contextlib.suppress(Exception):  # it may want other turns than these
                 text = self._rendered(form, prompt=False, tools=None)
                 return "mark_of_an_id" in text and "mark_of_a_name" not in text
         return False
 
     def _check_thoughts(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
         """Note a template that leaves out what the model thought before an answer that is trained."""
-        answers = [_with_thought(m) for m in conversation.messages if m["role"] == "assistant"]
+        answers = [with_thought(m) for m in conversation.messages if m["role"] == "assistant"]
         for answer, wanted in zip(answers, trained, strict=True):
             if wanted and answer.get("reasoning_content", "").strip() not in said:
                 self._note(
@@ -462,7 +415,7 @@ class ChatEncoder:
         try:
             return self._found_spans(conversation, trained)
         except UserError:
-            written = self._as_written(conversation)
+            written = self._asis_written(conversation)
             if written == conversation:
                 raise
             found = self._found_spans(written, trained)
@@ -471,7 +424,7 @@ class ChatEncoder:
                 self._note("the chat template leaves out texts before calls, which are trained without them")
             return found
 
-    def _as_written(self, conversation: Conversation) -> Conversation:
+    def _asis_written(self, conversation: Conversation) -> Conversation:
         """The same without what the template leaves out of it: thoughts, and texts before calls. It may write
         them as long as no other answer follows, as gpt-oss' does; then prompts are not as in the whole."""
         turns, tools = list(conversation.messages), conversation.tools
@@ -527,7 +480,7 @@ class ChatEncoder:
         kept, ending = answer, self._ending(answer)
         if ending:
             kept = answer.rstrip().removesuffix(ending)
-        said = [_with_thought(message)["content"].strip()]
+        said = [with_thought(message)["content"].strip()]
         said += [call["function"]["name"] for call in message.get("tool_calls", ())]
         later = text[start : start + len(kept)]
         same = next((i for i, (a, b) in enumerate(zip(kept, later, strict=False)) if a != b), len(later))
@@ -561,9 +514,7 @@ class ChatEncoder:
         if not ending and self.openings:
             return self._with_opening(text, spans, "tool" if messages[-1].get("tool_calls") else "user")
         if not ending:
-            self._note(
-                "the chat template ends no answer with a special token: the model does not learn to stop"
-            )
+            self._note(_ENDLESS)
             return text, spans
         result: list[Span] = []
         for start, stop in spans:
@@ -583,9 +534,7 @@ class ChatEncoder:
         if spans[-1][1] == len(text):
             text += tokens.get(role, "")
         found = [next((t for t in tokens.values() if text.startswith(t, stop)), "") for _, stop in spans]
-        self._note(
-            "the chat template ends no answer: the token that opens the next turn is trained as its end"
-        )
+        self._note(_ENDLESS if "" in found else _OPENED)
         return text, [(start, stop + len(token)) for (start, stop), token in zip(spans, found, strict=True)]
 
     @cached_property
@@ -593,18 +542,15 @@ class ChatEncoder:
         """The special token that begins the turn after an answer, by that turn's role; {} where the template
         ends answers with one."""
         id = "functions.a:0"  # as Kimi's
-        call = {"type": "function", "id": id, "function": {"name": "a", "arguments": {}}}
-        called: Turn = {**_SIMPLEST[1], "tool_calls": [call]}
+        called: Turn = {**_SIMPLEST[1], "tool_calls": [call_of("a", id)]}
         result: Turn = {"role": "tool", "content": "a", "tool_call_id": id}
         found: dict[str, str] = {}
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # here and below: it may want other turns than these
             if self.marked or self._ending(self._render(_SIMPLEST)):
                 return found
         for turns in ([*_SIMPLEST, _SIMPLEST[0]], [_SIMPLEST[0], called, result]):
-            for form in _forms(turns):
-                with contextlib.suppress(
-                    Exception
-                ):  # what a template does, and so what it raises, is anybody's
+            for form in forms(turns):
+                with contextlib.suppress(Exception):
                     before, whole = self._render(form[:-1]), self._render(form)
                     follows = whole.removeprefix(before) if whole.startswith(before) else ""
                     if token := next((token for token in self._special if follows.startswith(token)), ""):
@@ -619,7 +565,7 @@ class ChatEncoder:
         self, messages: Sequence[Turn], i: int, tools: Sequence[dict[str, Any]] | None, before: str
     ) -> bool:
         """Whether the answer messages[i] would follow the prompt `before` if it had a thought."""
-        if _with_thought(messages[i]).get("reasoning_content"):
+        if with_thought(messages[i]).get("reasoning_content"):
             return False
         thought: Turn = {**messages[i], "reasoning_content": "a"}
         try:
@@ -663,102 +609,3 @@ def with_date(template: str, day: str) -> str:
 def dated(template: str) -> bool:
     """Whether a template depends on the date."""
     return "strftime_now(" in template
-
-
-def _with_marks(
-    messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None
-) -> tuple[list[tuple[str, str, str]], list[Turn], list[dict[str, Any]] | None]:
-    """The same with other names of tools and calls, and other results: their own may stand anywhere in a row.
-
-    Returns:
-        ((the name or result there, the one here, what it is) of each, messages, tools).
-    """
-    marks: list[tuple[str, str, str]] = []
-    ids: dict[str, str] = {}
-
-    def marked(function: dict[str, Any], what: str, place: str) -> dict[str, Any]:
-        name = function["name"]
-        marks.append((f"mark_{len(marks)}_of_a_row", name, f"the {what} {name}{place}"))
-        return {**function, "name": marks[-1][0]}
-
-    def marked_call(call: dict[str, Any], number: int) -> dict[str, Any]:
-        call = {**call, "function": marked(call["function"], "call of", f" (messages[{number}])")}
-        mark, name, _ = marks[-1]
-        if name and "id" in call:  # which may be written in the name's place
-            ids[call["id"]] = re.sub(_word(name), mark, call["id"])
-            call["id"] = ids[call["id"]]
-        return call
-
-    turns: list[Turn] = []
-    for number, message in enumerate(messages, start=1):
-        calls = [marked_call(call, number) for call in message.get("tool_calls", ())]
-        turns.append({**message, "tool_calls": calls} if calls else message)
-        if message["role"] == "tool":
-            marks.append(
-                (f"mark_{len(marks)}_of_a_row", message["content"], f"the tool turn (messages[{number}])")
-            )
-            turns[-1] = {**message, "content": marks[-1][0]}
-            if (own := message.get("tool_call_id")) in ids:
-                turns[-1]["tool_call_id"] = ids[own]
-    offered = [{**tool, "function": marked(tool["function"], "tool", "")} for tool in tools or ()]
-    return marks, turns, offered or None
-
-
-def _word(name: str) -> str:
-    """A pattern that finds the name as a word of its own."""
-    return rf"(?<!\w){re.escape(name)}(?!\w)"
-
-
-def _written(part: str, text: str) -> bool:
-    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
-
-
-def _with_thought(message: Turn) -> Turn:
-    if message["role"] != "assistant" or message.get("reasoning_content"):
-        return message
-    found = _THOUGHT.match(message["content"])
-    if found is None:
-        return message
-    return {**message, "content": message["content"][found.end() :], "reasoning_content": found[1].strip()}
-
-
-def plain_turns(messages: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Messages as templates take them: a thought under either name that they read."""
-    plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
-    return [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in plain]
-
-
-def answers_wanted(conversation: Conversation, train_on: str) -> list[bool]:
-    """For each answer of a conversation, in order, whether it is trained.
-
-    Of pairs and verdicts only what follows the prompt is: the rest is the same in both, or not judged.
-    """
-    messages = conversation.messages
-    questions = [i for i, m in enumerate(messages) if m["role"] == "user"]
-    after = -1
-    if train_on == "last" or conversation.kind != "sft":
-        after = questions[-1]
-    if conversation.rejected is not None:
-        same = zip(messages, conversation.rejected, strict=False)
-        after = next((i for i, (a, b) in enumerate(same) if a != b), len(messages)) - 1
-    return [i > after and m.get("weight", 1) != 0 for i, m in enumerate(messages) if m["role"] == "assistant"]
-
-
-def _forms(messages: Sequence[Turn]) -> list[Sequence[Turn]]:
-    """Most templates write a call's arguments with tojson; some expect them written already."""
-    called = any(message.get("tool_calls") for message in messages)
-    return [messages, arguments_as_text(messages)] if called else [messages]
-
-
-def arguments_as_text(messages: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The same messages with the arguments of tool calls as JSON text."""
-
-    def as_text(call: dict[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        arguments = json.dumps(function["arguments"], ensure_ascii=False)
-        return {**call, "function": {**function, "arguments": arguments}}
-
-    return tuple(
-        {**m, "tool_calls": [as_text(call) for call in m["tool_calls"]]} if "tool_calls" in m else m
-        for m in messages
-    )

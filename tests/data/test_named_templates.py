@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kt_ray.config.limits import WORDS
+from kt_ray.data.named_templates import TOKENS
 from kt_ray.data.row_types import Conversation, Turn
-from kt_ray.data.template import TOKENS, ChatEncoder
+from kt_ray.data.template import ChatEncoder
 from kt_ray.errors import UserError
 from tests.data.conftest import MARKED, PLAIN, TEMPLATES, make_tokenizer, trained_texts
 

@@ -372,6 +372,18 @@ def test_the_next_turn_ends_an_answer_that_nothing_else_ends() -> None:
     assert trained_texts(tokenizer, ids, labels) == [said] and tokenizer.decode(ids).endswith("No.")
 
 
+def test_a_call_that_nothing_ends_is_told_so() -> None:
+    template = (
+        "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else m.role }}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    encoder = ChatEncoder(make_tokenizer(template, extra_special_tokens=["<|user|>"]))
+    assert spoken(encoder, ASK, SAID) == [SAID["content"] + "<|user|>"]
+    assert spoken(encoder, ASK, calls("look")) == ["look"]
+    assert "does not learn to stop" in encoder.notes[-1]
+
+
 @pytest.mark.parametrize("part", ["reasoning_content", "content"])
 def test_what_is_dropped_before_a_call_once_an_answer_follows(part: str) -> None:
     """As gpt-oss' template: up to the call it is there, so the answer's prompt is not as in the whole row."""
