@@ -352,8 +352,8 @@ def materialize_buffers(module: PreTrainedModel, device: torch.device | str) -> 
     """Give buffers that no checkpoint holds (rotary tables, ...) their values on `device`.
 
     Meta buffers that are not persistent are allocated and computed by the family's own
-    `_init_weights`, as `from_pretrained` does. Parameters of the same modules are left alone. Returns the
-    names of the buffers, sorted.
+    `_init_weights`, as `from_pretrained` does. Whatever else these modules hold, parameters and stored
+    buffers, is left alone. Returns the names of the buffers, sorted.
 
     Raises:
         ValueError: a buffer's module also holds parameters still on meta (load them first).
@@ -372,8 +372,10 @@ def materialize_buffers(module: PreTrainedModel, device: torch.device | str) -> 
         for path, owner in owners.items():
             if any(p.is_meta for p in owner.parameters(recurse=False)):
                 raise ValueError(f"{path}: load its parameters before its buffers")
-            saved = [(p, p.detach().clone()) for p in owner.parameters(recurse=False)]
+            stored = (t for n, t in owner.named_buffers(recurse=False) if n in owner.state_dict())
+            loaded = [*owner.parameters(recurse=False), *(t for t in stored if not t.is_meta)]
+            saved = [(tensor, tensor.detach().clone()) for tensor in loaded]
             module._init_weights(owner)
-            for parameter, value in saved:
-                parameter.copy_(value)
+            for tensor, value in saved:
+                tensor.copy_(value)
     return sorted(done)

@@ -90,7 +90,10 @@ def build_causal(
     if family.whole is not None:
         inside = (AutoModelForImageTextToText, family.whole)
         # The text class only where transformers loads it from the same files: the adapter has its names.
-        alone = family.auto == "AutoModelForCausalLM"
+        # Gemma 4's is the multimodal one under both.
+        alone = family.auto == "AutoModelForCausalLM" and _class_of(
+            AutoModelForCausalLM, family.whole
+        ).__name__.endswith("ForCausalLM")
         candidates = [*candidates, inside] if alone or not _generates(*inside) else [inside]
     chosen = next((c for c in candidates if _generates(*c)), None)
     if chosen is None:

@@ -126,6 +126,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_groups": 1,
     },
     "dots3_note_text": {"per_layer_config": {"2": _DOTS3_LAYER, "3": _DOTS3_LAYER}},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -166,6 +172,8 @@ def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
             towers["vision_config"]["num_hidden_layers"] = 8  # with fewer it needs scipy
         elif parts.get("vision_config") is not None and "vision_config" not in towers:
             towers["vision_config"] = _tower(CONFIG_MAPPING["pixtral"])  # Mistral-Large-4's
+        if model_type == "gemma4":  # looks its placeholders up in the embedding
+            towers |= {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92}
         return {"model_type": model_type, "text_config": text} | towers
     if dataclasses.is_dataclass(kind):
         names = {f.name for f in dataclasses.fields(kind)}
