@@ -186,6 +186,7 @@ def stage_specs(
             attention_output=plan.attention_output,
             head_ranges=plan.head_ranges,
             waiting=worker.waiting,
+            handed=plan.dims.handed,
             streamed=worker.streamed,
             slots=worker.slots,
             embedding_on_host=embedding_on_host(plan.dims, worker, plan.stages),

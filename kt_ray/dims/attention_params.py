@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kt_ray.dims.config_keys import Keys, LayerParts
+from kt_ray.dims.handed import has_index, keys_of, rotates
 from kt_ray.dims.model_dims import CacheWidth
 
 
@@ -20,7 +21,7 @@ def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
     elif is_linear(keys, layer) and keys.config.get("linear_num_key_heads"):
         _gated_delta(keys, parts)
     elif keys.config.get("kv_lora_rank"):
-        _mla(keys, parts)
+        _mla(keys, layer, parts)
     else:  # linear attention of other kinds (lightning, mamba) is estimated as this
         grouped_query(keys, layer, parts)
 
@@ -36,15 +37,22 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
     family, hidden, heads = keys.family, keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", default=heads)
     head = keys.size("head_dim", default=max(1, hidden // heads))
+    whole = family == "gemma4_text" and "full_attention" in (keys.listed("layer_types") or ())[layer:][:1]
+    shares = whole and keys.flag("attention_k_eq_v")  # keys are values
+    if whole:  # saved by transformers for each of these layers
+        head = keys.size("global_head_dim", default=head)
+    if shares:
+        kv_heads = keys.size("num_global_key_value_heads", default=kv_heads)
     q_out, kv_out = heads * head, kv_heads * head
     bias = keys.flag("qkv_bias", True) if family == "qwen2_moe" else keys.flag("attention_bias")
     gated = family in ("qwen3_next", "qwen3_5_moe") and keys.flag("attn_output_gate", True)
     parts.project(f"{at}.q_proj", hidden, q_out * (2 if gated else 1), bias)
     parts.project(f"{at}.k_proj", hidden, kv_out, bias)
-    parts.project(f"{at}.v_proj", hidden, kv_out, bias)
+    if not shares:
+        parts.project(f"{at}.v_proj", hidden, kv_out, bias)
     o_bias = bias and family not in ("qwen2_moe", "glm4_moe")
     parts.project(f"{at}.o_proj", q_out, hidden, o_bias)
-    normed = ("hunyuan_v1_moe", "minimax_m3_vl_text", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
+    normed = ("gemma4_text", "hunyuan_v1_moe", "minimax_m3_vl_text", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
     if family in normed or (family == "glm4_moe" and keys.flag("use_qk_norm")):
         parts.attention += 2 * head
         parts.normed = q_out + kv_out
@@ -97,13 +105,19 @@ def _block_indexer(keys: Keys, layer: int, parts: LayerParts) -> None:
     parts.cache = parts.cache._replace(token=parts.cache.token + head)
 
 
-def _mla(keys: Keys, parts: LayerParts) -> None:
-    """Multi-head latent attention (DeepSeek-V2), with DeepSeek-V3.2's indexer where the config has one."""
-    hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+def _mla(keys: Keys, layer: int, parts: LayerParts) -> None:
+    """Multi-head latent attention (DeepSeek-V2), with DeepSeek-V3.2's indexer where the config has one.
+
+    Layers may take an earlier one's keys, or its index's choice (handed.py).
+    """
+    family, hidden, heads = keys.family, keys.size("hidden_size"), keys.size("num_attention_heads")
     nope, rope = keys.size("qk_nope_head_dim"), keys.size("qk_rope_head_dim", least=0)
     v_head, kv_rank = keys.size("v_head_dim"), keys.size("kv_lora_rank")
+    if not rotates(keys, layer):
+        nope, rope = nope + rope, 0
     q_out = heads * (nope + rope)
-    q_rank = keys.size("q_lora_rank", default=0, least=0)
+    mistral = family == "mistral_large4_text"
+    q_rank = 0 if mistral else keys.size("q_lora_rank", default=0, least=0)
     bias = keys.flag("attention_bias")
     if q_rank:
         parts.project("self_attn.q_a_proj", hidden, q_rank, bias)
@@ -111,22 +125,34 @@ def _mla(keys: Keys, parts: LayerParts) -> None:
         parts.project("self_attn.q_b_proj", q_rank, q_out)
     else:
         parts.project("self_attn.q_proj", hidden, q_out)
-    parts.project("self_attn.kv_a_proj_with_mqa", hidden, kv_rank + rope, bias)
-    parts.attention += kv_rank  # norm
-    parts.cache = CacheWidth(token=kv_rank + rope)
+    token = 0
+    if keys_of(keys, layer) == layer:
+        parts.project("self_attn.kv_a_proj_with_mqa", hidden, kv_rank + rope, bias)
+        parts.attention += kv_rank  # norm
+        token = kv_rank + rope
     parts.project("self_attn.kv_b_proj", kv_rank, heads * (nope + v_head))
     parts.project("self_attn.o_proj", heads * v_head, hidden, bias)
     if keys.flag("mla_use_output_gate"):
         parts.attention += hidden * heads * v_head
-    if keys.config.get("index_n_heads"):
+    if mistral:
+        parts.attention += 2 * heads  # scale of the softmax
+    if family == "hy_v4":
+        parts.project("self_attn.gate_proj", hidden, heads * v_head)
+        parts.attention += heads  # sinks
+        streams = keys.size("hc_mult", default=4)  # hyper-connections of attention and MoE
+        parts.attention += 2 * (2 * streams * (streams * hidden + 1) + 2)
+    if keys.config.get("index_n_heads") and has_index(keys, layer):
         index_heads, index_head = keys.size("index_n_heads"), keys.size("index_head_dim")
         parts.index = (index_heads, False)
         parts.project("self_attn.indexer.wq_b", q_rank or hidden, index_heads * index_head)
         parts.project("self_attn.indexer.wk", hidden, index_head)
         parts.attention += 2 * index_head  # norm with bias
+        if mistral:
+            parts.attention += 2 * hidden + 2 * index_heads  # norm with bias, scale of the softmax
         parts.project("self_attn.indexer.weights_proj", hidden, index_heads)
         parts.pair = index_heads * index_head
-        parts.cache = CacheWidth(token=kv_rank + rope + index_head)
+        token += index_head
+    parts.cache = CacheWidth(token=token)
     parts.width = heads * (2 * (nope + rope) + v_head)
     parts.pair += heads * (nope + rope + v_head)
 

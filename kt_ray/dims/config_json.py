@@ -9,9 +9,11 @@ from typing import Any
 
 from kt_ray.dims.attention_params import kv_heads
 from kt_ray.dims.config_keys import TIED, Keys, LayerParts
+from kt_ray.dims.handed import handed
 from kt_ray.dims.layer_params import (
     ACTIVATIONS,
     EXPERT_COUNT,
+    NOT_AFFINE,
     UNCOMPUTED,
     UNDISPATCHED,
     UNGATED,
@@ -112,7 +114,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         )  # fmt: skip
     parts = [layer_parts(keys, layer, layer in moe) for layer in range(layers)]
     intermediate = expert_intermediate(keys)
-    streams = keys.size("hc_mult", default=4) if keys.family == "deepseek_v4" else 1
+    streams = keys.size("hc_mult", default=4) if keys.family in ("deepseek_v4", "hy_v4") else 1
     dtype, assumed = _dtype(config, text, where)
     quantization = text.get("quantization_config") or config.get("quantization_config")
     weights = {**text, "quantization_config": quantization}
@@ -159,9 +161,11 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         pair_widths=tuple((p.pair, p.window) for p in parts),
         indexes=tuple(p.index for p in parts),
         cache_widths=tuple(p.cache for p in parts),
+        handed=handed(keys, layers),
         context=longest or (context if isinstance(context, int) and context > 0 else 0),
         longest_row=longest,
         hidden_streams=streams,
+        affine=streams == 1 and keys.family not in NOT_AFFINE,
         gated=keys.family not in UNGATED,
         plain_expert_layers=plain,
         quantised=quantised if any(q.params for q in quantised) else (),

@@ -29,7 +29,8 @@ EXACT = frozenset(
     (
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm4_moe", "gpt_oss"),
         *("minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "kimi_linear", "nemotron_h"),
-        *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "hunyuan_v1_moe"),
+        *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "hunyuan_v1_moe", "gemma4_text", "hy_v4"),
+        "mistral_large4_text",
     )
 )
 # Families whose head is the embedding where config.json does not say.
@@ -61,6 +62,14 @@ class Keys:
     def exact(self) -> bool:
         """Whether counts equal transformers' own, parameter for parameter."""
         return self.family in EXACT and not any(self.config.get(key) for key in _BEYOND)
+
+    def of_layer(self, layer: int) -> Keys:
+        """The keys with those that transformers saved for one layer alone (per_layer_config)."""
+        layers = self.config.get("per_layer_config")
+        for name, own in layers.items() if isinstance(layers, Mapping) else ():
+            if str(name).isdigit() and int(name) == layer and isinstance(own, Mapping):
+                return Keys({**self.config, **own}, f"{self.where}, per_layer_config.{name}")
+        return self
 
     def size(self, *names: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
         """The first of `names` that is present and not null, as an integer of `least` to `most`."""

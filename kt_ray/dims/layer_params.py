@@ -48,7 +48,7 @@ WHOLE_HEADS = frozenset(("flex_olmo", "minimax_m2", "olmoe"))
 # Families of which some layers have another attention than softmax over keys, or none.
 MIXED = frozenset(("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax"))
 # Families whose layers are not affine in the output of their experts (a norm follows, or an attention).
-NOT_AFFINE = frozenset(("afmoe", "axk1", "beam", "kolibri1"))
+NOT_AFFINE = frozenset(("afmoe", "axk1", "beam", "gemma4_text", "kolibri1"))
 
 # Dense layers before the first one with experts, where config.json does not say; 0 in other families.
 FIRST_DENSE = {
@@ -92,9 +92,10 @@ def layer_parts(keys: Keys, layer: int, moe: bool) -> LayerParts:
     if keys.family == "nemotron_h":
         _nemotron_block(keys, layer, parts)
         return parts
-    attention(keys, layer, parts)
+    attention(keys.of_layer(layer), layer, parts)
     hidden = keys.size("hidden_size")
-    parts.dense += (4 if keys.family == "phimoe" else 2) * hidden  # input and post-attention norms
+    # input and post-attention norms; PhiMoE's have a bias, Gemma 4 has two more
+    parts.dense += (4 if keys.family in ("gemma4_text", "phimoe") else 2) * hidden
     if moe:
         _moe_mlp(keys, parts)
     else:
@@ -198,6 +199,9 @@ def _moe_mlp(keys: Keys, parts: LayerParts) -> None:
     hidden, experts = keys.size("hidden_size"), num_experts(keys)
     if keys.family == "hunyuan_v1_moe":
         _gated_mlp(parts, "mlp.shared_mlp", hidden, keys.size("intermediate_size"))
+    if keys.family == "gemma4_text":
+        _gated_mlp(parts, "mlp", hidden, keys.size("intermediate_size"))
+        parts.dense += 3 * hidden + hidden + experts  # norms; the router's scales
     parts.dense += hidden * experts + (experts if keys.family == "gpt_oss" else 0)
     parts.dense += 2 * hidden * latent_width(keys)
     shared = keys.size(

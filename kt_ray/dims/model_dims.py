@@ -40,6 +40,27 @@ class CacheWidth(NamedTuple):
         return element * (self.token * tokens + near + self.row * rows) + 4 * self.state * rows
 
 
+class Handed(NamedTuple):
+    """What a layer hands to later ones beside the hidden state (kt_ray/model/handed_results.py).
+
+    layer: that leaves it. last: that takes it last. elements: of keys and values, per token. chosen: keys at
+    most that an index chooses for a token, each an int32.
+    """
+
+    layer: int
+    last: int
+    elements: int = 0
+    chosen: int = 0
+
+    def bytes(self, tokens: int, row: int, element: int) -> int:
+        """Of so many tokens in rows of `row`; element: bytes of a value."""
+        return tokens * (self.elements * element + 4 * min(self.chosen, row))
+
+    def crosses(self, cut: int) -> bool:
+        """Whether it would have to pass from the stage before layer `cut` to the next."""
+        return self.layer < cut <= self.last
+
+
 @dataclass(frozen=True)
 class ModelDims:
     """Dimensions of a MoE language model, read from its config.json.
@@ -82,14 +103,25 @@ class ModelDims:
     # apart; () = no layer has one
     indexes: tuple[tuple[int, bool], ...] = ()
     cache_widths: tuple[CacheWidth, ...] = ()  # per layer: what generation keeps of a row
+    handed: tuple[Handed, ...] = ()  # what layers hand to later ones beside the hidden state
     context: int = 0  # tokens that the model was made for (max_position_embeddings); 0 = it does not say
     # tokens of the longest row for which transformers computes what the model was trained to; 0 = any
     longest_row: int = 0
     hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide
+    affine: bool = True  # whether a layer's output is affine in that of its experts
     gated: bool = True  # whether the routed experts have a gate projection
     plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`
     quantised: tuple[Quantised, ...] = ()  # per layer, outside the routed experts; () = nothing is
     experts_file_bytes: int = 0  # bytes of all routed experts in a file of their own (GGUF); 0 = unknown
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Layers at which a stage after the first may begin: nothing is handed over such a cut but h."""
+        return tuple(n for n in range(1, self.num_layers) if not any(h.crosses(n) for h in self.handed))
+
+    def takes(self, layer: int) -> bool:
+        """Whether a layer may take what an earlier one leaves."""
+        return any(h.layer < layer <= h.last for h in self.handed)
 
     @property
     def expert_format(self) -> str:

@@ -105,9 +105,12 @@ def measure_layers(
         UserError: the model cannot be built or loaded.
     """
     last = len(works) - 1
-    # The last layer of each kind: the last of all comes with the head.
-    kinds = {layer_signature(work): number for number, work in enumerate(works)}
-    model = works[0].dims.model_type
+    # The last layer of each kind: the last of all comes with the head. A layer that takes what an earlier
+    # one computed does not run alone: such kinds keep their nominal rates, and the ends, if one is the last.
+    dims = works[0].dims
+    alone = {number: work for number, work in enumerate(works) if not dims.takes(number)}
+    kinds = {layer_signature(work): number for number, work in alone.items()}
+    model = dims.model_type
     rates: list[LayerRate] = []
     for signature, layer in kinds.items():
         say(f"layer {layer} of {model}")

@@ -22,6 +22,7 @@ from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.generate.requests import Batch, Step
 from kt_ray.model import caches
 from kt_ray.model.clock import Clock
+from kt_ray.model.handed_results import HandedResults
 from kt_ray.model.latent_keys import latent_attention, unexpanded
 from kt_ray.model.layer_loop import (
     ExpertExchange,
@@ -117,6 +118,7 @@ class Decoder:
             inputs, micro.mask, note, cache=cohort.cache, position_ids=positions
         )
         micro.calls = {layer: calls[layer] for layer in self.model.layers}
+        micro.handed = HandedResults(self._stage.hands)
         return micro
 
     def finish(self) -> None:

@@ -1,4 +1,5 @@
 """Where the hidden states before a stage's layers wait for backward: on its device, or in host memory.
+Handed results (kt_ray/model/handed_results.py) wait with them.
 
 With rule.activations=host a GPU holds the hidden states of the micro-batches that it works on, and no others:
 each is copied out behind the computation and back ahead of it, by streams of their own, from and to
@@ -68,9 +69,14 @@ class HostShelf:
         """Of the largest pass so far."""
         return self._memory.numel()
 
-    def clear(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
-        """Begin a pass that keeps a hidden state of each of these shapes, at most; earlier ones are gone."""
+    def clear(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, handed: Sequence[int] = ()) -> None:
+        """Begin a pass that keeps a hidden state of each of these shapes, at most; earlier ones are gone.
+
+        Args:
+            handed: bytes of handed results, of two tensors at most each.
+        """
         size = sum(aligned(math.prod(shape) * dtype.itemsize) for shape in shapes)
+        size += sum(aligned(result) + aligned(1) for result in handed)
         self._used = 0
         if self._writing is not None:  # a pass that was given up may still read
             self._writing.wait_stream(self._reading)

@@ -12,9 +12,9 @@ H]`. Under a stage the call goes to the layer loop; without one it is the simple
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from kt_ray.errors import UserError
 
 NAME = "kt_ray"
 Handler = Callable[[Tensor, Tensor, Tensor], Tensor]
+# A result that a layer hands on: the argument that it comes by, and its key where that is a dict
+Result = tuple[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,25 +36,48 @@ class RecordedCall:
     args: tuple[Any, ...]  # positional arguments after the hidden state
     kwargs: dict[str, Any]  # keyword arguments without the hidden state
     by_name: bool  # whether the hidden state was passed as `hidden_states`, not first by position
-    # names under which the family hands a layer's second output to the next (see layer_checks); None
-    # where layers have no second output
-    carried: tuple[str, ...] | None = None
+    # the argument by which the family hands a layer's second output to the next; "" = none, None = layers
+    # have no second output
+    carried: str | None = None
+    # what the layer takes from earlier ones beside its hidden state (handed_results.py)
+    given: Mapping[Result, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """Call the layer with these arguments. Returns its hidden state, of `hidden`'s shape."""
-        return self.outputs(layer, hidden)[0]
+    def run(
+        self, layer: nn.Module, hidden: Tensor, left: dict[Result, tuple[Tensor, ...]] | None = None
+    ) -> Tensor:
+        """Call the layer with these arguments. Returns its hidden state, of `hidden`'s shape.
 
-    def outputs(self, layer: nn.Module, hidden: Tensor) -> tuple[Any, ...]:
-        """All outputs of the layer, the hidden state first."""
-        if self.by_name:
-            out = layer(hidden_states=hidden, **self.kwargs)
-        else:
-            out = layer(hidden, *self.args, **self.kwargs)
-        if not isinstance(out, tuple):
-            return (out,)
-        if any(extra is not None for extra in out[1:]) and self.carried is None:
+        Args:
+            left: gets what the layer hands on beside it.
+        """
+        kwargs = dict(self.kwargs)
+        places: dict[str, dict[Any, Any]] = {name: {} for name, value in kwargs.items() if is_place(value)}
+        for (name, key), tensors in self.given.items():
+            if name in places:
+                places[name][key] = tensors
+            else:
+                (kwargs[name],) = tensors
+        kwargs |= places
+        out = layer(hidden_states=hidden, **kwargs) if self.by_name else layer(hidden, *self.args, **kwargs)
+        hidden, *more = out if isinstance(out, tuple) else (out,)
+        if any(extra is not None for extra in more) and self.carried is None:
             raise unsupported(type(layer).__name__, f"{len(out)} outputs of one layer")
-        return out
+        if left is not None:
+            found = {(name, key): value for name, place in places.items() for key, value in place.items()}
+            if self.carried and more and more[0] is not None:
+                found[self.carried, None] = (more[0],)
+            left |= {result: value for result, value in found.items() if not self._passed_on(result, value)}
+        return hidden
+
+    def _passed_on(self, result: Result, value: tuple[Tensor, ...]) -> bool:
+        """Whether a layer handed on what it was given."""
+        given = self.given.get(result)
+        return given is not None and all(a is b for a, b in zip(value, given, strict=True))
+
+
+def is_place(value: Any) -> bool:
+    """Whether an argument is an empty dict, in which layers leave results for later ones."""
+    return isinstance(value, MutableMapping) and not value
 
 
 class LayerStub(nn.Module):
@@ -111,7 +136,7 @@ class LayerCallCapture:
         self.stubs = [LayerStub(layer) for layer in originals]
         self.outputs = 0  # of this family's layers: 0 = a tensor, else a tuple of that many
         self.extra: Tensor | None = None  # what stubs return as their second output
-        self.carried: tuple[str, ...] | None = None  # arguments that take the layer before's second output
+        self.carried: str | None = None  # see RecordedCall
         self.output_shape: tuple[int, ...] = ()  # of the last recording
         # of the hidden state between layers, after [b, s]: (H,), or (streams, H) with hyper-connections
         self.state_shape: tuple[int, ...] = ()
@@ -171,7 +196,7 @@ class LayerCallCapture:
 
 
 def unsupported(model_type: str, observed: str, what: str = "any placement") -> UserError:
-    """A family whose layers pass more than a hidden state on."""
+    """A family whose layers pass on what they cannot be given here."""
     return UserError(
         f"{model_type} cannot run with {what}",
         observed=observed,

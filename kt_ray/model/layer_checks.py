@@ -1,6 +1,7 @@
 """What a family's layers do, found by trying and never assumed: on random numbers, before the first pass.
 
-- `check_family`, `check_carry`: how layers pass their hidden state, and that they pass nothing else.
+- `check_family`: how layers pass their hidden state, and that they pass nothing else but what
+  handed_results.py knows.
 - `probe_layer`: is a layer's output affine in the experts' output y? Where h_out = h_partial + c·y with a
   constant c, a recomputed layer does not need y, and the experts' backward can start before it. A norm after
   the experts, or hyper-connections, make it non-affine.
@@ -26,7 +27,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kt_ray.errors import UserError
 from kt_ray.model.family import first_line
-from kt_ray.model.layer_calls import LayerCallCapture, LayerContext, RecordedCall, unsupported
+from kt_ray.model.handed_results import Hands
+from kt_ray.model.layer_calls import (
+    LayerCallCapture,
+    LayerContext,
+    RecordedCall,
+    Result,
+    is_place,
+    unsupported,
+)
 from kt_ray.model.streamed_weights import bring
 
 # Of float32 layers at the probe's magnitudes; a norm or a gate is off by orders more.
@@ -76,9 +85,8 @@ def check_family(capture: LayerCallCapture, first: bool, last: bool, hidden_size
     if capture.outputs == 2:
         capture.extra = torch.zeros(1, device=device)
         calls = capture.record(inputs(0), None)
-        capture.carried = tuple(
-            sorted({k for call in calls.values() for k, v in call.kwargs.items() if v is capture.extra})
-        )
+        named = [item for call in calls.values() for item in call.kwargs.items()]
+        capture.carried = next((name for name, value in named if value is capture.extra), "")
         for index, call in calls.items():
             if any(value is capture.extra for value in call.args):
                 raise unsupported(model_type, f"layer {index} receives what an earlier layer computed")
@@ -97,36 +105,6 @@ def check_family(capture: LayerCallCapture, first: bool, last: bool, hidden_size
                 raise unsupported(
                     model_type, f"layer {index} receives a tensor made from the tokens", "more than one stage"
                 )
-
-
-def check_carry(
-    capture: LayerCallCapture,
-    layers: Mapping[int, nn.Module],
-    calls: Mapping[int, RecordedCall],
-    hidden: list[Tensor],
-) -> None:
-    """Refuse a family whose layers use the second output of the layer before, found by trying.
-
-    GLM-5's layers hand their sparse attention's choice on, but each makes its own unless its
-    configuration says that it shares. `hidden` are two different hidden states of the calls' shape; the
-    caller answers for the experts.
-    """
-    if not capture.carried:
-        return
-    for index, layer in layers.items():
-        with torch.no_grad():
-            try:
-                alone = calls[index].run(layer, hidden[0])
-                other = calls[index].outputs(layer, hidden[1])[1]
-                mixed = replace(calls[index], kwargs={**calls[index].kwargs, capture.carried[0]: other})
-                same = torch.equal(alone, mixed.run(layer, hidden[0]))
-            except (ValueError, TypeError, AttributeError, RuntimeError):
-                same = False
-        if not same:
-            raise unsupported(
-                capture.causal.config.model_type,
-                f"layer {index} uses {capture.carried[0]} of the layer before",
-            )
 
 
 def probe_layer(
@@ -193,7 +171,9 @@ def _run_with(layer: nn.Module, call: RecordedCall, context: LayerContext, h: Te
     return out
 
 
-def check_packing(capture: LayerCallCapture, layers: Mapping[int, nn.Module], device: torch.device) -> None:
+def check_packing(
+    capture: LayerCallCapture, layers: Mapping[int, nn.Module], hands: Hands, device: torch.device
+) -> None:
     """Run every layer on three documents packed and alone, and compare. The caller answers for the experts.
 
     Raises:
@@ -209,13 +189,18 @@ def check_packing(capture: LayerCallCapture, layers: Mapping[int, nn.Module], de
     hidden = torch.randn((1, total, *capture.state_shape), generator=generator, dtype=torch.float32).to(
         device
     )
+    parts = [hidden[:, start : start + n] for start, n in zip(starts, _DOCUMENTS, strict=True)]
+    packed = hands.given(layers, packed, hidden, run=_in_float_run(layers, hidden))
+    alone = [
+        hands.given(layers, calls, part, run=_in_float_run(layers, part))
+        for calls, part in zip(alone, parts, strict=True)
+    ]
     for index, layer in layers.items():
         layer = _in_float(layer)
         with torch.no_grad():
             together = _float_call(packed[index]).run(layer, hidden)
             apart = [
-                _float_call(calls[index]).run(layer, hidden[:, start : start + n])
-                for calls, start, n in zip(alone, starts, _DOCUMENTS, strict=True)
+                _float_call(calls[index]).run(layer, part) for calls, part in zip(alone, parts, strict=True)
             ]
         expected = torch.cat(apart, dim=1)
         error = float((together - expected).abs().max())
@@ -230,7 +215,12 @@ def check_packing(capture: LayerCallCapture, layers: Mapping[int, nn.Module], de
 
 
 def padding_moves(
-    capture: LayerCallCapture, layers: Mapping[int, nn.Module], device: torch.device, *, masked: bool
+    capture: LayerCallCapture,
+    layers: Mapping[int, nn.Module],
+    hands: Hands,
+    device: torch.device,
+    *,
+    masked: bool,
 ) -> str:
     """Run a layer of each kind on padded rows and on each alone. The caller answers for the experts.
 
@@ -255,7 +245,14 @@ def padding_moves(
     shape = (*ids.shape, *capture.state_shape)
     hidden = torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
     padded = capture.record({"input_ids": ids}, valid if masked else None)
-    alone = [capture.record({"input_ids": ids[:1, :length]}, None) for length in lengths]
+    padded = hands.given(layers, padded, hidden, run=_in_float_run(layers, hidden))
+    alone = [
+        hands.given(
+            layers, capture.record({"input_ids": ids[:1, :length]}, None), own, run=_in_float_run(layers, own)
+        )
+        for row, length in enumerate(lengths)
+        for own in (hidden[row : row + 1, :length],)
+    ]
     kinds: dict[tuple[object, ...], int] = {}
     for index, layer in layers.items():
         kinds.setdefault((type(layer), *_parts(layer), *_tensors(padded[index])), index)
@@ -269,6 +266,19 @@ def padding_moves(
                 if not error <= _PACKING_TOLERANCE * max(1.0, float(own.abs().max())):
                     return f"layer {index}, {_attention_name(layer)}, by {error:.2g}"
     return ""
+
+
+def _in_float_run(
+    layers: Mapping[int, nn.Module], hidden: Tensor
+) -> Callable[[RecordedCall, int, dict[Result, tuple[Tensor, ...]]], object]:
+    """Runs a layer of these on `hidden` in float32, where few positions are chosen."""
+
+    def run(call: RecordedCall, index: int, left: dict[Result, tuple[Tensor, ...]]) -> None:
+        layer = _in_float(layers[index])
+        with _few_chosen(layer):
+            _float_call(call).run(layer, hidden, left)
+
+    return run
 
 
 def _tensors(call: RecordedCall) -> tuple[int, ...]:
@@ -310,9 +320,8 @@ def _float_call(call: RecordedCall) -> RecordedCall:
     def cast(value: Tensor) -> Tensor:
         return value.float() if value.is_floating_point() else value
 
-    return replace(
-        call, args=tree_map_only(Tensor, cast, call.args), kwargs=tree_map_only(Tensor, cast, call.kwargs)
-    )
+    args, kwargs, given = (tree_map_only(Tensor, cast, x) for x in (call.args, call.kwargs, dict(call.given)))
+    return replace(call, args=args, kwargs=kwargs, given=given)
 
 
 def _attention_name(layer: nn.Module) -> str:
@@ -323,14 +332,17 @@ def _attention_name(layer: nn.Module) -> str:
 def _odd(value: Any) -> str:
     """Name of the first argument that a layer could change or that cannot be kept, or ""."""
     if isinstance(value, RecordedCall):
-        named = (f"{name}: {odd}" for name, argument in value.kwargs.items() if (odd := _odd(argument)))
+        named = (
+            f"{name}: {odd}"
+            for name, argument in value.kwargs.items()
+            if not is_place(argument) and (odd := _odd(argument))
+        )
         return _odd(value.args) or next(named, "")
     if isinstance(value, Tensor | bool | int | float | str | torch.dtype | torch.device) or value is None:
         return ""
     if isinstance(value, Mapping | tuple | list):
-        if not value and not isinstance(value, tuple):
-            kind = "list" if isinstance(value, list) else "dict"
-            return f"an empty {kind} (a place for layers to leave results)"
+        if value == []:
+            return "an empty list (a place for layers to leave results)"
         return next(filter(None, map(_odd, value.values() if isinstance(value, Mapping) else value)), "")
     return f"a {type(value).__name__}"
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -362,10 +363,11 @@ class LayerLoop:
         h = state.layer_inputs[layer][number].take().detach().requires_grad_(layer > self.passed.lowest)
         known = self.known.get(layer, KnownOutputs()).given(outputs[number].take() if outputs else None)
         self._fetch(layer, state, number + 1)
-        graph, context = Graph(h, h), self.model.experts.get(layer)
+        graph = Graph(h, h, taken=micro.handed.leaves(layer, self.passed.inputs))
+        context = self.model.experts.get(layer)
         if context is None:
             with torch.enable_grad(), known, self.clock.device("attention"):
-                graph.out = self._run(layer, micro, h)
+                graph.out = self._called(layer, micro, graph)
             return graph
         if layer in state.expert_outputs:
             graph.y_TH = state.expert_outputs[layer][number].detach().requires_grad_()
@@ -379,7 +381,7 @@ class LayerLoop:
             return answer_with(micro, graph.y_TH)(hidden_NH, ids_NK, weights_NK)
 
         with torch.enable_grad(), known, context.handled_by(handler), self.clock.device("attention"):
-            graph.out = self._run(layer, micro, h)
+            graph.out = self._called(layer, micro, graph)
             graph.balance = self._balance(layer, micro)
         assert graph.weights_TK is not None
         again = Routes(ids, graph.weights_TK.detach())
@@ -410,7 +412,7 @@ class LayerLoop:
         state.grads = None
         if layer >= self.passed.inputs:
             state.grads = [
-                self._differentiated(self._graph(layer, group, i), *gradients)
+                self._differentiated(layer, state.micro[i], self._graph(layer, group, i), *gradients)
                 for i, gradients in enumerate(zip(grads, dx, dw, strict=True))
             ]
         state.drop(layer)
@@ -423,9 +425,17 @@ class LayerLoop:
         held = state.graphs[layer]
         return held.pop(0) if held else self._recomputed(layer, group, number)
 
-    def _differentiated(self, graph: Graph, grad: Tensor, dx: Tensor | None, dw: Tensor | None) -> Tensor:
+    def _differentiated(
+        self,
+        layer: int,
+        micro: MicroState,
+        graph: Graph,
+        grad: Tensor,
+        dx: Tensor | None,
+        dw: Tensor | None,
+    ) -> Tensor:
         """The gradient at a recomputed layer's input; what the graph held is free again."""
-        pairs = [(graph.out, grad)]
+        pairs = [(graph.out, grad), *micro.handed.gradients(layer, graph.left)]
         if graph.x_TH is not None and graph.weights_TK is not None:
             assert dx is not None and dw is not None
             pairs += [(graph.x_TH, dx), (graph.weights_TK, dw)]
@@ -435,6 +445,7 @@ class LayerLoop:
         with self.clock.device("attention"), turn(self.device):
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        micro.handed.add_gradients(layer, graph.taken)
         return torch.zeros_like(graph.h_in) if graph.h_in.grad is None else graph.h_in.grad
 
     # ---------------------------------------------------------------- results
@@ -480,10 +491,20 @@ class LayerLoop:
     # ---------------------------------------------------------------- helpers
 
     def _run(self, layer: int, micro: MicroState, hidden: Tensor) -> Tensor:
-        """One call of one layer on one micro-batch."""
+        """One call of one layer on one micro-batch, in forward."""
+        graph = Graph(hidden, hidden, taken=micro.handed.given(layer))
+        out = self._called(layer, micro, graph)
+        micro.handed.leave(layer, graph.left, lambda last, t: self._keep(t) if self.keeps(last) else None)
+        return out
+
+    def _called(self, layer: int, micro: MicroState, graph: Graph) -> Tensor:
+        """A layer's output for a graph's input, with what it takes; what it leaves goes into the graph."""
         self._use(layer, micro)
+        call = micro.calls[layer]
+        if graph.taken:
+            call = replace(call, given=graph.taken)
         with self._rows_of(micro), turn(self.device):
-            return micro.calls[layer].run(self.model.layers[layer], hidden)
+            return call.run(self.model.layers[layer], graph.h_in, graph.left)
 
     def _balance(self, layer: int, micro: MicroState) -> Tensor | None:
         """The part of the routers' loss of a layer just called; None = it has none."""

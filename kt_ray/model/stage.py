@@ -22,10 +22,12 @@ from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.embedding_noise import with_noise
+from kt_ray.model.handed_results import HandedResults, Hands, find_hands
 from kt_ray.model.head_ranges import SHORTER_ROWS, HeadRanges, find_ranges
 from kt_ray.model.hidden_shelf import HostShelf
 from kt_ray.model.known_outputs import KnownOutputs, find_all
-from kt_ray.model.layer_checks import check_carry, check_family, check_packing, padding_moves, probe_layer
+from kt_ray.model.layer_calls import RecordedCall
+from kt_ray.model.layer_checks import check_family, check_packing, padding_moves, probe_layer
 from kt_ray.model.layer_loop import LayerLoop, StageExchange
 from kt_ray.model.lora import AdapterSwitch, initial_lora, inject_lora, resolve_targets
 from kt_ray.model.pissa import relative_to_weights
@@ -56,6 +58,7 @@ class Stage:
         padding_moves: the first layer whose rows change with the padding beside them, or "" (not looked at
             unless `spec.padded`).
         scales: MoE layer -> c of h_out = h_partial + c·y, or None where the layer is not affine in y.
+        hands: what layers hand to later ones beside the hidden state.
         dropout: which rows the next layer call holds.
         head: of the last stage.
         adapters: which adapter the layers use.
@@ -99,6 +102,9 @@ class Stage:
         self.magnitudes = {
             name: p.detach().cpu().clone() for name, p in self.parameters.items() if name.endswith(MAGNITUDE)
         }
+        self.hands = self._find_hands()
+        if spec.activations == "host":
+            self._check_planned()
         self.scales = self._probe()
         self.known_outputs = self._find_known_outputs()
         self.ranges = self._find_ranges() if spec.head_ranges else {}
@@ -136,17 +142,44 @@ class Stage:
             self.device,
         )
 
+    def _find_hands(self) -> Hands:
+        model = self.model
+        hidden = self._trial_hidden()
+        calls = model.capture.record({"input_ids": self._trial_ids(hidden)}, None)
+        with self._zero_experts():
+            return find_hands(model.capture, model.layers, calls, hidden)
+
+    def _check_planned(self) -> None:
+        """What waits in host memory has its place there in the plan."""
+        unknown = {by for taken in self.hands.takes.values() for by in taken.values()}
+        unknown -= {result.layer for result in self.spec.handed}
+        if unknown:
+            raise UserError(
+                f"{self.model.causal.config.model_type} cannot train with rule.activations=host",
+                where=f"layer {min(unknown)}",
+                observed="later layers take what it computes, which the plan does not know",
+                remedy="set rule.activations=micro_batch",
+            )
+
+    def _trial_hidden(self) -> Tensor:
+        """Random [2, 4, *state_shape] to try layers on."""
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn((2, 4, *self.state_shape), generator=generator, dtype=torch.float32)
+        return hidden.to(self.device, self.dtype)
+
+    def _trial_ids(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
+
+    def _trial_calls(self) -> tuple[dict[int, RecordedCall], tuple[int, ...]]:
+        """The layers' calls for a hidden state of this shape, with what they take from each other."""
+        hidden = self._trial_hidden()
+        calls = self.model.capture.record({"input_ids": self._trial_ids(hidden)}, None)
+        with self._zero_experts():
+            return self.hands.given(self.model.layers, calls, hidden), tuple(hidden.shape)
+
     def _probe(self) -> dict[int, float | None]:
         model = self.model
-        b, s = 2, 4
-        calls = model.capture.record(
-            {"input_ids": torch.zeros(b, s, dtype=torch.int64, device=self.device)}, None
-        )
-        shape = (b, s, *self.state_shape)
-        generator = torch.Generator().manual_seed(0)
-        hidden = [torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(2)]
-        with self._zero_experts():
-            check_carry(model.capture, model.layers, calls, [h.to(self.device, self.dtype) for h in hidden])
+        calls, shape = self._trial_calls()
         numbers = tuple(v for v in model.causal.config.to_dict().values() if isinstance(v, float) and v)
         return {
             layer: probe_layer(model.layers[layer], calls[layer], context, shape, numbers, seed=layer)
@@ -154,16 +187,15 @@ class Stage:
         }
 
     def _find_known_outputs(self) -> dict[int, KnownOutputs]:
-        model, shape = self.model, (2, 4, *self.state_shape)
-        ids = torch.zeros(shape[:2], dtype=torch.int64, device=self.device)
-        calls = model.capture.record({"input_ids": ids}, None)
+        model = self.model
+        calls, shape = self._trial_calls()
         found = find_all(model.layers, calls, model.experts, shape, self.dtype)
         if self.spec.attention_output == "retain":
             return found
         return {layer: replace(known, retained=None) for layer, known in found.items()}
 
     def _find_ranges(self) -> dict[int, HeadRanges]:
-        model, shape = self.model, (2, 4, *self.state_shape)
+        model = self.model
         twice = [layer for layer, scale in self.scales.items() if scale is None]
         if twice:
             raise UserError(
@@ -172,8 +204,14 @@ class Stage:
                 observed="its output is not affine in that of its experts",
                 remedy=SHORTER_ROWS,
             )
-        ids = torch.zeros(shape[:2], dtype=torch.int64, device=self.device)
-        calls = model.capture.record({"input_ids": ids}, None)
+        if self.hands:
+            raise UserError(
+                f"{model.causal.config.model_type} cannot train with rule.activations=ranges",
+                where=f"layer {min(self.hands.takes)}",
+                observed="it takes what an earlier layer computed",
+                remedy=SHORTER_ROWS,
+            )
+        calls, shape = self._trial_calls()
         probe = (shape, self.dtype, self.spec.head_ranges, model.causal.config.model_type)
         return find_ranges(model.layers, calls, model.experts, *probe)
 
@@ -184,7 +222,7 @@ class Stage:
         hidden half of the pairs skipped. CPU kernels take a mask; there it stays, so that gradients keep
         their bits (grouped keys add up in another order without one).
         """
-        layers = (self.model.capture, self.model.layers, self.device)
+        layers = (self.model.capture, self.model.layers, self.hands, self.device)
         with self._zero_experts():
             if self.device.type == "cuda":
                 self.masks_padding = bool(padding_moves(*layers, masked=False))
@@ -240,7 +278,13 @@ class Stage:
             known = [self.known_outputs[layer] for layer in passed if layer in self.known_outputs]
             retained = sum(one.retained is not None for one in known)
             outputs = [(*shape[:2], shape[-1]) for shape in shapes]
-            self.shelf.clear(shapes * len(passed) + outputs * retained, self.dtype)
+            results = [
+                result.bytes(b * s, s, self.dtype.itemsize)
+                for result in self.spec.handed
+                if result.layer in self.model.layers and result.last in passed
+                for b, s, *_ in shapes
+            ]
+            self.shelf.clear(shapes * len(passed) + outputs * retained, self.dtype, results)
         return self.loop(
             *(*own, spec, groups, *links, self.shelf, slots),
             whole_groups=self.spec.activations == "group",
@@ -266,6 +310,7 @@ class Stage:
         with self._noise(micro, spec):
             calls = self.model.capture.record(inputs, micro.mask if self.masks_padding else None, note)
         micro.calls = {layer: calls[layer] for layer in self.model.layers}
+        micro.handed = HandedResults(self.hands)
         return micro
 
     @contextmanager
@@ -285,7 +330,7 @@ class Stage:
         """Raises UserError where a layer mixes packed documents; once per stage."""
         if not self._packing_checked:
             with self._zero_experts():
-                check_packing(self.model.capture, self.model.layers, self.device)
+                check_packing(self.model.capture, self.model.layers, self.hands, self.device)
             self._packing_checked = True
 
     # ------------------------------------------------------------- parameters

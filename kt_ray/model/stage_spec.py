@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kt_ray.config.schema import LoraConfig
+from kt_ray.dims.model_dims import Handed
 from kt_ray.placement.plan_types import ALL_LAYERS, BackwardPart
 
 
@@ -45,6 +46,7 @@ class StageSpec:
     attention_output: str = "recompute"  # rule.attention_output, likewise
     head_ranges: int = 0  # ranges of heads that attention goes by, with activations = "ranges"
     waiting: int = 0  # bytes that the plan has for hidden states in host memory
+    handed: tuple[Handed, ...] = ()  # what layers hand to later ones beside the hidden state, as planned
     streamed: tuple[int, ...] = ()  # layers whose weights wait in host memory (rule.resident_layers)
     slots: int = 0  # places for them on the device
     embedding_on_host: bool = False  # whether the embedding waits there, too, and tokens are looked up there

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kt_ray.batch import MicroBatch, Tops
+from kt_ray.model.handed_results import HandedResults, Hands
 from kt_ray.model.hidden_shelf import Kept
-from kt_ray.model.layer_calls import RecordedCall
+from kt_ray.model.layer_calls import RecordedCall, Result
 
 _WEIGHT_TOLERANCE = 1e-5  # routing weights recomputed on the same device are bit-equal in practice
 
@@ -34,6 +35,7 @@ class MicroState:
     # int64 [b, s] position ids that restart with each document of packed rows, or None
     documents: Tensor | None = None
     calls: dict[int, RecordedCall] = field(default_factory=dict)  # own layer -> call arguments
+    handed: HandedResults = field(default_factory=lambda: HandedResults(Hands()))
     embedded: Tensor | None = None  # [b, s, H] input of the first layer (first stage only, until `embed`)
 
     @classmethod
@@ -143,6 +145,9 @@ class Graph:
     x_TH: Tensor | None = None
     weights_TK: Tensor | None = None
     balance: Tensor | None = None  # scalar: its share of the routers' load-balancing loss
+    # handed results: leaves that the layer took, and what it left
+    taken: dict[Result, tuple[Tensor, ...]] = field(default_factory=dict)
+    left: dict[Result, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -171,6 +176,8 @@ class GroupState:
         """Free what was held of a layer for its backward."""
         for held in (self.graphs, self.layer_inputs, self.known_outputs, self.routes, self.expert_outputs):
             held.pop(layer, None)
+        for micro in self.micro:
+            micro.handed.drop(layer)
 
     @property
     def sizes(self) -> list[int]:

@@ -128,7 +128,7 @@ def count_stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelD
         return stages_named(rule, default=1)
     present = len(hardware.gpus)
     replicas = rule.replica_count // hosts  # of each host
-    stages = stages_named(rule, default=max(1, min(present // replicas, dims.num_layers)))
+    stages = stages_named(rule, default=max(1, min(present // replicas, len(dims.cuts) + 1)))
     wanted = gpus_of_workers(rule, stages, replicas)
     if wanted > present:
         fewer = f"rule.stages={max(1, present // replicas)}"

@@ -61,4 +61,5 @@ def _kind(dims: ModelDims, lora: LoraConfig, layer: int) -> object:
         layer in dims.moe_layers,
         adapted(dims, lora, layer),
         *(own[layer] for own in of_layer if own),
+        *(h._replace(layer=0, last=0) for h in dims.handed if h.layer == layer),
     )

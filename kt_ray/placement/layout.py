@@ -52,7 +52,7 @@ def layouts(dims: ModelDims, config: Config, hardware: Hardware) -> tuple[Layout
         stages = 0  # of the layout before
         for own in range(places, 0, -1):  # replicas of a host
             fewer = math.ceil(micro / ((own - 1) * hosts)) if own > 1 else micro + 1
-            more = 1 if on_cpu else min(places // own, dims.num_layers)
+            more = 1 if on_cpu else min(places // own, len(dims.cuts) + 1)
             shortens = own * hosts <= micro and math.ceil(micro / (own * hosts)) < fewer
             if shortens and (on_cpu or more > stages):
                 found.append(Layout(more, own * hosts, hosts))

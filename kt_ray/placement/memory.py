@@ -15,7 +15,8 @@ Attention worker with n layers:
                       ones are on the socket, once for all replicas
     kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing. With
                       rule.activations=host the inputs are on the socket, and here two of each token; and
-                      n * T_r * H * b of outputs, in the same place, with rule.attention_output=retain
+                      n * T_r * H * b of outputs, in the same place, with rule.attention_output=retain; what
+                      layers hand to later ones (`Handed.bytes`), likewise, and of each kind one here
     workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32 where PEFT computes
                       it, its dropout masks, q/k/v): all groups of a layer are recomputed before the first is
                       released, unless rule.activations has one micro-batch of each recomputed at a time; what
@@ -441,13 +442,18 @@ def worker_items(
     # Of what waits on the host are here hidden states between two layers, and two of each that are copied.
     kept = 2 * load.replica * dims.hidden_streams * hidden * element
     kept += 2 * load.micro * (dims.hidden_streams + outputs) * hidden * element
+    results = [h for h in dims.handed if start <= h.layer < stop and h.last >= passed.start]
+    sizes = {h: h.bytes(load.replica, load.row, element) for h in results}
+    states += sum(sizes.values())
+    for choices in (True, False):  # of each kind one is at work
+        kept += max((size for h, size in sizes.items() if choices == bool(h.chosen)), default=0)
     kept, passing = kept if load.on_host else states, 0
     if load.ranges:
         tokens = (load.replica, load.own_group, load.micro)
         kept = load.replica * TOKEN_BYTES
         states, passing = range_host(dims, passed, *tokens, element, outputs=load.outputs)
     kept += moe * load.replica * dims.experts_per_token * 12
-    if dims.hidden_streams > 1:  # not affine in the experts' output, which is then kept as well
+    if not dims.affine:  # then the experts' output is kept as well
         kept += moe * load.replica * hidden * 4
     probed = max((table.params[layer] for layer in own if table.moe[layer]), default=0)
     away = [table.weight_bytes[layer] for layer in worker.streamed]

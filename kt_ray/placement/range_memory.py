@@ -20,7 +20,6 @@ import math
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.layer_params import (
     MIXED,
-    NOT_AFFINE,
     SINK_FEATURES,
     SINKS,
     WHOLE_HEADS,
@@ -42,13 +41,15 @@ def without_ranges(dims: ModelDims, config: Config) -> str:
         return "its hidden state has several streams"
     if any(heads for heads, _ in dims.indexes):
         return "an index chooses the keys of a query"
+    if dims.handed:
+        return "layers take what earlier ones computed"
     if holds_scores(dims.model_type, config.model.attn_implementation):
         return "attention holds its scores"
     if not all(names) or dims.num_heads == 0 or dims.model_type in MIXED:
         return "some of its layers have another attention than softmax over keys"
     if dims.model_type in WHOLE_HEADS:
         return "a norm looks at all heads at once"
-    if dims.model_type in NOT_AFFINE:
+    if not dims.affine:
         return "its output is not affine in that of its experts"
     if config.lora.dora and any(_inner_lora(dims, config.lora, n) for n in range(dims.num_layers)):
         return "DoRA of latent attention's inner projections needs all heads at once"

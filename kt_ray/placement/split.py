@@ -59,17 +59,46 @@ def split_layers(
         UserError: more stages than layers, another number of layers than the model's, or patterns that do
             not give `n_stages` contiguous runs of layers.
     """
-    if n_stages > dims.num_layers:
+    most = len(dims.cuts) + 1
+    if n_stages > most:
+        takes = "; some layers take what earlier ones computed, and stay in one stage with them"
         raise UserError(
-            "there are more pipeline stages than layers",
+            "there are more pipeline stages than the model's layers can be cut into",
             where="rule.stages",
             observed=n_stages,
-            required=f"at most {dims.num_layers} (the model's layers)",
-            remedy=f"set rule.stages={dims.num_layers} or less",
+            required=f"at most {most}{takes if dims.handed else ''}",
+            remedy=f"set rule.stages={most} or less",
         )
-    entries = rule.layers
-    if not entries:
+    if not rule.layers:
         return LayerSplit(balance(), (None,) * n_stages)
+    split = _as_written(dims, rule, n_stages)
+    for start, _ in split.ranges:
+        for result in dims.handed:
+            if result.crosses(start):
+                raise _fault(
+                    "rule.layers parts layers from what they take",
+                    f"a stage that begins at layer {start}; layers up to {result.last} take what layer "
+                    f"{result.layer} computed",
+                    f"stages that begin at layers among {_listed(dims.cuts)}",
+                    "correct the entries, or set rule.layers=null for a balanced split",
+                )
+    return split
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Numbers, neighbours as ranges."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _as_written(dims: ModelDims, rule: RuleConfig, n_stages: int) -> LayerSplit:
+    entries = rule.layers
+    assert entries
     if isinstance(entries[0], Mapping) and "layers" not in entries[0]:
         return _patterns(dims, entries, n_stages)
     if isinstance(entries[0], int):

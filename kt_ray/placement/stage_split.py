@@ -28,13 +28,15 @@ Ranges = tuple[tuple[int, int], ...]
 class LayerSizes:
     """Bytes on a stage's device: `sums` of all its layers add up, of `peaks` the largest counts.
 
-    first, last: what the first and the last stage hold besides.
+    first, last: what the first and the last stage hold besides. cuts: layers at which a stage may begin;
+    None = any.
     """
 
     sums: tuple[int, ...]
     peaks: tuple[int, ...]
     first: int = 0
     last: int = 0
+    cuts: tuple[int, ...] | None = None
 
 
 def balanced_stages(
@@ -51,7 +53,8 @@ def balanced_stages(
     """
     stages = len(devices[0])
     if devices[0][0] == "cpu":
-        return even_split(LayerSizes((1,) * dims.num_layers, (0,) * dims.num_layers), [1] * stages)[1]
+        alike = LayerSizes((1,) * dims.num_layers, (0,) * dims.num_layers, cuts=dims.cuts)
+        return even_split(alike, [1] * stages)[1]
     room = {f"cuda:{gpu.index}": max(1, gpu.room - GPU_RUNTIME) for gpu in hardware.gpus}
     capacities = [min(room[names[stage]] for names in devices) for stage in range(stages)]
     micro, asked = micro_batches(config), config.rule.wave
@@ -81,10 +84,11 @@ def even_split(sizes: LayerSizes, capacities: Sequence[int]) -> tuple[float, Ran
         capacities: bytes of each stage's device, above 0.
 
     Raises:
-        ValueError: there are fewer layers than stages, or no stages.
+        ValueError: there are fewer places to cut than stages, or no stages.
     """
     n, stages = len(sizes.sums), len(capacities)
-    if not 1 <= stages <= n:
+    cuts = {*(range(1, n) if sizes.cuts is None else sizes.cuts)}
+    if not 1 <= stages <= len(cuts) + 1:
         raise ValueError(f"{stages} stages for {n} layers")
     below = (0, *accumulate(sizes.sums))
     peaks = [tuple(accumulate(sizes.peaks[start:], max)) for start in range(n)]
@@ -96,7 +100,8 @@ def even_split(sizes: LayerSizes, capacities: Sequence[int]) -> tuple[float, Ran
     # Layers divided so far -> (share of the fullest stage, sum of squared shares, where stages end).
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
-        after = range(stage + 1, n - (stages - stage - 1) + 1)  # every other stage needs a layer, too
+        # Every other stage needs a layer, too.
+        after = [stop for stop in range(stage + 1, n - (stages - stage - 1) + 1) if stop in cuts or stop == n]
         best = {
             stop: min(
                 (max(fullest, own), squares + own * own, (*ends, stop))
@@ -105,6 +110,7 @@ def even_split(sizes: LayerSizes, capacities: Sequence[int]) -> tuple[float, Ran
                 for own in (share(stage, start, stop),)
             )
             for stop in after
+            if any(start < stop for start in best)
         }
     fullest, _, ends = best[n]
     return fullest, tuple(pairwise((0, *ends)))
@@ -139,4 +145,5 @@ def layer_sizes(dims: ModelDims, config: Config, load: Load, stages: int, dtype:
         peaks=tuple(math.ceil(peak) for _, peak in sizes),
         first=math.ceil(first),
         last=math.ceil(last),
+        cuts=dims.cuts,
     )

@@ -179,7 +179,7 @@ class LayerWork:
             (n_in, name, of) for name, n_in, n_out, _, of in self.modules if n_out == self.dims.hidden_size
         ]
         last = max((each for each in wide if each[2]), default=None)
-        unused = [name for _, name, of in wide if not of and self.dims.hidden_streams == 1]
+        unused = [name for _, name, of in wide if not of and self.dims.affine]
         return (*unused, *([last[1]] if retained and last else []))
 
     def _forward(self, rows: int, width: int, known: tuple[str, ...]) -> tuple[Counts, Counts]:

@@ -113,8 +113,8 @@ class PlanDurations:
 
     def _attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
         moe = layer in self.plan.dims.moe_layers
-        # Only its experts train. With several streams dy is known once the layer is recomputed.
-        bare = layer < self.plan.backward.inputs and self.plan.dims.hidden_streams == 1
+        # Only its experts train. Where it is not affine dy is known once the layer is recomputed.
+        bare = layer < self.plan.backward.inputs and self.plan.dims.affine
         if bare and kind in ("recompute", "backward"):
             tokens = sum(m.tokens for m in group)
             return (self._submit(kind, tokens), 0.0) if kind == "recompute" else (0.0, 0.0)

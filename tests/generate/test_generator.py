@@ -19,6 +19,7 @@ from kt_ray.generate.requests import Request, Sampling, SessionSpec, Token
 from kt_ray.generate.sampling import RowSampler
 from tests.helpers.devices import DEVICES, layers_on
 from tests.helpers.exhaustive import exhaustive
+from tests.helpers.families import save_whole, write_config
 from tests.helpers.generation import answers, hugging_face, random_prompts, replicas_answers
 from tests.helpers.hf_reference import FAMILIES, Row, build_checkpoint, random_rows
 from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, steps, waves_of
@@ -74,6 +75,31 @@ def test_other_kinds_of_caches_and_layers(tmp_path: Path, family: str) -> None:
     with local_cluster(path, config_for(path, f"model.attn_implementation={attention}")) as cluster:
         assert answers(cluster, prompts, sampling) == expected
         assert answers(cluster, prompts, sampling, max_rows=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full", "shared"]}),
+        ("mistral_large4", {"kv_source_layers": [0, 1, 0, 1], "no_rope_layers": [0, 1, 0, 1]}),
+        ("hy_v4", {}),
+        ("gemma4", {}),
+    ],
+)
+def test_layers_that_take_what_earlier_ones_computed(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """The choice of an index, keys and values; Gemma 4 has a place for them."""
+    changes |= {} if family == "gemma4" else {"index_n_heads": 64, "index_topk": 8}
+    path = write_config(tmp_path, family, **changes)
+    save_whole(path)
+    prompts = random_prompts(LENGTHS)
+    expected = hugging_face(path, prompts, attention="eager", max_new_tokens=NEW, eos_token_id=None)
+    sampling = Sampling(max_new_tokens=NEW)
+    with local_cluster(path, config_for(path, "model.attn_implementation=eager")) as cluster:
+        assert answers(cluster, prompts, sampling) == expected
+        assert answers(cluster, prompts, sampling, max_rows=2) == expected
+        assert answers(cluster, prompts, sampling, prefill_tokens=1) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
+from kt_ray.model.family import read_family
 
 
 def random_prompts(lengths: Sequence[int], vocab: int = 96, seed: int = 0) -> list[tuple[int, ...]]:
@@ -25,13 +26,17 @@ def hugging_face(
     path: Path, prompts: Sequence[Sequence[int]], *, attention: str = "sdpa", **settings: Any
 ) -> list[list[int]]:
     """New tokens of each prompt alone, by transformers' `generate` (greedy unless told otherwise)."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        trust_remote_code=False,
-        dtype=torch.float32,
-        experts_implementation="eager",
-        attn_implementation=attention,
-    ).eval()
+    model = (
+        getattr(transformers, read_family(path).auto)
+        .from_pretrained(
+            path,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            experts_implementation="eager",
+            attn_implementation=attention,
+        )
+        .eval()
+    )
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

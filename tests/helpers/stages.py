@@ -160,15 +160,15 @@ def forward(stages: Sequence[Stage], spec: PassSpec, exchange: TorchExchange) ->
     return loops
 
 
-def backward(stages: Sequence[Stage], loops: Sequence[LayerLoop]) -> None:
-    """Backward of all stages, groups in flight together."""
+def backward(stages: Sequence[Stage], loops: Sequence[LayerLoop], lowest: int = 0) -> None:
+    """Backward of all stages down to layer `lowest`, groups in flight together."""
     for stage, loop in reversed(list(zip(stages, loops, strict=True))):
         groups = range(len(loop.groups))
         start, stop = stage.spec.layers
         if not stage.last:
             for g in groups:
                 loop.run(Op("recv_grad", stop - 1, g))
-        for layer in reversed(range(start, stop)):
+        for layer in reversed(range(max(start, lowest), stop)):
             for g in groups:
                 loop.run(Op("recompute", layer, g))
             for g in groups:

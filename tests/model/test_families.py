@@ -53,7 +53,9 @@ each adapter back, loads it with PEFT, merges and exports it ([adapter.md](adapt
 a family by name before it reads any weight.
 
 "y kept" marks families whose layers are not affine in the experts' output, which is therefore kept for the
-recomputation. A multimodal name trains its text part. `python -m tests.model.test_families` writes this
+recomputation. Layers may take what earlier ones computed
+([decision 026](decisions/026-handed-results.md)): an index's choice (GLM-5.2, Hy4), keys and values
+(Mistral Large 4). A multimodal name trains its text part. `python -m tests.model.test_families` writes this
 page, and the test compares its rows.
 
 | model_type | | |

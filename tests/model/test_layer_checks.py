@@ -121,4 +121,4 @@ def test_bf16_layers_pass_the_check(checkpoint: Checkpoint) -> None:
         layer.bfloat16()
     for context in stage.model.experts.values():
         context.handler = lambda x, ids, weights: torch.zeros_like(x)
-    check_packing(stage.model.capture, stage.model.layers, stage.device)
+    check_packing(stage.model.capture, stage.model.layers, stage.hands, stage.device)

@@ -52,7 +52,9 @@ def test_a_family_without_the_mask(family: str, tmp_path: Path) -> None:
     stage = Stage(StageSpec(str(path), (0, LAYERS), LAYERS, dtype="float32", lora=lora, padded=True))
     assert stage.masks_padding  # on a CPU
     with stage._zero_experts():
-        moved = padding_moves(stage.model.capture, stage.model.layers, stage.device, masked=False)
+        moved = padding_moves(
+            stage.model.capture, stage.model.layers, stage.hands, stage.device, masked=False
+        )
     if stage.padding_moves:  # such a run has no padded rows
         assert moved
         return
