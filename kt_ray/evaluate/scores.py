@@ -75,7 +75,9 @@ def score(answers: AnswerFile, *, choice: str = "auto", letters: str = "ABCD") -
 
 def _score_row(row: AnswerRow, option: str | None, letters: str) -> dict[str, float]:
     scores = text_scores(row.answer, row.label)
-    scores["exact_match"] = 100.0 * exact_match(without_thinking(row.judged), without_thinking(row.label))
+    answer, label = without_thinking(row.judged), without_thinking(row.label)
+    # A row without a label has nothing that an answer could match, an empty one neither.
+    scores["exact_match"] = 100.0 * (bool(label.strip()) and exact_match(answer, label))
     if option is not None:
         letter = extract_letter(row.judged, letters)
         scores["letter_accuracy"] = 100.0 * (letter == option)

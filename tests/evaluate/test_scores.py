@@ -185,6 +185,11 @@ def test_exact_match_leaves_thoughts_out(said: str) -> None:
     assert score(answers((said, "8"))).metrics["exact_match"] == 0
 
 
+def test_an_empty_answer_matches_no_empty_label() -> None:
+    for said in ("", " ", "<think>cut"):
+        assert score(answers((said, "")), choice="off").metrics["exact_match"] == 0
+
+
 @pytest.mark.parametrize(("said", "found"), [("I guess the answer is B, but", 0), ("why</think>B", 100)])
 def test_an_answer_cut_amid_the_thought_that_its_prompt_opened_is_none(tmp_path, said, found):
     file = tmp_path / "predictions.jsonl"
