@@ -194,9 +194,11 @@ class Generator:
     ) -> None:
         self.cluster = cluster
         self.tokenizer = tokenizer
-        pad = getattr(tokenizer, "pad_token_id", None)
+        pad = getattr(tokenizer, "pad_token_id", None) or 0
+        if pad >= cluster.vocab_size:  # padding is masked, but the embedding must have it
+            pad = 0
         number = next(_sessions)
-        self.spec = SessionSpec(number, max_rows, prefill_tokens, int(pad or 0), cache_tokens, joined)
+        self.spec = SessionSpec(number, max_rows, prefill_tokens, int(pad), cache_tokens, joined)
         self.reports: list[Any] = []
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[int, Answer]] = {}  # number -> (rank of its coordinator, answer)

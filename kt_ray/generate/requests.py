@@ -113,7 +113,7 @@ class SessionSpec:
     max_rows: int = 32  # rows of one replica that run at the same time; others wait
     # tokens, padding included, that one step reads in at the most (a single prompt may be longer)
     prefill_tokens: int = 2048
-    pad_id: int = 0  # an id to fill padding with; what it is does not matter
+    pad_id: int = 0  # an id to fill padding with: any that the embedding has
     # room in one replica's caches: a request is taken in when the longest that its batch's answers can
     # get, times their number, is not more; None = whenever a row is free
     cache_tokens: int | None = None

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -364,6 +365,13 @@ def test_requests_with_one_prompt_go_to_one_replica_as_many_as_it_runs() -> None
         assert cluster.orders == [("request", 0), ("request", 3)]
         for answer in answers:
             answer.result(20)
+
+
+@pytest.mark.parametrize(("pad", "used"), [(None, 0), (99, 99), (100, 0)])
+def test_padding_is_a_token_of_the_model(pad: int | None, used: int) -> None:
+    """Some tokenizers have a token for padding behind the embedding's last one."""
+    with Generator(Coordinator(), SimpleNamespace(pad_token_id=pad)) as generator:
+        assert generator.spec.pad_id == used
 
 
 @pytest.mark.parametrize("at", [1, 3], ids=["first", "last"])
