@@ -36,6 +36,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = stop
         self._skip = frozenset(skip)
+        self._ends = _special(tokenizer, stop)
         self._ids: list[int] = []
         self._settled = 0  # tokens before this one are decoded for good
         self._context = 0  # decoding begins here: some tokenizers drop the first token's space
@@ -56,6 +57,9 @@ class TextStream:
         """The text that can be given out after one more token; often "" or more than one character."""
         if self.stopped or token in self._skip:
             return ""
+        if token in self._ends:  # what was held back is text of the answer
+            piece, self.stopped = self.end(), True
+            return piece
         mark = self._marks.get(token, "")
         if mark == _MESSAGE and self._header is not None:
             return self._end_header(self._header)
@@ -135,6 +139,14 @@ class TextStream:
         return str(
             self._tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
+
+
+def _special(tokenizer: Any, stop: tuple[str, ...]) -> frozenset[int]:
+    """The stop strings that are special tokens, as ids: these are no text, in which they could be found."""
+    if not stop or tokenizer is None:
+        return frozenset()
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(id for id, token in added.items() if token.special and token.content in stop)
 
 
 def _marks(tokenizer: Any) -> dict[int, str]:

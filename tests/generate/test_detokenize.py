@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+from transformers import AddedToken
 
 from kt_ray.generate.detokenize import TextStream
 
@@ -164,6 +165,34 @@ def test_a_thought_comes_piece_by_piece_and_stop_strings_end_it() -> None:
     assert stream.stopped and stream.text == "<think>so</think>no. "
     _, stream = harmony("BanalysisCa halt bDAassistantBfinalCno.", ("halt",))
     assert stream.stopped and stream.text == "<think>a "
+
+
+class Marked(Bytes):
+    """Bytes, a special token and one that is text."""
+
+    added_tokens_decoder: ClassVar = {
+        256: AddedToken("<|user|>", special=True),
+        257: AddedToken("<tool>", special=False),
+    }
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return b"".join(bytes([id]) if id < 256 else b"<tool>"[: 6 * (id - 256)] for id in ids).decode()
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (("<|user|>",), "ab <tool>"),
+        (("<tool>", "<|user|>"), "ab "),
+        (("<|user|> later",), "ab <tool>c"),
+        (("<tool>x", "<|user|>"), "ab <tool>"),  # what was held back is the answer's
+    ],
+)
+def test_a_special_token_that_is_a_stop_string_ends_the_text(stop: tuple[str, ...], expected: str) -> None:
+    stream = TextStream(Marked(), stop)
+    out = [*map(stream.add, [*b"ab ", 257, 256, *b"c"]), stream.end()]
+    assert "".join(out) == stream.text == expected
+    assert stream.stopped == (expected != "ab <tool>c")
 
 
 def test_end_tokens_are_no_text() -> None:
