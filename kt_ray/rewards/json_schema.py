@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import jsonschema
@@ -31,7 +34,7 @@ class JsonSchema(Verifier):
         try:
             validator = _validator(answer)
             kind, schema = type(validator), validator.schema
-            kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
+            kind.check_schema(schema, format_checker=_formats(kind.FORMAT_CHECKER))
             specification = specification_with(kind.META_SCHEMA["$schema"], default=DRAFT202012)
             root = specification.create_resource(schema)
             _check_references(root, Registry().resolver_with_root(root), specification, set())
@@ -67,7 +70,34 @@ def _validator(schema: Any) -> Validator:
         raise ValueError(shown(schema))
     kind = validator_for(schema, default=jsonschema.Draft202012Validator)
     # The library's search has no time limit, and an empty registry keeps references from the network.
-    return extend(kind, {"pattern": _pattern})(schema, registry=Registry())
+    return extend(kind, {"pattern": _pattern, "multipleOf": _multiple_of})(schema, registry=Registry())
+
+
+def _formats(known: jsonschema.FormatChecker) -> jsonschema.FormatChecker:
+    r"""The library's, but patterns are those of `finds`, which knows \p{L}."""
+    checker = copy.copy(known)
+    checker.checkers = {
+        **known.checkers,
+        "regex": (_is_pattern, (regex.error, RecursionError, OverflowError)),
+    }
+    return checker
+
+
+def _is_pattern(value: object) -> bool:
+    return not isinstance(value, str) or bool(regex.compile(value))
+
+
+def _multiple_of(
+    validator: Validator, step: Any, instance: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
+    """By the digits as they are written: as a binary fraction 19.99 is no multiple of 0.01."""
+    if validator.is_type(instance, "number"):
+        try:
+            whole = Fraction(str(instance)) % Fraction(str(step)) == 0
+        except ValueError:  # infinite
+            whole = False
+        if not whole:
+            yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {step!r}")
 
 
 def _pattern(
@@ -83,11 +113,17 @@ def _check_references(
     """Follows every reference that validation may follow: a name of its own ($id) changes what they mean.
 
     Raises:
-        ValueError: one leads to nothing inside of the schema.
+        ValueError: one leads to nothing inside of the schema; a name in patternProperties is no pattern.
     """
     if id(schema.contents) in seen:
         return
     seen.add(id(schema.contents))
+    named = schema.contents.get("patternProperties") if isinstance(schema.contents, dict) else None
+    for pattern in named if isinstance(named, dict) else ():
+        try:
+            re.compile(pattern)  # which is what the library searches with
+        except re.error as error:
+            raise ValueError(f"no schema: the name {pattern!r} in patternProperties: {error}") from error
     keys = ("$ref", "$dynamicRef") if isinstance(schema.contents, dict) else ()
     for reference in (schema.contents[key] for key in keys if isinstance(schema.contents.get(key), str)):
         try:

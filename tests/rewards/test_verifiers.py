@@ -169,6 +169,11 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ("NaN", {}, 0),
         ("[" * 100_000, {}, 0),
         ("1e999", {"multipleOf": 3}, 0),
+        ("19.99", {"multipleOf": 0.01}, 1),
+        ("19.995", {"multipleOf": 0.01}, 0),
+        ("1e-7", {"multipleOf": 1e-8}, 1),
+        ('"Zoë"', {"pattern": r"^\p{L}+$"}, 1),
+        ('"Zo3"', {"pattern": r"^\p{L}+$"}, 0),
         ("[1]", {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "string"}}}, 0),
         # What has a name of its own is where its references begin.
         ("[1]", {"items": {"$ref": "u:a"}, "$defs": {"a": {"$id": "u:a", "$ref": "#/x", "x": {}}}}, 1),
@@ -196,6 +201,7 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("json_schema", [1], "[1]"),
         ("json_schema", {"type": "number?"}, "no schema: 'number?'"),
         ("json_schema", {"pattern": "("}, "no schema: '(' is not a 'regex'"),
+        ("json_schema", {"patternProperties": {r"\p{L}": {}}}, r"the name '\\p{L}' in patternProperties"),
         ("json_schema", {"items": {"$ref": "#/absent"}}, "a reference to nothing inside of it: "),
         ("json_schema", {"items": {"$ref": "http://127.0.0.1/x"}}, "a reference to nothing inside of it"),
         (
