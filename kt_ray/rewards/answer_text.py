@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-# A line with more backticks in it (```x``` is a name) opens no block.
-_BLOCK = re.compile(r"^([ \t]*)`{3,}[ \t]*([\w+-]*)[^\n`]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+# A line with more backticks in it (```x``` is a name) opens no block. A block that is not closed ends with
+# the text.
+_BLOCK = re.compile(r"^([ \t]*)`{3,}[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def last_block(text: str, *languages: str) -> str | None:

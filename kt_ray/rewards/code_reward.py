@@ -97,16 +97,19 @@ class CodeReward(Verifier):
 
     def check_answer(self, answer: Any) -> None:
         tests = _tests(answer)
+        statements: list[ast.stmt] = []
         for test in tests:
             if not isinstance(test, str) or not test.strip():
                 raise ValueError(shown(test))
             try:
                 with warnings.catch_warnings(action="ignore"):
-                    ast.parse(test)
+                    statements += ast.parse(test).body
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 raise ValueError(f"{shown(test)}: {error}") from error
         if not tests:
             raise ValueError("an empty list")
+        if _only_define(statements):  # which any code would pass
+            raise ValueError(f"{shown(answer)}: it defines functions and calls none, so it tests nothing")
 
     def score(self, text: str, answer: Any) -> float:
         text = without_thinking(text)
@@ -244,6 +247,23 @@ def _best_launcher(limits: Limits) -> tuple[str, ...]:
         line = "reward=code: on this machine the code of answers can %s (docs/rewards.md)"
         logger.warning(line, ", ".join(left))
     return launcher
+
+
+def _only_define(statements: Sequence[ast.stmt]) -> bool:
+    """Whether they are definitions, with imports and constants beside them, that nothing calls."""
+    defined = False
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined, runs = True, bool(statement.decorator_list)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign):
+            runs = any(isinstance(part, ast.Call) for part in ast.walk(statement))
+        elif isinstance(statement, ast.Expr):
+            runs = not isinstance(statement.value, ast.Constant)
+        else:
+            runs = not isinstance(statement, ast.Import | ast.ImportFrom)
+        if runs:
+            return False
+    return defined
 
 
 def _tests(answer: Any) -> list[Any]:

@@ -34,7 +34,10 @@ def reward() -> Iterator[CodeReward]:
 def test_blocks_are_found_as_markdown_has_them(reward: CodeReward) -> None:
     indented = "1. So:\n\n   ```python\n   def f():\n       return 1\n   ```\n"
     named = "```f``` is this:\n```python\ndef f():\n    return 1\n```\n"
-    assert [reward.score(text, "assert f() == 1") for text in (indented, named)] == [1.0, 1.0]
+    # A stop string, or the most tokens that an answer may have, takes the end away.
+    unclosed = ("So:\n```python\ndef f():\n    return 1", "So:\n```python\ndef f():\n    return 1\n")
+    for text in (indented, named, *unclosed):
+        assert reward.score(text, "assert f() == 1") == 1.0, text
 
 
 def test_the_share_of_passed_tests(reward: CodeReward) -> None:

@@ -223,6 +223,8 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("json_schema", {"$ref": "#"}, "without end"),
         ("code", "assert (", "'assert (': "),
         ("code", [" "], "found ' '"),
+        ("code", "METADATA = {}\n\ndef check(f):\n    assert f(1) == 2", "calls none, so it tests nothing"),
+        ("code", ["import math", "def test():\n    assert f(1) == 2"], "calls none, so it tests nothing"),
     ],
 )
 def test_a_row_that_cannot_be_judged_is_refused(name: str, answer: Any, said: str) -> None:
