@@ -18,6 +18,7 @@ _POWER = re.compile(
     r"(?P<times>(?:×|\\times|\*|·|\\cdot)\s?)?(?<![\w.,^*])10\s?(?:\^|\*\*)\s?"
     r"(?P<brace>\{)?(?P<power>[+-]?\d++)(?(brace)\})(?!\.?\d)"
 )
+_BULLET = re.compile(r"(?<=\n)([ \t]*)-[ \t]+")  # of a list in Markdown: its hyphen is no sign
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3})")
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}((?:\s*\^\s*\{?-?\d\}?)?)")
 # What makes another number of one: 3\pi, \sqrt{16}.
@@ -110,7 +111,9 @@ def _boxes(text: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """One way of writing minus signs, separators of thousands, fractions and 10^6; without LaTeX's units."""
+    """One way of writing minus signs, separators of thousands, fractions and 10^6; without LaTeX's units and
+    the hyphens of lists."""
+    text = _BULLET.sub(r"\1", text)
     text = _THOUSANDS.sub(",", text.replace("\u2212", "-").replace("\\!", ""))
     text = text.replace("\\,", "").replace("\\$", "$")
     text = _POWER.sub(lambda match: match[0] if match["times"] else f"1e{match['power']}", text)

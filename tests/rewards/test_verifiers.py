@@ -111,6 +111,10 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         # Ways of writing.
         ("-3", -3, 1),
         ("−3", -3, 1),
+        ("The answer is:\n\n- 42", 42, 1),
+        ("The answers:\n  - -42", -42, 1),
+        ("- 3", -3, 1),
+        ("x =\n-3", -3, 1),
         ("10-12", 12, 1),
         ("1,000,000", 1e6, 1),
         (r"1{,}000\,000", 1e6, 1),
