@@ -22,7 +22,8 @@ _BETWEEN = r"[\s(\[{<*_`\"'“‘:=]*"
 _IS = r"(?:\s+(?:is|are|would be|must be|should be)\b)?"
 _STATEMENTS = (
     r"\\boxed\s*\{\s*(?:\\(?:text|mathrm|mathbf)\s*\{)?",
-    rf"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}{_BETWEEN}",
+    rf"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}{_BETWEEN}"
+    r"(?:(?:option|choice|letter)\s+[(\[*]*)?",
     rf"\b(?:choose|pick|select|go with)\b(?:\s+(?:option|choice|answer))?{_BETWEEN}",
     rf"(?:答案|正确选项)(?:应该|应当|应)?(?:是|为|选择|选)?{_BETWEEN}",
     rf"(?<!不)(?<!不应)(?:选择|选)(?!项){_BETWEEN}",

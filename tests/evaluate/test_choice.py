@@ -38,6 +38,9 @@ ANSWERS = [
     ("Option B is right; option A is wrong", "B"),
     ("I think the answer is A.", "A"),
     ("I choose A because it fits", "A"),
+    ("Options A and B are too small, so the answer is option C.", "C"),
+    ("A is wrong. Correct answer: choice (D)", "D"),
+    ("the answer is an option", None),
     # on the last line
     ("A and C are close. Let me see.\nB", "B"),
     # the only one
