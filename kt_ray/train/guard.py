@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from kt_ray.batch import Wave
+from kt_ray.batch import MicroBatch, Wave
 from kt_ray.errors import BadStep
 from kt_ray.train.cluster_protocol import Cluster
 from kt_ray.train.reports import PassReport
@@ -59,7 +59,7 @@ def judge(
                 continue
             observed = f"{value:.4g}, {value / median:.1f} times the median {median:.4g} of the steps before"
         if observed is not None:
-            rows = _worst_rows(waves, report, samples_per_row)
+            rows = _worst_rows(waves, report, stage, samples_per_row)
             bad = BadStep(
                 f"the {what} of step {step + 1} is {observed}; the step was not applied",
                 where="; ".join(filter(None, (rows, _worst_gradient(cluster)))),
@@ -72,7 +72,7 @@ def judge(
     return None
 
 
-def _worst_rows(waves: Sequence[Wave], report: PassReport, samples_per_row: int) -> str:
+def _worst_rows(waves: Sequence[Wave], report: PassReport, stage: str, samples_per_row: int) -> str:
     """The micro-batch with the largest mean loss."""
     worst, where = -math.inf, ""
     for number, (wave, losses) in enumerate(zip(waves, report.micro_losses, strict=True)):
@@ -80,19 +80,29 @@ def _worst_rows(waves: Sequence[Wave], report: PassReport, samples_per_row: int)
             for group, sums in enumerate(groups):
                 for i, total in enumerate(sums):
                     micro = wave[replica][group][i]
-                    mean = total / max(1, micro.loss_tokens)
+                    count, unit = _counted(micro, stage)
+                    mean = total / max(1, count)
                     if mean > worst or not math.isfinite(mean):
                         worst = mean
                         rows = micro.named(samples_per_row)
                         place = f"wave {number}, " * (len(waves) > 1) + f"replica {replica}, " * (
                             len(wave) > 1
                         )
-                        where = (
-                            f"{place}group {group}, micro-batch {i} (rows {rows}; loss {mean:.4g} per token)"
-                        )
+                        where = f"{place}group {group}, micro-batch {i} (rows {rows}; loss {mean:.4g}{unit})"
                     if not math.isfinite(mean):
                         return where
     return where
+
+
+def _counted(micro: MicroBatch, stage: str) -> tuple[int, str]:
+    """What a micro-batch's loss is a sum over: how many, and of what."""
+    if stage in ("dpo", "orpo"):
+        return len(micro.sample_ids) // 2, " per pair"
+    if stage == "kto":
+        return len(micro.sample_ids), " per row"
+    if stage == "grpo":  # whose tokens have weights
+        return 1, ""
+    return micro.loss_tokens, " per token"
 
 
 def _worst_gradient(cluster: Cluster) -> str:

@@ -302,6 +302,25 @@ def test_a_continued_run_knows_what_was_usual(go: Go) -> None:
     assert again.summary.applied_losses == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("sft", "loss 0.25 per token)"),
+        ("orpo", "loss 1 per pair)"),
+        ("dpo", "loss 1 per pair)"),
+        ("kto", "loss 0.5 per row)"),
+        ("grpo", "loss 1)"),
+    ],
+)
+def test_the_loss_of_the_worst_rows_says_what_it_is_of(stage: str, said: str) -> None:
+    labels = np.array([[IGNORE, 1, 2]] * 2)
+    micro = MicroBatch(labels, labels, np.array([3, 3]), np.arange(2))
+    report = PassReport(math.nan, (), (), (([[1.0]],),))
+    cluster = cast(Cluster, Scripted({}, {}, {}))
+    bad = judge(cluster, 5, [(((micro,),),)], report, 1.0, [], [], 0.0, stage)
+    assert bad is not None and said in bad.line()
+
+
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
 @pytest.mark.parametrize("usual", [1.0, 0.0, -0.5])
 def test_a_loss_spikes_only_where_it_is_positive_by_nature(stage: str, usual: float) -> None:
