@@ -336,6 +336,12 @@ class TrainService:
                     f"{saved.path} is a training's state; sample from what save_weights_for_sampler wrote",
                     "model_path",
                 )
+            if saved.settings.get("model") != self.backend.settings.get("model"):
+                raise bad(
+                    f"{saved.path} was trained over other weights of the name {saved.base_model}. To fix: "
+                    "start the server with those",
+                    "model_path",
+                )
             sampler = Sampler(name, session.name, name, saved.path, partial(self._weights, saved))
         with self._open():
             self._add_sampler(self.hear(session.name), sampler)

@@ -336,6 +336,24 @@ def test_a_state_of_other_settings_is_refused(tmp_path: Path) -> None:
         raw.http.close()
 
 
+def test_a_sampler_of_another_model_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    before, after = FakeBackend(), FakeBackend()
+    before.settings["model"], after.settings["model"] = "one fingerprint", "another"
+    with running(tmp_path, before) as server:
+        raw = Raw(server)
+        saved = raw.post("save_weights_for_sampler", model_id=raw.model(), seq_id=1, path="here")
+        path = raw.result(saved)["path"]
+        asked = {"session_id": raw.session, "sampling_session_seq_id": 7, "model_path": path}
+        assert raw.http.post("create_sampling_session", json=asked).status_code == 200
+        raw.http.close()
+    with running(tmp_path, after) as server:
+        raw = Raw(server)
+        refused = raw.http.post("create_sampling_session", json={**asked, "session_id": raw.session})
+        assert refused.status_code == 400
+        assert "other weights of the name demo/model" in refused.json()["error"]["message"]
+        raw.http.close()
+
+
 def test_unloading_frees_a_model(raw: Raw) -> None:
     model = raw.model()
     promised = raw.post("unload_model", model_id=model)
