@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
-from pydantic_core import SchemaValidator
+from pydantic_core import PydanticCustomError, SchemaValidator, from_json
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from kt_ray.serve.access import Gate
 from kt_ray.serve.api_errors import ApiError, of_validation
 from kt_ray.serve.app import add_errors
+from kt_ray.serve.schemas import MAX_FIELDS
 from kt_ray.train_server.futures import Failure, Promise
 from kt_ray.train_server.saved_models import SAMPLER, TRAINING, Run, Saved, expiry
 from kt_ray.train_server.service import TrainService
@@ -131,7 +132,19 @@ async def _body(request: Request, kind: type[KindT]) -> KindT:
     # A web page can send what claims to be text anywhere, without its reader being asked first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise bad("the body must be a JSON object, sent as application/json")
-    return await asyncio.to_thread(validator(kind).validate_json, await request.body())
+    return await asyncio.to_thread(_validated, kind, await request.body())
+
+
+def _validated(kind: type[KindT], body: bytes) -> KindT:
+    fields = None
+    with contextlib.suppress(ValueError):  # no JSON, as the validator will say
+        fields = from_json(body)
+    if isinstance(fields, dict) and len(fields) > MAX_FIELDS:  # each unknown one is an error of its own
+        text = f"the body has {len(fields)} fields, more than {MAX_FIELDS}"
+        fault = PydanticCustomError("too_many_fields", "{text}", {"param": None, "text": text})
+        raise ValidationError.from_exception_data(kind.__name__, [{"type": fault, "loc": (), "input": None}])
+    made: KindT = validator(kind).validate_json(body)
+    return made
 
 
 async def _numbered_body(service: TrainService, request: Request, kind: type[KindT]) -> KindT:
