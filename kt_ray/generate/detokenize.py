@@ -6,6 +6,8 @@ from typing import Any
 
 _UNFINISHED = "�"  # what a tokenizer makes of bytes that are no whole character, or none yet
 
+_BEFORE = 8  # tokens of the text before an answer that its first one is decoded behind
+
 _LONGEST_CONTEXT = 64  # tokens that are decoded again for the next one, if none of them has text
 
 # Harmony's tokens (gpt-oss): a message is <|start|>ROLE<|channel|>CHANNEL<|message|>TEXT.
@@ -24,21 +26,30 @@ class TextStream:
         tokenizer: of the model; None = there is no text.
         stop: strings that end the answer; neither they nor what comes after them is given out.
         skip: token ids that are no text (eos).
+        before: tokens of a text that this one goes on.
 
     Attributes:
         text: given out so far.
         stopped: whether a stop string was found.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), skip: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: tuple[str, ...] = (),
+        skip: tuple[int, ...] = (),
+        before: tuple[int, ...] = (),
+    ) -> None:
         self.text = ""
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = stop
         self._skip = frozenset(skip)
         self._ends = _special(tokenizer, stop)
-        self._ids: list[int] = []
-        self._settled = 0  # tokens before this one are decoded for good
+        self._ids = list(before[-_BEFORE:])
+        if self._decode(self._ids).endswith(_UNFINISHED):  # what completes the character is not known apart
+            self._ids = []
+        self._settled = len(self._ids)  # tokens before this one are decoded for good
         self._context = 0  # decoding begins here: some tokenizers drop the first token's space
         self._held = ""  # decoded, but may be the beginning of a stop string
         self._marks = _marks(tokenizer)  # token id -> one of Harmony's tokens

@@ -90,7 +90,8 @@ class Answer:
         self.logprobs: list[Token] = []
         self.finish = ""
         self.cancel = cancel
-        self._stream = TextStream(tokenizer, request.stop, request.sampling.eos)
+        before = request.prompt if request.continues else ()
+        self._stream = TextStream(tokenizer, request.stop, request.sampling.eos, before)
         self._pieces: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
         self._give = self._pieces.put if listener is None else listener
         self._ended = threading.Event()

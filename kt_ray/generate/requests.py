@@ -75,6 +75,8 @@ class Request:
     adapter: bool | str = True
     # strings that end the answer and are not part of it (the driver looks for them)
     stop: tuple[str, ...] = ()
+    # whether the answer's text goes on the prompt's: some tokenizers take the space off a text's first word
+    continues: bool = False
 
     @property
     def longest(self) -> int:

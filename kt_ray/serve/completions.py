@@ -267,7 +267,8 @@ class CompletionService:
                     eos=self.served.eos,
                     logprobs=body.top,
                 )
-                requests.append(Request(prompt, sampling, adapter, body.stops))
+                continues = isinstance(body, CompletionRequest)
+                requests.append(Request(prompt, sampling, adapter, body.stops, continues))
         return requests
 
     def _limit(self, body: ChatRequest | CompletionRequest, prompt: int) -> int:

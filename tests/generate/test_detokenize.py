@@ -95,6 +95,15 @@ def test_a_token_without_text_costs_the_next_one_no_space(ids: list[int]) -> Non
     assert text == Words().decode(ids)
 
 
+def test_the_first_word_keeps_its_space_where_it_goes_on_a_text() -> None:
+    for before, expected in (((), "1 2"), ((5,), " 1 2"), ((0,), "1 2"), (tuple(range(1, 40)), " 1 2")):
+        stream = TextStream(Words(), before=before)
+        assert "".join([*map(stream.add, [1, 2]), stream.end()]) == stream.text == expected
+    cat = "猫".encode()
+    stream = TextStream(Bytes(), before=tuple(b"a" + cat[:1]))
+    assert "".join([*map(stream.add, [*cat[1:], *b"b"]), stream.end()]) == "b"
+
+
 def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
     longest = 0
 

@@ -179,6 +179,16 @@ def test_what_is_wrong_is_said_as_openai_says_it(
     run(bench)
 
 
+def test_a_completion_goes_on_its_prompts_text_and_a_chat_answer_does_not(encoder: ChatEncoder) -> None:
+    async def bench() -> None:
+        own = Bench(encoder)
+        for path, body in (("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)):
+            assert (await own.post(path, {**body, "max_tokens": 2})).status_code == 200
+        assert [request.continues for request in own.generator.asked] == [True, False]
+
+    run(bench)
+
+
 def test_the_date_of_a_template_is_the_one_that_is_set(encoder: ChatEncoder, tmp_path: Path) -> None:
     encoder.tokenizer.save_pretrained(tmp_path)
     (tmp_path / "dated.jinja").write_text(
