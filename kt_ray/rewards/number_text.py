@@ -25,8 +25,11 @@ _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}((?:\s*\^\s*\{
 _SYMBOL = re.compile(r"\\(?:pi|sqrt|log|ln|sin|cos|tan|infty|theta)(?![a-z])|[π√∞]")
 # A sum is taken whole, and only then looked at for its sign: to try it from each of its digits would take as
 # long as the square of its length.
+_RAISED = r"\s?\^\s?\{?\d+\}?"
+_TERM = rf"[$€£¥]?{_DIGITS}%?"
 _SUM = re.compile(
-    rf"[$€£¥]?{_DIGITS}%?(?P<more>\s*(?:[-+*/×÷·]|\\times|\\cdot|\\div)\s*[$€£¥]?{_DIGITS}%?)*(?P<equals>\s*=)?"
+    rf"(?:(?P<root>\\sqrt\s?\{{{_DIGITS}\}})|{_TERM}(?P<raised>{_RAISED})?)"
+    rf"(?P<more>\s*(?:[-+*/×÷·]|\\times|\\cdot|\\div)\s*{_TERM}(?:{_RAISED})?)*(?P<equals>\s*=)?"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
 _BRACE = re.compile(r"\\boxed\s*\{|\\?[{}]")
@@ -128,8 +131,9 @@ def _without_unit(match: re.Match[str]) -> str:
 
 
 def _without_sum(match: re.Match[str]) -> str:
-    """Of "48 + 24 = 72" what comes behind the sign."""
-    return "" if match["more"] and match["equals"] else match[0]
+    """Of "48 + 24 = 72" and "2^3 = 8" what comes behind the sign."""
+    computed = match["more"] or match["raised"] or match["root"]
+    return "" if computed and match["equals"] else match[0]
 
 
 def _slash(match: re.Match[str]) -> str:
