@@ -51,11 +51,18 @@ class Number:
 
 
 def same_number(a: Number, b: Number) -> bool:
-    """Whether they are equal up to 1e-6 of the larger. Against a plain number, 25 % is 25 and 0.25."""
+    """Whether they are equal, up to 1e-6 of the larger unless both are whole. Against a plain number, 25 % is
+    25 and 0.25."""
     values = [b.value]
     if a.percent != b.percent:
         values = [b.value, b.value * 100 if a.percent else b.value / 100]
-    return any(math.isclose(a.value, value, rel_tol=1e-6) for value in values)
+    return any(_same(a.value, value) for value in values)
+
+
+def _same(a: float, b: float) -> bool:
+    whole = a.is_integer() and b.is_integer()
+    # A product of millions that is wrong by one is wrong. Beyond 2**53 doubles are rounded.
+    return a == b or math.isclose(a, b, rel_tol=1e-15 if whole else 1e-6)
 
 
 def stated_number(text: str) -> Number | None:

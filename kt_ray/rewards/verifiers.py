@@ -111,7 +111,7 @@ class Regex(Verifier):
 
 
 class Numeric(Verifier):
-    """1 where the number that the text states equals (one of) the answer(s) up to 1e-6 of it."""
+    """1 where the number that the text states equals (one of) the answer(s): `same_number`."""
 
     name = "numeric"
     required = "a number, a text that states one (#### 42), or a list of those that are accepted"
