@@ -27,7 +27,7 @@ from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves, with_loss_inputs
 from kt_ray.data.row_types import Row
 from kt_ray.disk import write_atomic
-from kt_ray.errors import UserError
+from kt_ray.errors import BadStep, UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
 from kt_ray.model.lora_part import changes
@@ -164,6 +164,16 @@ class ClusterBackend:
                 return work()
             except ActorLost as lost:
                 self._revivals.bring_back(lost)
+            except BadStep as bad:
+                self._undo(changes, models)
+                # Its own remedy is keys of a run's configuration, which a client has not.
+                raise UserError(
+                    "the loss of a pass is not finite, and the pass changes nothing",
+                    where=bad.where,
+                    required="a finite number",
+                    remedy="look at the weights, log-probabilities and advantages of these rows, or lower "
+                    "the learning rate",
+                ) from bad
             except Exception:
                 self._undo(changes, models)
                 raise

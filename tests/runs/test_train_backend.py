@@ -329,6 +329,24 @@ def test_gradients_that_are_not_finite_change_nothing(model: Path, tmp_path: Pat
         assert np.isfinite(backend.step("mine", ADAM)["grad_norm"])
 
 
+def test_a_loss_that_is_not_finite_is_told_in_a_clients_words(model: Path, tmp_path: Path) -> None:
+    good, bad = (
+        Datum(
+            datum.tokens, datum.targets, {"logprobs": np.full(n, old, np.float32), "advantages": np.ones(n)}
+        )
+        for datum, old in zip(data_of(rows(4))[:2], (-3.0, -1000.0), strict=True)
+        for n in (len(datum.tokens),)
+    )
+    with backend_on(model, tmp_path) as backend:
+        backend.create("mine", 1, WHOLE)
+        with pytest.raises(UserError) as raised:
+            backend.run("mine", [good, bad], TokenLoss("importance_sampling"), backward=True)
+        line = raised.value.line()
+        assert "the loss of a pass is not finite" in line and "rows " in line and "trainer." not in line
+        backend.run("mine", [good], TokenLoss("importance_sampling"), backward=True)
+        assert np.isfinite(backend.step("mine", ADAM)["grad_norm"])
+
+
 def test_a_pass_that_fails_leaves_gradients_that_wait(model: Path, tmp_path: Path) -> None:
     given = data_of(rows(5))
     lacking = [Datum(datum.tokens, datum.targets) for datum in given]  # no advantages
