@@ -122,7 +122,7 @@ def _check_references(
     for pattern in named if isinstance(named, dict) else ():
         try:
             re.compile(pattern)  # which is what the library searches with
-        except re.error as error:
+        except (re.error, OverflowError) as error:
             raise ValueError(f"no schema: the name {pattern!r} in patternProperties: {error}") from error
     keys = ("$ref", "$dynamicRef") if isinstance(schema.contents, dict) else ()
     for reference in (schema.contents[key] for key in keys if isinstance(schema.contents.get(key), str)):

@@ -218,6 +218,11 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("json_schema", {"type": "number?"}, "no schema: 'number?'"),
         ("json_schema", {"pattern": "("}, "no schema: '(' is not a 'regex'"),
         ("json_schema", {"patternProperties": {r"\p{L}": {}}}, r"the name '\\p{L}' in patternProperties"),
+        (
+            "json_schema",
+            {"$ref": "#/x/y", "x": {"y": {"patternProperties": {"a{99999999999}": {}}}}},
+            "the name 'a{99999999999}' in patternProperties",
+        ),
         ("json_schema", {"items": {"$ref": "#/absent"}}, "a reference to nothing inside of it: "),
         ("json_schema", {"items": {"$ref": "http://127.0.0.1/x"}}, "a reference to nothing inside of it"),
         (
