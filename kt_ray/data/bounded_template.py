@@ -40,8 +40,10 @@ def bounded(template: str, source: str) -> str:
     head, before, counted = "", "", False
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     try:
-        # (line, kind, text), whose texts make up the whole source
+        # (line, kind, text), whose texts make up the source, but for whitespace that a dash eats
         for _, kind, text in environment.lex(template):
+            if kind.endswith("_begin") and before.endswith("{"):
+                parts.append(" ")  # the dash eats it again; without it a text's brace would join the block's
             parts.append(text)
             if kind == "block_begin":
                 head = "?"

@@ -481,6 +481,18 @@ def test_a_template_file_overrides(tmp_path: Path) -> None:
         ChatEncoder(tokenizer, str(tmp_path / "absent.jinja"))
 
 
+@pytest.mark.parametrize("behind", ["{%- if true %}", "{{- '' }}", "{#- #}"])
+def test_a_brace_before_a_dash_stays_text(behind: str) -> None:
+    """As Cohere's and Gemma's templates have it where they write JSON; loops and macros count their steps."""
+    end = "{% endif %}" if "if" in behind else ""
+    template = PLAIN.replace("{{ '<|im_start|>'", "{\n    " + behind + "}" + end + "{{ '<|im_start|>'", 1)
+    tokenizer = make_tokenizer(template)
+    messages = conversation("Who?", "Tilda.").messages
+    text = ChatEncoder(tokenizer).render(messages)
+    assert text == tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False)
+    assert text.startswith("{}<|im_start|>user")
+
+
 def test_a_template_that_ends_no_turn_is_noted() -> None:
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
