@@ -14,9 +14,14 @@ _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 def plain_turns(messages: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Messages as templates take them: a thought under either name that they read."""
+    """Messages as templates take them: a thought under each name that they read."""
     plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
-    return [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in plain]
+    return [
+        {**dict.fromkeys(("thinking", "reasoning"), m["reasoning_content"]), **m}
+        if "reasoning_content" in m
+        else m
+        for m in plain
+    ]
 
 
 def forms(messages: Sequence[Turn]) -> list[Sequence[Turn]]:

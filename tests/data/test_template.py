@@ -175,7 +175,11 @@ def test_answers_that_are_not_trained_need_not_be_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("template", [THINKING, CHANNELS], ids=["reasoning_content", "thinking"])
+@pytest.mark.parametrize(
+    "template",
+    [THINKING, CHANNELS, THINKING.replace("reasoning_content", "reasoning")],  # the last as Solar-Open's
+    ids=["reasoning_content", "thinking", "reasoning"],
+)
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_are_trained_where_the_template_writes_them(key: str, template: str) -> None:
     tokenizer = make_tokenizer(template, extra_special_tokens=["<|im_start|>", "<|return|>", "<|end|>"])
