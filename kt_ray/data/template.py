@@ -38,7 +38,6 @@ from kt_ray.data.template_turns import (
     with_thought,
 )
 from kt_ray.errors import UserError
-from kt_ray.generate.detokenize import CHANNEL
 from kt_ray.parse import read_text
 
 if TYPE_CHECKING:
@@ -165,9 +164,23 @@ class ChatEncoder:
         return replace(given, messages=self._with_thoughts(given.messages), rejected=rejected)
 
     def _with_thoughts(self, messages: Sequence[Turn]) -> tuple[Turn, ...]:
-        """Where the template writes channels, a thought that an answer begins with in <think> is taken out of
-        it, for the channel that it belongs into. Other templates know <think> themselves."""
-        return tuple(map(with_thought, messages) if CHANNEL in self.template else messages)
+        """Where the template writes thoughts otherwise, one that an answer begins with in <think> is taken
+        out of it, for the place that it belongs into. Other templates know <think> themselves."""
+        written = any("<think>" in m["content"] for m in messages if m["role"] == "assistant")
+        return tuple(map(with_thought, messages) if written and self._thoughts_apart else messages)
+
+    @cached_property
+    def _thoughts_apart(self) -> bool:
+        """Whether the template writes a thought otherwise than an answer with <think> in it: in marks of its
+        own (a channel), or with <think> where it would leave an empty one before such an answer."""
+        answer: Turn = {**_SIMPLEST[1], "content": "<think>\nmark_of_a_thought\n</think>\n\nb"}
+        with contextlib.suppress(Exception):  # it may want other turns than these
+            turns = ([], [answer], [with_thought(answer)])
+            texts = [self._render([_SIMPLEST[0], *more]) for more in turns]
+            asked, written, apart = ((text.count("<think>"), text.count("</think>")) for text in texts)
+            empty = apart[0] > asked[0] and apart[1] > asked[1]
+            return written != apart and (empty or "mark_of_a_thought" in texts[2])
+        return False
 
     def _located(self, text: str, where: str, at: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids, begin, end) int64 [s] each: tokens and their characters, counted from `at`."""

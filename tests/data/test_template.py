@@ -459,6 +459,35 @@ def test_a_thought_written_into_an_answer_goes_into_its_channel() -> None:
     assert written["content"] in ChatEncoder(make_tokenizer(PLAIN)).render([ASK, written])
 
 
+@pytest.mark.parametrize(
+    ("marks", "said"),
+    [
+        # As MiniMax-M3's.
+        (
+            "{{ '<my:think>' if m.reasoning_content }}{{ (m.reasoning_content or '') + '</my:think>' }}",
+            "kept",
+        ),
+        ("{{ '<think>' + (m.thinking or '') + '</think>' }}", "kept"),
+        # As Kimi-K2-Thinking's, which leaves out the last one, too.
+        ("{{ '<think></think>' }}", "left out"),
+        # They have no place of their own for it: what the row says stays.
+        ("{{ '</think>' }}", "stays"),
+        ("{{ '<think>' if m.content.startswith('<think>') }}", "stays"),
+    ],
+)
+def test_a_thought_written_into_an_answer_goes_into_the_templates_marks(marks: str, said: str) -> None:
+    template = PLAIN.replace("{{ '<|im_start|>'", "{% set mark %}" + marks + "{% endset %}{{ '<|im_start|>'")
+    template = template.replace("m['content']", "(mark if m.role == 'assistant' else '') + m['content']")
+    encoder = ChatEncoder(make_tokenizer(template))
+    apart: Turn = {**SAID, "reasoning_content": "Who?"}
+    (found,) = spoken(encoder, ASK, WRITTEN)
+    if said == "stays":
+        assert found.endswith(WRITTEN["content"] + END)
+    else:
+        assert [found] == spoken(encoder, ASK, apart) and ("Who?" in found) == (said == "kept")
+    assert bool(encoder.notes) == (said == "left out")
+
+
 def test_without_a_template_the_default_is_used_and_said_once() -> None:
     tokenizer = make_tokenizer(None)
     encoder = ChatEncoder(tokenizer)
