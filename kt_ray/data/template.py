@@ -335,7 +335,7 @@ class ChatEncoder:
             if len(spans) != len(trained):
                 raise self._lost(conversation, f"{len(spans)} marked spans for {len(trained)} answers")
             spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
-        self._check_thoughts(conversation, trained, "".join(text[start:stop] for start, stop in spans))
+        self._note_left_out(conversation, trained, "".join(text[start:stop] for start, stop in spans))
         return text, spans
 
     def _check_rendered(
@@ -398,8 +398,8 @@ class ChatEncoder:
                 return "mark_of_an_id" in text and "mark_of_a_name" not in text
         return False
 
-    def _check_thoughts(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
-        """Note a template that leaves out what the model thought before an answer that is trained."""
+    def _note_left_out(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
+        """Note a template that leaves out of trained answers what the model thought, or said before a call."""
         answers = [with_thought(m) for m in conversation.messages if m["role"] == "assistant"]
         for answer, wanted in zip(answers, trained, strict=True):
             if wanted and answer.get("reasoning_content", "").strip() not in said:
@@ -407,6 +407,8 @@ class ChatEncoder:
                     "the chat template leaves out thoughts (reasoning_content) of answers, which are trained "
                     "without them"
                 )
+            if wanted and answer.get("tool_calls") and answer["content"].strip() not in said:
+                self._note("the chat template leaves out texts before calls, which are trained without them")
 
     def _marked_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Spans as the template's {% generation %} blocks give them."""
@@ -431,11 +433,7 @@ class ChatEncoder:
             written = self._asis_written(conversation)
             if written == conversation:
                 raise
-            found = self._found_spans(written, trained)
-            pairs = zip(written.messages, conversation.messages, strict=True)
-            if any(left["content"] != whole["content"] for left, whole in pairs):
-                self._note("the chat template leaves out texts before calls, which are trained without them")
-            return found
+            return self._found_spans(written, trained)
 
     def _asis_written(self, conversation: Conversation) -> Conversation:
         """The same without what the template leaves out of it: thoughts, and texts before calls. It may write

@@ -411,6 +411,18 @@ def test_what_is_dropped_before_a_call_once_an_answer_follows(part: str) -> None
     assert alone.startswith("<thought>Hm.")
 
 
+def test_a_text_that_the_template_leaves_out_before_a_call_is_told() -> None:
+    """As Llama's, MiniMax-M1's and Solar-Open's."""
+    call = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% else %}{{ m.content }}{% endfor %}"
+    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content'] + ", f"'' }}}}{call}{{{{ ")))
+    assert spoken(encoder, ASK, calls("look")) == ["look" + END] and not encoder.notes
+    texted: Turn = {**calls("look"), "content": "Let me look."}
+    assert spoken(encoder, ASK, texted, RESULT, SAID) == ["look" + END, SAID["content"] + END]
+    assert encoder.notes == [
+        "the chat template leaves out texts before calls, which are trained without them"
+    ]
+
+
 def test_results_may_be_written_by_the_ids_of_their_calls() -> None:
     """Which may hold the names of their tools."""
     answered = (
