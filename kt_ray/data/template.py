@@ -321,7 +321,9 @@ class ChatEncoder:
             try:
                 text, spans = self._marked_spans(form) if self.marked else self._rendered_spans(form, trained)
                 break
-            except UserError:
+            except UserError:  # then perhaps because a part is left out
+                text = self._render(messages, tools=conversation.tools)
+                self._check_rendered(text, messages, conversation.tools, conversation.where)
                 raise
             except Exception as error:  # what a template does, and so what it raises, is anybody's
                 refusal = refusal or error
@@ -399,7 +401,7 @@ class ChatEncoder:
         return False
 
     def _note_left_out(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
-        """Note a template that leaves out of trained answers what the model thought, or said before a call."""
+        """Note a template that leaves out of trained answers what was thought, or said before a call."""
         answers = [with_thought(m) for m in conversation.messages if m["role"] == "assistant"]
         for answer, wanted in zip(answers, trained, strict=True):
             if wanted and answer.get("reasoning_content", "").strip() not in said:
@@ -467,9 +469,9 @@ class ChatEncoder:
             through = text if last else self._render(messages[: i + 1], tools=tools)
             if not (through.startswith(before) and text.startswith(before)):
                 why = f"the prompt before messages[{i + 1}] is no prefix of what is rendered with it"
-                if self._wants_a_thought(messages, i, tools, before):
-                    raise self._thoughtless(conversation.where, why)
-                raise self._lost(conversation, why)
+                if self._wants_another_thought(messages, i, tools, before):
+                    raise _wrong_thought(conversation.where, why, messages[i])
+                raise self._lost(conversation, why, i)
             answer = through[len(before) :]
             stop = len(before) + len(answer)
             if text[len(before) : stop] != answer:
@@ -478,6 +480,7 @@ class ChatEncoder:
                     raise self._lost(
                         conversation,
                         f"the answer in messages[{i + 1}] is rendered differently once others follow",
+                        i,
                     )
             spans.append((len(before), stop))
         return text, spans
@@ -572,31 +575,26 @@ class ChatEncoder:
         if line not in self.notes:
             self.notes.append(line)
 
-    def _wants_a_thought(
+    def _wants_another_thought(
         self, messages: Sequence[Turn], i: int, tools: Sequence[dict[str, Any]] | None, before: str
     ) -> bool:
-        """Whether the answer messages[i] would follow the prompt `before` if it had a thought."""
-        if with_thought(messages[i]).get("reasoning_content"):
-            return False
-        thought: Turn = {**messages[i], "reasoning_content": "a"}
+        """Whether the answer messages[i] would follow the prompt `before` if it had a thought, or none."""
+        other: Turn = {**with_thought(messages[i])}
+        if other.pop("reasoning_content", None) is None:
+            other["reasoning_content"] = "a"
         try:
-            return self._render([*messages[:i], thought, *messages[i + 1 :]], tools=tools).startswith(before)
-        except Exception:  # then it is told what the template does without one
+            return self._render([*messages[:i], other, *messages[i + 1 :]], tools=tools).startswith(before)
+        except Exception:  # then it is told what the template does with the answer as it is
             return False
 
-    def _thoughtless(self, where: str, why: str) -> UserError:
-        return UserError(
-            "the chat template opens a thought before an answer that has none",
-            where=where,
-            observed=why,
-            required="what the model thought before the answer, as reasoning_content beside its content",
-            remedy="add that, or give model.chat_template or data.template one that opens no thought",
-        )
-
-    def _lost(self, conversation: Conversation, why: str) -> UserError:
+    def _lost(self, conversation: Conversation, why: str, i: int | None = None) -> UserError:
+        """i: the answer that is lost; None = any of them."""
         remedy = "give model.chat_template a template with {% generation %} blocks around answers"
+        if name := self._named(conversation):
+            remedy += f", or set data.template={name}"
         wanted = [answers_wanted(conversation, which) for which in (self.train_on, "last")]
-        if wanted[0] != wanted[1] and not self.marked:
+        number = sum(m["role"] == "assistant" for m in conversation.messages[:i])
+        if wanted[0] != wanted[1] and not self.marked and (i is None or not wanted[1][number]):
             remedy += ", or set data.train_on=last: answers before the last question are not looked for then"
         return UserError(
             "the answers cannot be located in the rendered conversation",
@@ -605,6 +603,31 @@ class ChatEncoder:
             required="a template whose rendering grows with the conversation, or {% generation %} blocks",
             remedy=remedy,
         )
+
+    def _named(self, conversation: Conversation) -> str:
+        """A template of TOKENS that takes the conversation, with tokens of this tokenizer; "" = none."""
+        called = conversation.tools or any(m.get("tool_calls") for m in conversation.messages)
+        names = ("qwen",) if called else ("qwen", *TOKENS)
+        known = self.tokenizer.added_tokens_encoder.keys()
+        return next((name for name in names if TOKENS[name] and known >= {*TOKENS[name]}), "")
+
+
+def _wrong_thought(where: str, why: str, answer: Turn) -> UserError:
+    if with_thought(answer).get("reasoning_content"):
+        return UserError(
+            "the chat template closes the thought before an answer that has one",
+            where=where,
+            observed=why,
+            required="answers without reasoning_content, and without <think> in their content",
+            remedy="delete that, or give model.chat_template or data.template one that leaves thoughts open",
+        )
+    return UserError(
+        "the chat template opens a thought before an answer that has none",
+        where=where,
+        observed=why,
+        required="what the model thought before the answer, as reasoning_content beside its content",
+        remedy="add that, or give model.chat_template or data.template one that opens no thought",
+    )
 
 
 def with_date(template: str, day: str) -> str:

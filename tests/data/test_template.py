@@ -157,10 +157,48 @@ def test_an_answer_without_the_thought_that_its_prompt_opens_is_told_so() -> Non
         spoken(encoder, ASK, SAID)
     with pytest.raises(UserError, match=r"opens a thought before an answer.*before messages\[2\]"):
         spoken(encoder, ASK, calls("look"), Turn(role="tool", content="1"), SAID)
-    with pytest.raises(UserError, match=r"cannot be located.*data\.train_on=last"):  # a thought is no help
+    last = r"cannot be located.*data\.template=qwen, or set data\.train_on=last"
+    with pytest.raises(UserError, match=last):  # a thought is no help
         spoken(encoder, ASK, SAID, ASK, SAID)
     thought: Turn = {**SAID, "reasoning_content": "Who?"}
     assert spoken(encoder, ASK, thought) == ["Who?\n</think>\n\n" + SAID["content"] + END]
+
+
+def test_an_answer_with_a_thought_that_its_prompt_has_closed_is_told_so() -> None:
+    """As Hy3's template has it."""
+    block = "'<think>' + (m.reasoning_content or '') + '</think>'"
+    closing = PLAIN.replace("m['content']", f"({block} if m.role == 'assistant' else '') + m['content']")
+    closing = closing.replace("assistant\\n' }}{% endif %}", "assistant\\n<think></think>' }}{% endif %}")
+    encoder = ChatEncoder(make_tokenizer(closing))
+    assert spoken(encoder, ASK, SAID) == [SAID["content"] + END]
+    closed = r"closes the thought before an answer that has one.*delete that"
+    for thought in ({**SAID, "reasoning_content": "Who?"}, WRITTEN):
+        with pytest.raises(UserError, match=closed):
+            spoken(encoder, ASK, thought)
+
+
+def test_a_remedy_for_a_lost_answer_is_one() -> None:
+    """No named template that lacks tools or tokens, and no other answers where the last one is lost."""
+    header = "'<|im_start|>' + ('assistant' if messages | length < 3 else 'bot') + '\\n'"
+    template = PLAIN.replace("'<|im_start|>assistant\\n'", header)
+    with pytest.raises(UserError, match=r"before messages\[4\]") as caught:
+        spoken(ChatEncoder(make_tokenizer(template)), ASK, SAID, ASK, SAID)
+    assert caught.value.remedy.endswith("or set data.template=qwen")
+    tokens = ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"]
+    called = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    other = template.replace(" + '<|im_end|>\\n' }}", " }}" + called)
+    encoder = ChatEncoder(make_tokenizer(other, eos_token=tokens[2], extra_special_tokens=tokens[:2]))
+    for turns_of_row, named in ((ASK, SAID, ASK, SAID), True), ((ASK, CALL, RESULT, SAID), False):
+        with pytest.raises(UserError, match="cannot be located") as caught:
+            spoken(encoder, *turns_of_row)
+        assert ("data.template=deepseek3" in caught.value.remedy) == named
+
+
+def test_a_part_that_is_left_out_is_told_before_the_answers_that_it_loses() -> None:
+    """As Phi-3.5's template, which ends the whole with another token."""
+    template = PLAIN + "{% if not add_generation_prompt %}{{ '<|im_end|>' }}{% endif %}"
+    with pytest.raises(UserError, match=r"the call of look \(messages\[2\]\) is not in the rendering"):
+        spoken(ChatEncoder(make_tokenizer(template)), ASK, CALL, RESULT, SAID)
 
 
 def test_answers_that_are_not_trained_need_not_be_found() -> None:
