@@ -521,6 +521,9 @@ class ChatEncoder:
         if not spans:
             return text, spans
         start, stop = spans[-1]
+        if not self.marked and stop == len(text) and text.endswith(self._closing):
+            stop -= len(self._closing)
+            spans = [*spans[:-1], (start, stop)]
         ending = self._ending(text[start:stop])
         if not ending and self.marked:
             follows = text[stop:].lstrip()
@@ -547,9 +550,25 @@ class ChatEncoder:
         tokens = self.openings
         if spans[-1][1] == len(text):
             text += tokens.get(role, "")
-        found = [next((t for t in tokens.values() if text.startswith(t, stop)), "") for _, stop in spans]
-        self._note(_ENDLESS if "" in found else _OPENED)
-        return text, [(start, stop + len(token)) for (start, stop), token in zip(spans, found, strict=True)]
+        result: list[Span] = []
+        for start, stop in spans:
+            if not text[start:stop].endswith(tuple(tokens.values())):  # as a call may, where no text does
+                token = next((token for token in tokens.values() if text.startswith(token, stop)), "")
+                self._note(_OPENED if token else _ENDLESS)
+                stop += len(token)
+            result.append((start, stop))
+        return text, result
+
+    @cached_property
+    def _closing(self) -> str:
+        """A special token that the template puts behind a last answer's end, as Phi-3.5's; "" = none."""
+        with contextlib.suppress(Exception):  # it may want other turns than these
+            text, longer = self._render(_SIMPLEST), self._render([*_SIMPLEST, _SIMPLEST[0]])
+            token = self._ending(text)
+            before = text.rstrip().removesuffix(token)
+            if token and self._ending(before) and longer.startswith(before):
+                return "" if longer.startswith(before + token) else text[len(before) :]
+        return ""
 
     @cached_property
     def openings(self) -> dict[str, str]:

@@ -414,6 +414,34 @@ def test_the_next_turn_ends_an_answer_that_nothing_else_ends() -> None:
     assert trained_texts(tokenizer, ids, labels) == [said] and tokenizer.decode(ids).endswith("No.")
 
 
+def test_a_call_that_has_its_own_end_is_given_no_other() -> None:
+    """As Hy3's template, which ends calls, and other answers as soon as a turn follows."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|tool|>' if m.role == 'tool' }}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+        "{% if m.role == 'assistant' and (m.tool_calls or not loop.last) %}{{ eos_token }}{% endif %}"
+        "{% endfor %}"
+    )
+    encoder = ChatEncoder(make_tokenizer(template, extra_special_tokens=["<|im_start|>", "<|tool|>"]))
+    said = SAID["content"] + END
+    assert spoken(encoder, ASK, calls("look"), RESULT, SAID, ASK, SAID) == ["look" + END, said, said]
+    assert encoder.notes == [
+        "the chat template ends no answer: the token that opens the next turn is trained as its end"
+    ]
+    assert spoken(encoder, ASK, SAID, ASK, calls("look")) == [said, "look" + END]
+
+
+def test_what_ends_the_whole_conversation_ends_no_answer() -> None:
+    """As Phi-3.5's template, whose answers end with another token."""
+    template = PLAIN + "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% endif %}"
+    tokens = ["<|im_start|>", "<|im_end|>"]
+    encoder = ChatEncoder(make_tokenizer(template, eos_token="<|endoftext|>", extra_special_tokens=tokens))
+    said = SAID["content"] + END
+    assert spoken(encoder, ASK, SAID) == [said]
+    assert spoken(encoder, ASK, SAID, ASK, SAID) == [said, said]
+    assert not encoder.notes
+
+
 def test_a_call_that_nothing_ends_is_told_so() -> None:
     template = (
         "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else m.role }}{{ m.content }}"
