@@ -13,9 +13,12 @@ from collections.abc import Mapping
 
 from kt_ray.errors import UserError
 
-# Reasoning that some models write before they answer. Unclosed: the answer was never reached.
-_THINKING = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.DOTALL | re.IGNORECASE)
-_THINKING_ENDS = re.compile(r"</think(?:ing)?>", re.IGNORECASE)  # which the prompt has opened
+# Reasoning that some models write before they answer, in <think>, <mm:think> (MiniMax-M3) or
+# <think:opensource> (Hy3). Unclosed: the answer was never reached.
+_TAG = r"(?:\w{1,20}:)?think(?:ing)?(?::\w{1,20})?>"
+_THINKING = re.compile(rf"<{_TAG}.*?(?:</{_TAG}|\Z)", re.DOTALL | re.IGNORECASE)
+_THINKING_ENDS = re.compile(f"</{_TAG}", re.IGNORECASE)  # which the prompt has opened
+_THINKING_BEGUN = re.compile(rf"<{_TAG}\s*\Z", re.IGNORECASE)
 
 # Between a statement and its letter: white space, brackets, emphasis.
 _BETWEEN = r"[\s(\[{<*_`\"'“‘:=]*"
@@ -53,7 +56,7 @@ def without_thinking(text: str) -> str:
 
 def opens_thought(prompt: str) -> bool:
     """Whether a prompt ends with <think>, so that the answer to it begins amid reasoning."""
-    return prompt.rstrip().endswith(("<think>", "<thinking>"))
+    return _THINKING_BEGUN.search(prompt) is not None
 
 
 def extract_letter(text: str, letters: str = "ABCD") -> str | None:

@@ -10,6 +10,7 @@ from kt_ray.evaluate.choice import (
     exact_match,
     extract_letter,
     label_letter,
+    opens_thought,
     option_answers,
 )
 
@@ -48,6 +49,8 @@ ANSWERS = [
     ("A good answer would be C", "C"),
     # reasoning does not count
     ("<think>the answer is A</think>B", "B"),
+    ("<mm:think>the answer is A</mm:think>B", "B"),
+    ("the answer is A</think:opensource>B", "B"),
     # nothing settled
     *[
         (text, None)
@@ -64,6 +67,12 @@ ANSWERS = [
 @pytest.mark.parametrize(("text", "letter"), ANSWERS)
 def test_extract_letter(text, letter):
     assert extract_letter(text) == letter
+
+
+@pytest.mark.parametrize("mark", ["<think>\n", "<thinking>", "<mm:think>", "<think:opensource>"])
+def test_a_prompt_opens_a_thought_at_its_end_only(mark):
+    assert opens_thought(f"Who?{mark}")
+    assert not opens_thought(f"{mark}Who?") and not opens_thought(f"Who?{mark.replace('<', '</')}")
 
 
 def test_other_letters():
