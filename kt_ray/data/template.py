@@ -250,7 +250,7 @@ class ChatEncoder:
         """
         messages = self._with_thoughts(messages)
         refusal: Exception | None = None
-        for form in forms(messages):
+        for form in self._forms(messages):
             try:
                 text = self._render(form, prompt, tools)
                 break
@@ -261,6 +261,21 @@ class ChatEncoder:
         if prompt:
             self._check_rendered(text, form, tools, where, prompt=True)
         return text
+
+    def _forms(self, messages: Sequence[Turn]) -> list[Sequence[Turn]]:
+        """The forms in which the template may take them, the likeliest first."""
+        found = forms(messages)
+        return found[::-1] if len(found) > 1 and self._prints_arguments else found
+
+    @cached_property
+    def _prints_arguments(self) -> bool:
+        """Whether the template writes the arguments of calls as they are, which of an object is no JSON."""
+        arguments = {"a": "mark_of_an_argument"}
+        call = call_of("a", "functions.a:0")
+        call["function"]["arguments"] = arguments
+        with contextlib.suppress(Exception):  # it may want other turns than these
+            return str(arguments) in self._render([_SIMPLEST[0], {**_SIMPLEST[1], "tool_calls": [call]}])
+        return False
 
     def _render(
         self, messages: Sequence[Turn], prompt: bool = False, tools: Sequence[dict[str, Any]] | None = None
@@ -316,7 +331,7 @@ class ChatEncoder:
     def _spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         trained = answers_wanted(conversation, self.train_on)
         refusal: Exception | None = None
-        for messages in forms(conversation.messages):
+        for messages in self._forms(conversation.messages):
             form = replace(conversation, messages=tuple(messages))
             try:
                 text, spans = self._marked_spans(form) if self.marked else self._rendered_spans(form, trained)

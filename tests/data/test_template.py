@@ -513,6 +513,16 @@ def test_a_result_that_the_answer_repeats_is_no_result() -> None:
         ChatEncoder(make_tokenizer(dropping)).encode(row)
 
 
+@pytest.mark.parametrize("written", ["c.function.arguments", "c.function.arguments | tojson"])
+def test_arguments_are_json_where_the_template_writes_them_as_they_are(written: str) -> None:
+    """Not as Python writes an object, which a row may hold in another place."""
+    call = f"{{% for c in m.tool_calls or [] %}}{{{{ c.function.name }}}}{{{{ {written} }}}}{{% endfor %}}"
+    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content'] + ", f"m['content'] }}}}{call}{{{{ ")))
+    result = Turn(role="tool", content="{'at': 'sea'}")
+    assert spoken(encoder, ASK, CALL, result, SAID)[0] == 'look{"at": "sea"}' + END
+    assert 'look{"at": "sea"}' in encoder.render([ASK, CALL, result], prompt=True)
+
+
 def test_a_call_in_the_prompt_of_a_pair_is_not_trained() -> None:
     """Nor where the template takes arguments as text only, as DeepSeek's do."""
     call = "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
