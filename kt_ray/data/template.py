@@ -335,6 +335,8 @@ class ChatEncoder:
             form = replace(conversation, messages=tuple(messages))
             try:
                 text, spans = self._marked_spans(form) if self.marked else self._rendered_spans(form, trained)
+                if self.marked and self._marks_headers:
+                    spans = self._without_headers(form, text, spans)
                 break
             except UserError:  # then perhaps because a part is left out
                 text = self._render(messages, tools=conversation.tools)
@@ -441,6 +443,32 @@ class ChatEncoder:
         )
         texts, marks = rendered
         return texts[0], [(int(start), int(stop)) for start, stop in marks[0]]
+
+    @cached_property
+    def _marks_headers(self) -> bool:
+        """Whether the {% generation %} blocks take in the header that prompts end with, as Laguna's do."""
+        with contextlib.suppress(Exception):  # it may want other turns than these
+            _, spans = self._marked_spans(Conversation(_SIMPLEST, 0, ""))
+            return spans[0][0] < len(self._render(_SIMPLEST[:1], prompt=True))
+        return False
+
+    def _without_headers(self, conversation: Conversation, text: str, spans: Sequence[Span]) -> list[Span]:
+        """Spans that begin where the prompt before each answer ends."""
+        messages = conversation.messages
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(answers) != len(spans):
+            return [*spans]
+        result: list[Span] = []
+        for i, (start, stop) in zip(answers, spans, strict=True):
+            before = self._render(messages[:i], prompt=True, tools=conversation.tools)
+            begins = text.startswith(before) and start < len(before) <= stop
+            if not begins:
+                self._note(
+                    "the chat template's prompts, as predict and chat have them, end otherwise than rows "
+                    "before some of their answers"
+                )
+            result.append((len(before) if begins else start, stop))
+        return result
 
     def _rendered_spans(self, conversation: Conversation, trained: Sequence[bool]) -> tuple[str, list[Span]]:
         """Spans by rendering up to each answer and through it, of those answers that are trained."""

@@ -16,7 +16,7 @@ from kt_ray.data.template import ChatEncoder
 from kt_ray.data.turns import turns
 from kt_ray.errors import UserError
 
-from .conftest import CHANNELS, PLAIN, TEMPLATES, THINKING, make_tokenizer, trained_texts
+from .conftest import CHANNELS, MARKED, PLAIN, TEMPLATES, THINKING, make_tokenizer, trained_texts
 
 END = "<|im_end|>"
 
@@ -70,6 +70,19 @@ def test_every_answer_with_its_end_is_trained_and_nothing_else(
     tokenizer = make_tokenizer(TEMPLATES[template], pad)
     row = conversation("Who?", "Tilda.", "Where, 灯台?", " On the rock 🪨\n", system=system)
     assert trained(tokenizer, row) == ["Tilda." + END, " On the rock 🪨\n" + END]
+
+
+def test_a_header_that_a_template_marks_is_not_trained() -> None:
+    """As Laguna's template, whose blocks take in the header that its prompts end with."""
+    header = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    template = MARKED.replace(header, "").replace("{% generation %}", "{% generation %}" + header)
+    template = template.replace("{% else %}", "{% else %}" + header)
+    row = conversation("Who?", "Tilda.", "Where?", "Here.")
+    assert trained(make_tokenizer(template), row) == ["Tilda." + END, "Here." + END]
+    closed = template.replace("assistant\\n' }}{% endif %}", "assistant\\n</think>' }}{% endif %}")
+    encoder = ChatEncoder(make_tokenizer(closed))
+    assert spoken(encoder, ASK, SAID) == [f"<|im_start|>assistant\n{SAID['content']}{END}"]
+    assert [note for note in encoder.notes if "prompts" in note]
 
 
 def test_an_answer_that_repeats_the_question_is_found_in_its_place() -> None:
