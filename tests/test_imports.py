@@ -49,7 +49,7 @@ checkpoint: terminal errors disk pulse parse native gptq [torch]
 model: errors pulse parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
     [numpy torch]
 adapter: disk parse config checkpoint [torch]
-data: errors disk parse batch config evaluate generate [numpy]
+data: errors disk parse batch config evaluate [numpy]
 experts: errors pulse gpu gpu_turns native config placement optim checkpoint model [torch]
 demo: errors disk config data
 transport: pulse gpu gpu_turns timeline generate [numpy torch]
