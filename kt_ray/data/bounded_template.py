@@ -21,7 +21,7 @@ _NAME = f"steps_{secrets.token_hex(8)}"  # no template can know it, and set it b
 # false. Ten times as fast as a number in a namespace, which the sandbox would check at every step.
 _NEXT = f"({_NAME} | first or {_NAME}_refuse('{TOO_MANY}'))"
 # The template itself may give `raise_exception` to something else.
-_START = f"{{% set {_NAME} = range(1, {STEPS} + 1) | select %}}{{% set {_NAME}_refuse = raise_exception %}}"
+_START = f"{{% set {_NAME} = range(1, {STEPS} + 1) | select %}}{{% set {_NAME}_refuse = raise_exception +%}}"
 _COUNT = f"%}}{{% if {_NEXT} %}}{{% endif "
 
 
@@ -37,14 +37,16 @@ def bounded(template: str, source: str) -> str:
     from jinja2 import Environment, TemplateSyntaxError
 
     parts: list[str] = []
-    head, before, counted = "", "", False
+    head, before, counted, line = "", "", False, 1
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     try:
         # (line, kind, text), whose texts make up the source, but for whitespace that a dash eats
-        for _, kind, text in environment.lex(template):
-            if kind.endswith("_begin") and before.endswith("{"):
-                parts.append(" ")  # the dash eats it again; without it a text's brace would join the block's
+        for number, kind, text in environment.lex(template):
+            # Put back, for the dash to eat again: lines keep their numbers, and a text's brace stays apart.
+            if kind.endswith("_begin") and (number > line or before.endswith("{")):
+                parts.append("\n" * (number - line) or " ")
             parts.append(text)
+            line = number + text.count("\n")
             if kind == "block_begin":
                 head = "?"
             elif head == "?" and kind == "name":
@@ -70,8 +72,7 @@ def bounded(template: str, source: str) -> str:
         raise broken(source, f"line {error.lineno}: {error.message}") from error
     if not counted:
         return template
-    # A line break behind a block is the block's; the template's own first one must stay.
-    return _START + ("\n" if template.startswith("\n") else "") + "".join(parts)
+    return _START + "".join(parts)  # its plus keeps a line break that the template begins with
 
 
 def broken(source: str, observed: object) -> UserError:

@@ -627,6 +627,19 @@ def test_a_brace_before_a_dash_stays_text(behind: str) -> None:
     assert text.startswith("{}<|im_start|>user")
 
 
+@pytest.mark.parametrize("before", ["", "\n\n", "  {#- a\n comment #}\n", "  {% if true %}\n\n{%- endif %}"])
+def test_a_broken_template_is_told_by_its_line(before: str) -> None:
+    """Whatever the dashes before it eat."""
+    good = before + "\n{%- for m in messages %}\n\n  {{- m.content }}\n{%- endfor %}\n\n"
+    bad = good + "{%- endif %}"
+    with pytest.raises(UserError, match=f"line {bad.count(chr(10)) + 1}:"):
+        ChatEncoder(make_tokenizer(bad))
+    tokenizer = make_tokenizer(good)
+    messages = conversation("Who?", "Tilda.").messages
+    text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False)
+    assert ChatEncoder(tokenizer).render(messages) == text
+
+
 def test_a_template_that_ends_no_turn_is_noted() -> None:
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
