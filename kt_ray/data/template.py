@@ -175,7 +175,7 @@ class ChatEncoder:
         own (a channel), or with <think> where it would leave an empty one before such an answer."""
         answer: Turn = {**_SIMPLEST[1], "content": "<think>\nmark_of_a_thought\n</think>\n\nb"}
         with contextlib.suppress(Exception):  # it may want other turns than these
-            turns = ([], [answer], [with_thought(answer)])
+            turns: list[list[Turn]] = [[], [answer], [with_thought(answer)]]
             texts = [self._render([_SIMPLEST[0], *more]) for more in turns]
             asked, written, apart = ((text.count("<think>"), text.count("</think>")) for text in texts)
             empty = apart[0] > asked[0] and apart[1] > asked[1]
