@@ -47,7 +47,8 @@ def line_chart(lines: Sequence[Line], unit: str, *, from_zero: bool = False) -> 
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     x_low, x_high = min(xs), max(xs)
-    ticks = nice_ticks(0.0 if from_zero else min(ys), max(ys))
+    ends = [0.0] if from_zero else []
+    ticks = nice_ticks(min(ys + ends), max(ys + ends))
     low, high = ticks[0], ticks[-1]
 
     def sx(x: float) -> float:
@@ -169,7 +170,7 @@ def thinned(points: Points, limit: int) -> list[tuple[float, float]]:
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round values that enclose low..high, about `count` of them: multiples of 1, 2 or 5 times 10^n."""
     largest = max(abs(low), abs(high))
-    if high - low <= 1e-9 * largest:  # equal but for rounding
+    if high - low <= max(1e-9 * largest, 1e-300):  # equal but for rounding
         spread = largest * 0.1 or 1.0
         low, high = low - spread, high + spread
     raw = (high - low) / count

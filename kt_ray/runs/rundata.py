@@ -17,7 +17,7 @@ from kt_ray.config.secret_values import without_secrets
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_json
 from kt_ray.runs.rundir import find_checkpoints, flatten, is_run, plain, read_config
-from kt_ray.tracking.jsonl import read_jsonl, series
+from kt_ray.tracking.jsonl import is_figure, read_jsonl, series
 from kt_ray.tracking.metrics import loss_unit
 
 Points = list[tuple[int, float]]
@@ -139,7 +139,7 @@ class RunData:
     def _peak(self, prefix: str) -> float:
         """Largest sum over one record of the figures that begin with a prefix."""
         sums = (
-            sum(v for k, v in record.items() if k.startswith(prefix) and isinstance(v, int | float))
+            sum(float(v) for k, v in record.items() if k.startswith(prefix) and is_figure(v))
             for record in self.records
         )
         return max(sums, default=0.0)

@@ -46,12 +46,12 @@ def series(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, fl
         if record.get("skipped") and key != "skipped":
             continue
         step, value = record.get("step"), record.get(key)
-        if _is_figure(step) and isinstance(step, int) and _is_figure(value):
+        if is_figure(step) and isinstance(step, int) and is_figure(value):
             points[step] = float(value)
     return sorted(points.items())
 
 
-def _is_figure(value: Any) -> TypeGuard[float]:
+def is_figure(value: Any) -> TypeGuard[float]:
     """A finite number that a plot can hold; files that others wrote may have any."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 

@@ -33,6 +33,8 @@ def test_charts_without_points_are_empty_and_single_points_are_dots():
 def test_constant_values_and_long_series():
     svg(line_chart([Line("a", [(s, 0.0) for s in range(5)])], "x"))
     svg(line_chart([Line("a", [(1, 0.7), (2, 0.7000000000000001), (3, 0.7 - 2e-16)])], "x"))
+    svg(line_chart([Line("a", [(1, -1.0), (2, -2.0)])], "x", from_zero=True))
+    svg(line_chart([Line("a", [(1, 5e-324), (2, 0.0)])], "x"))
     long = [(s, float(s % 2)) for s in range(100_000)]
     assert len(line_chart([Line("a", long)], "x")) < 20_000
     few = thinned(long, 600)

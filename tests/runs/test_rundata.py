@@ -50,6 +50,16 @@ def test_recoveries_of_all_processes_add_up(tmp_path, make_run):
     assert figures["recoveries"] == 5 and figures["seconds_lost"] == 12.0
 
 
+def test_memory_that_is_no_number_is_left_out(tmp_path, make_run):
+    path = make_run(tmp_path, "a", steps=1, eval_every=0)
+    odd = '{"step": 1, "loss": 1.0, "host_rss_bytes_driver": NaN, "host_rss_bytes_worker": 5, '
+    (path / "metrics.jsonl").write_text(
+        odd + '"host_rss_bytes_expert": "x", "gpu_memory_bytes_cuda0": Infinity}'
+    )
+    figures = read_run(path).figures()
+    assert figures["host_bytes"] == 5 and "gpu_bytes" not in figures
+
+
 def test_changed_settings_are_those_off_their_default(tmp_path, make_run):
     changed = read_run(
         make_run(tmp_path, "a", rank=16, trainer=TrainerConfig(max_steps=60))
