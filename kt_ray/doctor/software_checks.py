@@ -150,9 +150,6 @@ def gpus(hardware: Hardware, rule: RuleConfig, plan: Plan | None = None) -> Chec
             "install a CUDA build of torch that the driver supports (pytorch.org), or set rule.device=cpu"
         )
         return failed("GPUs", f"{observed}; {fault}", remedy)
-    if "Enabled" in nvidia_smi("mig.mode.current") and not os.environ.get("CUDA_VISIBLE_DEVICES"):
-        remedy = "sudo nvidia-smi -mig 0, or set rule.device=cpu"
-        return warned("GPUs", f"{observed}; cut into slices (MIG), which are not planned for", remedy)
     if wanted > len(hardware.gpus):
         named = isinstance(rule.gpus, int)
         remedy = "set rule.gpus=auto" if named else f"set rule.stages={len(hardware.gpus)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -387,7 +387,13 @@ def _gpus() -> tuple[Gpu, ...]:
     listing = nvidia_smi(f"{known},memory.reserved")
     if not listing:  # drivers before 510 do not know the field: their total is without the reserved part
         listing = "".join(f"{line}, 0\n" for line in nvidia_smi(known).splitlines())
-    return parse_gpus(listing, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return parse_gpus(listing, os.environ.get("CUDA_VISIBLE_DEVICES"), _sliced() if listing else set())
+
+
+def _sliced() -> set[str]:
+    """Numbers of the cards that are cut into slices (MIG), as nvidia-smi has them."""
+    rows = (line.split(",") for line in nvidia_smi("index,mig.mode.current").splitlines())
+    return {row[0].strip() for row in rows if row[-1].strip() == "Enabled"}
 
 
 def gpu_memory_free() -> dict[str, int]:
@@ -422,10 +428,13 @@ def nvidia_smi_fault() -> str:
     return next((line for line in lines if line), f"exit code {done.returncode}")
 
 
-def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
+def parse_gpus(listing: str, visible: str | None, sliced: Collection[str] = frozenset()) -> tuple[Gpu, ...]:
     """GPUs from nvidia-smi's "index, uuid, name, MiB, reserved MiB" lines, as CUDA_VISIBLE_DEVICES has them.
 
     What the driver and the firmware reserve is no program's: CUDA's total is without it.
+
+    Args:
+        sliced: indices of cards that are listed whole and of which a program gets a slice (MIG).
 
     Raises:
         UserError: a GPU's memory is not known, or it is a slice of a card (MIG). To leave it out would give
@@ -447,6 +456,9 @@ def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
                 break
             chosen.append(match[0])
         rows = chosen if len(set(chosen)) == len(chosen) else []  # named twice, CUDA gives none
+    cut = next((f"GPU {index}: {name}" for index, _, name, _ in rows if index in sliced), None)
+    if cut is not None:
+        raise _gpu_fault("a slice of a GPU (MIG) is not planned for", cut)
     unknown = next((name for _, _, name, memory in rows if memory <= 0), None)
     if unknown is not None:
         raise _gpu_fault("nvidia-smi does not say how much memory a GPU has", unknown)

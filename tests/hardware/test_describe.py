@@ -200,6 +200,24 @@ def test_gpus_that_cannot_be_planned_for_are_told(visible: str | None, message: 
     assert [gpu.name for gpu in parse_gpus(listing, "1")] == ["RTX 4090"]
 
 
+def test_a_card_that_is_cut_into_slices_is_not_planned_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where CUDA_VISIBLE_DEVICES names no slice: CUDA then takes the first of them."""
+
+    def smi(fields: str) -> str:
+        if "mig" in fields:
+            return "0, [N/A]\n1, Enabled\n"
+        return "0, GPU-aa1, RTX 4090, 24564, 352\n1, GPU-bb2, A100, 81920, 600\n"
+
+    monkeypatch.setattr("kt_ray.hardware.describe.nvidia_smi", smi)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=r"slice of a GPU \(MIG\).*GPU 1: A100.*set CUDA_VISIBLE_DEVICES"):
+        this_host()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert [gpu.name for gpu in this_host().gpus] == ["RTX 4090"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert this_host().gpus == ()
+
+
 def test_a_gpu_has_what_cuda_gives_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """23.64 GiB of a 24 GB card: without what the driver reserves."""
     (card,) = parse_gpus("0, GPU-aa1, RTX 4090, 24564, 352\n", None)
