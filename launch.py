@@ -11,6 +11,9 @@ except ModuleNotFoundError as error:
         f"error: {sys.executable} lacks {error.name}. To fix: `. .venv/bin/activate` after `make demo`, "
         "or install kt_ray into this Python: pip install -e ."
     )
+except KeyboardInterrupt:  # while it loads, before `main` looks after that
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 if __name__ == "__main__":
     sys.exit(main())

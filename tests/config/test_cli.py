@@ -452,6 +452,17 @@ def test_launch_prints_the_composed_configuration(tmp_path: Path) -> None:
     assert printed["lora"]["rank"] == 4 and printed["model"]["name"] == "demo"
 
 
+def test_an_interrupt_while_launch_loads_is_no_traceback(tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = tmp_path_factory.mktemp("own")
+    (own / "kt_ray").mkdir()
+    (own / "kt_ray" / "__init__.py").touch()
+    (own / "kt_ray" / "cli.py").write_text("raise KeyboardInterrupt")
+    (own / "launch.py").write_text((REPO / "launch.py").read_text())
+    command = [sys.executable, "launch.py"]
+    done = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "interrupted\n")
+
+
 def test_launch_with_a_users_directory(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     own = tmp_path_factory.mktemp("own")
     (own / "lora").mkdir()
