@@ -148,8 +148,10 @@ def _directory(config: Config) -> Path:
         chosen = Path(config.accept.resume)
         known = [chosen] if (chosen / "machine.json").is_file() else []
     else:
-        known = sorted(root.glob(f"{host}-*/machine.json"), key=lambda file: file.stat().st_mtime_ns)
-        known = [file.parent for file in known]
+        # "node-2" is another host than "node".
+        own = re.compile(rf"{re.escape(host)}-\d{{8}}-\d{{6}}")
+        files = [file for file in root.glob("*/machine.json") if own.fullmatch(file.parent.name)]
+        known = [file.parent for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
     if not known:
         raise UserError(
             f"accept.resume={config.accept.resume}: there is no acceptance to go on with",

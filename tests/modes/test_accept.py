@@ -124,6 +124,18 @@ def test_what_the_clock_cut_off_goes_on(run: Run, items, tmp_path: Path, capsys)
     assert "Item of right" in (path / "page.md").read_text() and (path / "report.tar.gz").is_file()
 
 
+def test_the_latest_is_of_this_host(run: Run, items, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts share a disk, and one's name may begin with another's."""
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    assert run("accept.only=right") == 0
+    monkeypatch.setattr("socket.gethostname", lambda: "node-2")
+    assert run("accept.only=right") == 0
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    assert run("accept.only=fast", "accept.resume=latest") == 0
+    with_fast = [file.parents[1].name for file in (tmp_path / "a").glob("*/fast/*.json")]
+    assert len(with_fast) == 1 and not with_fast[0].startswith("node-2-")
+
+
 def test_an_acceptance_that_is_killed_leaves_page_and_archive(run: Run, items, tmp_path: Path) -> None:
     def killed(task: Task) -> Found:
         os.kill(os.getpid(), signal.SIGTERM)
