@@ -50,14 +50,18 @@ def verdict(results: Sequence[Result]) -> str:
     return line + (f"; cut off by the clock: {counted(cut, 'item')}" if cut else "")
 
 
-def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(results: Sequence[Result], about: Mapping[str, Any]) -> list[tuple[str, str]]:
+    commit = str(about["git_commit"] or "unknown")
+    for earlier in sorted({result.commit for result in results} - {"", commit}):
+        items = [result.title for result in results if result.commit == earlier]
+        commit += f"; of {earlier}: {', '.join(items)}"
     packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items() if version)
     return [
         ("CPU", f"{about['cpu']}, {about['cores_allowed']} of {about['cores']} CPUs"),
         ("memory", f"{about['memory_bytes'] / 2**30:.0f} GiB"),
         ("GPUs", ", ".join(about["gpus"]) or "none"),
         ("Python", f"{about['python']}; {packages}"),
-        ("commit", str(about["git_commit"] or "unknown")),
+        ("commit", commit),
         ("date", str(about["time"])),
     ]
 
@@ -87,7 +91,7 @@ def _states(results: Sequence[Result], name: str) -> list[tuple[str, ...]]:
 def markdown(results: Sequence[Result], about: Mapping[str, Any]) -> str:
     """The page as Markdown."""
     lines = ["# Acceptance of a machine", "", verdict(results) + ".", ""]
-    lines += [f"- {name}: {value}" for name, value in _facts(about)]
+    lines += [f"- {name}: {value}" for name, value in _facts(results, about)]
     lines += ["", "## Claims", "", *_table(CLAIM_COLUMNS, _claims(results))]
     for name in SHARES:
         states = _states(results, name)
@@ -119,7 +123,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def html(results: Sequence[Result], about: Mapping[str, Any]) -> str:
     """The page as HTML."""
     parts = [f"<h1>Acceptance of a machine</h1><p>{escape(verdict(results))}.</p>"]
-    parts.append(card("Machine", table((), _facts(about), numbers=False)))
+    parts.append(card("Machine", table((), _facts(results, about), numbers=False)))
     parts.append(section("Claims", card("", table(CLAIM_COLUMNS, _claims(results), numbers=False))))
     for name in SHARES:
         states = _states(results, name)
@@ -174,7 +178,9 @@ def anonymous(text: str, path: Path, names: Mapping[str, str]) -> str:
         if len(name) > 2:
             text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", names[name], text)
     text = re.sub(r"\b(?!127\.0\.0\.1\b)(?:\d{1,3}\.){3}\d{1,3}\b", "ADDRESS", text)
-    return re.sub(r"(?i)(?<![\w:])(?:[0-9a-f]{1,4}:){3,7}(?::?[0-9a-f]{1,4})+(?![\w:])", "ADDRESS", text)
+    part = "[0-9a-f]{1,4}"  # of an IPv6 address: at least four of them, or two with "::" between
+    address = rf"(?:(?:{part}:){{3,7}}(?::?{part})+|(?:{part}:)+(?::{part})+)"
+    return re.sub(rf"(?i)(?<![\w:]){address}(?![\w:])", "ADDRESS", text)
 
 
 def _names() -> dict[str, str]:

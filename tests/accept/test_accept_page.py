@@ -53,6 +53,13 @@ def test_both_pages(tmp_path: Path) -> None:
     assert "&lt;none&gt;" in html and "<none>" not in html and "What is here" in html
 
 
+def test_results_of_another_commit_are_told() -> None:
+    results = [replace(result, commit="b" if result.item == "engine" else "a") for result in RESULTS]
+    text = page.markdown(results, {**ABOUT, "git_commit": "a"})
+    assert "- commit: a; of b: Experts agree\n" in text
+    assert "- commit: a\n" in page.markdown(results[:1], {**ABOUT, "git_commit": "a"})
+
+
 def test_what_is_sent_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "prancer.example.org")
     monkeypatch.setattr("getpass.getuser", lambda: "rudolph")
@@ -65,7 +72,7 @@ def test_what_is_sent_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (
             f"/home/rudolph/x on prancer at 10.1.2.3 as rudolph, {path}/right, {Path.cwd()}/launch.py",
             f"{sys.prefix}/bin/python prancer.example.org prancer-ib0 rudolph_models fe80:0:12:ab::1",
-            "127.0.0.1 run.root=x 12:30:05",
+            "2001:db8::7 127.0.0.1 run.root=x 12:30:05 test_a.py::test_b ::1",
         )
     )
     (path / "right" / "engine.log").write_text(private + "\n" + "x" * 300_000 + "end")
@@ -92,11 +99,12 @@ def test_what_is_sent_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "prancer",
         "example",
         "12:ab",
+        "db8::7",
         sys.prefix,
         "10.1.2.3",
         str(tmp_path),
         str(Path.cwd()),
     ):
         assert word not in texts["acceptance/right/short.log"], word
-    assert "run.root=x 12:30:05" in texts["acceptance/right/short.log"]
+    assert "run.root=x 12:30:05 test_a.py::test_b ::1" in texts["acceptance/right/short.log"]
     assert "127.0.0.1" in texts["acceptance/right/short.log"]
