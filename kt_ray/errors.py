@@ -132,7 +132,14 @@ def _told(error: UserError) -> int:
 
 
 def refusal(error: Exception) -> UserError | None:
-    """What the system refuses and a user can mend: room on a disk, or a path. None = it is neither."""
+    """What the system refuses and a user can mend: a home, room on a disk, or a path. None = it is none."""
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of pathlib
+        return UserError(
+            "this user has no home directory",
+            where="HOME",
+            observed="not set, and no such user in the system's list",
+            remedy="set HOME to a directory that you may write to",
+        )
     if not isinstance(error, OSError):
         return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -358,6 +358,22 @@ def test_bad_input_found_by_a_mode(
     assert "Traceback" in capfd.readouterr().err
 
 
+def test_a_user_without_a_home_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one whose number is in no list, in a container, without HOME."""
+
+    def no_user(number: int) -> Any:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_user)
+    _mode_that(monkeypatch, lambda config: len(str(Path.home())))
+    assert cli.main([]) == BAD_INPUT
+    err = capfd.readouterr().err
+    assert err.startswith("error: this user has no home directory; at HOME") and err.count("\n") == 1
+
+
 def test_a_bug_shows_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
