@@ -319,8 +319,14 @@ def _train(
     def on_skip(step: int, loss: float, norm: float) -> None:
         tracker.log(step, {"skipped": 1, "loss": loss, "grad_norm": norm})
 
+    recorded = None  # the figure of the state that the run goes on from, which may be measured again
+    if rundir.continued:
+        records = read_jsonl(rundir.path / "metrics.jsonl")
+        recorded = dict(series(records, f"eval_{figure}")).get(first_step)
+
     def on_eval(step: int, loss: float) -> None:
-        tracker.log(step, {f"eval_{figure}": sign * loss})
+        if step != first_step or sign * loss != recorded:
+            tracker.log(step, {f"eval_{figure}": sign * loss})
         display.evaluated(step, f"{figure} {sign * loss:.4f}")
 
     def save(step: int) -> Path:

@@ -214,3 +214,35 @@ def test_the_best_of_a_run_that_began_with_a_checkpoint(
         monkeypatch.setattr(train, "_evaluations", lambda *_, known=known: known)
         train._train(prepared, RunDir(tmp_path, continued=True), *rest)
         assert Scripted.owes == (kept is None and not known)
+
+
+@pytest.mark.parametrize(
+    ("continued", "loss", "logged"), [(True, 4.5, []), (True, 4.4, [4]), (False, 4.5, [4])]
+)
+def test_a_figure_that_is_measured_again_is_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, continued: bool, loss: float, logged: list[int]
+) -> None:
+    """As where trainer.save_best is new; over other rows it is another figure."""
+
+    class Again(Scripted):
+        def run(self) -> TrainerSummary:
+            self.events.on_eval(4, loss)
+            self.events.on_eval(6, 4.5)
+            return TrainerSummary()
+
+    monkeypatch.setattr(train, "Trainer", Again)
+    monkeypatch.setattr(train, "best_so_far", lambda *_: None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "eval_loss": 4.5}\n')
+    prepared: Any = SimpleNamespace(
+        config=Config(trainer=TrainerConfig(save_best=True, on_signal="exit")),
+        batches=SimpleNamespace(total_steps=8),
+        data=SimpleNamespace(train=[]),
+        load=None,
+        eval_digest="",
+    )
+    resume: Any = SimpleNamespace(manifest=SimpleNamespace(step=4), recent=(), directory=tmp_path / "c" / "s")
+    steps: list[int] = []
+    tracker: Any = SimpleNamespace(log=lambda step, _: steps.append(step))
+    cluster: Any = None
+    train._train(prepared, RunDir(tmp_path, continued=continued), cluster, tracker, resume, 0.0, None)
+    assert steps == [*logged, 6]
