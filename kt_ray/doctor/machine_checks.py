@@ -163,7 +163,8 @@ def open_files(limits: tuple[int, int] | None = None) -> Check:
     observed = "unlimited" if soft == infinite else limited
     if soft != infinite and soft < MIN_OPEN_FILES:
         room = hard == infinite or hard >= MIN_OPEN_FILES
-        remedy = "ulimit -n 65536" if room else "raise nofile in /etc/security/limits.conf or the container"
+        most = 65536 if hard == infinite else min(65536, hard)  # more is refused
+        remedy = f"ulimit -n {most}" if room else "raise nofile in /etc/security/limits.conf or the container"
         return warned("open files", observed, remedy)
     return passed("open files", observed)
 

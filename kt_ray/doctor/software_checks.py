@@ -163,13 +163,13 @@ def gpus(hardware: Hardware, rule: RuleConfig, plan: Plan | None = None) -> Chec
 def threads_environment(environment: dict[str, str] | None = None) -> Check:
     """Variables that bind or limit OpenMP threads. The plan sets torch's threads, the engine has its own."""
     values = dict(os.environ) if environment is None else environment
-    binding = [name for name in ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND") if values.get(name)]
-    if binding and values.get(binding[0], "").lower() not in ("false", "disabled", "none"):
-        return warned(
-            "threads",
-            f"{binding[0]}={values[binding[0]]} binds torch's threads",
-            f"unset {binding[0]}: actors bind themselves to their sockets",
-        )
+    for name in ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND"):
+        if values.get(name, "").lower() not in ("", "false", "disabled", "none"):
+            return warned(
+                "threads",
+                f"{name}={values[name]} binds torch's threads",
+                f"unset {name}: actors bind themselves to their sockets",
+            )
     number = values.get("OMP_NUM_THREADS")
     text = f"OMP_NUM_THREADS={number}, overruled by the plan" if number else "OMP_NUM_THREADS not set"
     return passed("threads", text)

@@ -162,6 +162,7 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_open_files() -> None:
     verdict(machine.open_files((1024, 65536)), WARN, "ulimit -n 65536")
+    verdict(machine.open_files((1024, 20000)), WARN, "ulimit -n 20000")  # more is refused
     verdict(machine.open_files((1024, 4096)), WARN, "limits.conf")
     verdict(machine.open_files((65536, 65536)), PASS)
     verdict(machine.open_files((resource.RLIM_INFINITY, resource.RLIM_INFINITY)), PASS, "unlimited")
@@ -284,6 +285,8 @@ def test_threads_environment() -> None:
     verdict(software.threads_environment({"OMP_NUM_THREADS": "1"}), PASS, "overruled")
     verdict(software.threads_environment({"KMP_AFFINITY": "compact"}), WARN, "unset KMP_AFFINITY")
     verdict(software.threads_environment({"OMP_PROC_BIND": "false"}), PASS)
+    both = {"KMP_AFFINITY": "disabled", "OMP_PROC_BIND": "true"}
+    verdict(software.threads_environment(both), WARN, "unset OMP_PROC_BIND")
 
 
 def test_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
