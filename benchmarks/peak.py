@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -29,10 +30,22 @@ class Peak:
         if compiler is None:
             self.error = "no C++ compiler: set CXX or install g++"
             return
-        command = [compiler, "-O2", "-std=c++20", "-pthread", str(SOURCE), "-o", str(self._program)]
-        built = subprocess.run(command, capture_output=True, text=True)
-        if built.returncode:
-            self.error = f"{compiler}: {built.stderr[-500:]}"
+        # CXX may be "ccache g++"
+        options = ["-O2", "-std=c++20", "-pthread", str(SOURCE), "-o", str(self._program)]
+        self._run([*shlex.split(compiler), *options], compiler)
+
+    def _run(self, command: list[str], name: str) -> str:
+        """What a program prints; "" with `error` set where it fails, or cannot be started (a directory for
+        temporary files in which nothing may run)."""
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            self.error = f"{name}: {error}"
+            return ""
+        if done.returncode:
+            self.error = f"{name}: ended with {done.returncode}: {done.stderr[-500:]}"
+            return ""
+        return done.stdout
 
     def measure(self, threads: list[int], seconds: float, megabytes: int = 1024) -> Rates:
         """GFLOP/s of each instruction set's loop and GB/s read, by number of threads.
@@ -47,12 +60,10 @@ class Peak:
         """
         if self.error:
             return {}
-        command = [str(self._program), str(seconds), str(megabytes), *map(str, threads)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            self.error = f"peak: ended with {done.returncode}: {done.stderr[-500:]}"
+        printed = self._run([str(self._program), str(seconds), str(megabytes), *map(str, threads)], "peak")
+        if self.error:
             return {}
-        rates: Rates = json.loads(done.stdout)
+        rates: Rates = json.loads(printed)
         return rates
 
     def __enter__(self) -> Peak:

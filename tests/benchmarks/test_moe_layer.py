@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -263,3 +264,21 @@ class Idle:
 
     def close(self) -> None:
         pass
+
+
+def test_a_peak_that_cannot_be_compiled_or_run_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a compiler behind another program, and where nothing in TMPDIR may be executed."""
+    peak = importlib.import_module("peak")
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", f"env {compiler}")
+    with peak.Peak() as measured:
+        assert measured.error == ""
+        assert measured.measure([1], 0.01) == {}
+        assert measured.error.startswith("peak: ") and "Permission denied" in measured.error
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    with peak.Peak() as measured:
+        assert measured.measure([1], 0.01) == {} and "No such file" in measured.error
