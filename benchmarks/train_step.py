@@ -39,6 +39,8 @@ import psutil
 from common import add_common_arguments, quiet_machine, write_json
 from train_child import RULES, Job
 
+from kt_ray.errors import UserError
+
 PEERS = ("hf", "peft", "hf_factored")
 CHECK_EPS = 1e-3  # of AdamW, in the float32 comparison
 TIMEOUT = 3600  # seconds for one implementation in one round
@@ -311,5 +313,5 @@ def _show(records: Sequence[Result]) -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except JobFailed as error:
+    except (JobFailed, UserError) as error:
         sys.exit(str(error))

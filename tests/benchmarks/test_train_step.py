@@ -63,3 +63,11 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
     done = run("--impls", "nonsense", cache=tmp_path)
     assert done.returncode != 0
     assert "nonsense" in done.stderr and "hf_factored" in done.stderr
+
+
+def test_what_the_configuration_refuses_is_one_line(tmp_path: Path) -> None:
+    """As the demo, which has its own tokenizer, with rows that bring another."""
+    (tmp_path / "nekoqa").mkdir()
+    (tmp_path / "nekoqa" / "neko_union_alpaca.json").write_text("[]")
+    done = run("--model", "demo", "--data", str(tmp_path), cache=tmp_path)
+    assert done.returncode == 1 and "model=demo_random" in done.stderr and done.stderr.count("\n") == 1
