@@ -81,8 +81,12 @@ class ResumeCommand:
             names.append("trainer.max_steps")  # which epochs unset
         for name in names:
             _take(saved, composed, name.split("."))
+        mode = saved.get("mode")
+        if self.checkpoint is not None and mode in (*_ANSWERING, "eval"):
+            raise _no_adapter(self.checkpoint, self.run, str(mode))
         for key, value in flatten(saved).items():
-            if MASK in show(value) and before.get(key) == value:
+            given = any(key == name or key.startswith(f"{name}.") for name in names)
+            if MASK in show(value) and before.get(key) == value and not given:
                 _unmask(saved, key, self.run)
         experts = saved.get("rule", {}).get("experts", {})
         if experts.get("placement") == "kept" and not any(name.startswith("rule") for name in names):
@@ -96,7 +100,6 @@ class ResumeCommand:
             run["root"] = str(self.run.parent)
         if not elsewhere:
             run["name"] = self.run.name
-        mode = saved.get("mode")
         if mode in _ANSWERING:  # with the adapter that the run has made
             group, key = _ANSWERING[mode]
             if not any(name == group or name.startswith(f"{group}.{key}") for name in names):
@@ -124,6 +127,20 @@ class ResumeCommand:
                 remedy=f"finish it with resume={self.run}, or ask the base model with generate.adapter=null",
             )
         return self.run
+
+
+def _no_adapter(checkpoint: Path, run: Path, mode: str) -> UserError:
+    """The adapter in the run's directory is that of its end, not of a checkpoint."""
+    step = checkpoint.resolve().name.removeprefix("step_").lstrip("0")
+    written = f"resume={checkpoint} run.name=NEW trainer.max_steps={step or 'STEP'}"
+    remedy = f"write resume={run} for the run's own adapter; {written} writes the checkpoint's into a new run"
+    return UserError(
+        "a checkpoint holds the state of a training, and no adapter that answers",
+        where=f"resume={checkpoint}",
+        observed=f"mode={mode}",
+        required="a run with an adapter",
+        remedy=remedy,
+    )
 
 
 def _shown(key: str, value: Any) -> str:

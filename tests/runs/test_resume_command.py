@@ -101,6 +101,17 @@ def test_answers_of_a_run_that_was_resumed_may_be_replaced(
     assert cli.main(["resume=runs/a", *more]) == BAD_INPUT
 
 
+@pytest.mark.parametrize("mode", ["chat", "predict", "serve", "eval"])
+def test_a_checkpoint_does_not_answer_with_the_adapter_of_the_runs_end(
+    runs: Path, given: list[Config], mode: str, capfd: Any
+) -> None:
+    write_adapter(runs / "a")
+    assert cli.main(["resume=runs/a/checkpoints/step_000005", f"mode={mode}"]) == BAD_INPUT
+    err = capfd.readouterr().err
+    assert f"write resume={runs}/a for the run's own adapter" in err
+    assert "step_000005 run.name=NEW trainer.max_steps=5 writes" in err and given == []
+
+
 def write_adapter(run: Path) -> None:
     (run / "adapter").mkdir()
     (run / "adapter" / "adapter_config.json").write_text("{}")
@@ -192,6 +203,14 @@ def test_a_masked_secret_is_never_taken_for_a_value(
     assert "tracking.project" in err and "To fix: add tracking.project=<value>" in err and given == []
     assert cli.main(["resume=runs/s", "tracking.project=p"]) == 0
     assert given[0].serve.api_key is None and given[0].tracking.project == "p"
+
+
+def test_a_text_with_the_mask_in_it_may_be_given_again(runs: Path, given: list[Config], capfd: Any) -> None:
+    begin([*BEGUN, "run.name=s", 'generate.stop=["***"]'])
+    assert cli.main(["resume=runs/s"]) == BAD_INPUT
+    assert "To fix: add generate.stop=<value>" in capfd.readouterr().err
+    assert cli.main(["resume=runs/s", 'generate.stop=["***"]']) == 0
+    assert given[0].generate.stop == ["***"]
 
 
 @pytest.mark.parametrize(
