@@ -7,6 +7,7 @@ yield a `Fault` each; the first is raised.
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -395,13 +396,15 @@ def _source(place: str, source: Any) -> Iterator[Fault]:
         if isinstance(value, bool) or not isinstance(value, SOURCE_KEYS[name]):
             kinds = " or ".join(kind.__name__.lower() for kind in SOURCE_KEYS[name])
             yield Fault(key, "has the wrong type", kinds, f"correct {place}.{name}")
-        if name in ("weight", "limit") and not value > 0:
-            yield Fault(key, "is out of range", "more than 0", "delete it")
+        if name in ("weight", "limit") and not 0 < value < math.inf:
+            yield Fault(key, "is out of range", "a number more than 0", "delete it")
         if name == "format" and value not in WORDS["data.format"]:
             yield Fault(key, "is not known", f"{' or '.join(WORDS['data.format'])}", "delete it")
-    if not source.get("path"):
-        path = quoted(source.get("path"))
-        yield Fault(f"{place}.path={path}", "names no file", "a file", f"set {place}.path")
+    path = source.get("path")
+    files = path if isinstance(path, list) else [path]
+    if not files or not all(isinstance(file, str) and file for file in files):
+        fault = f"{place}.path={quoted(path)}"
+        yield Fault(fault, "names no file", "a file, or a list of files", f"set {place}.path")
     yield from _columns(f"{place}.columns", source.get("columns", {}))
 
 
