@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ def with_recipe(keys: Sequence[str], out: TextIO | None = None) -> list[str]:
     for key in keys:
         name, equals, value = key.partition("=")
         if name.startswith("recipe") and name.lstrip("+~") in OWN_KEYS and equals:
-            own[name] = value.strip("'\"")
+            own[name] = os.path.expanduser(value.strip("'\""))  # which few shells do behind the equals sign
         elif name.split(".")[0] == "recipe":
             raise UserError(
                 f"malformed argument {key}",

@@ -362,6 +362,8 @@ def _schedule(reading: Reading) -> None:
     if name == "constant":
         reading.set("optim.warmup", 0, "lr_scheduler_type", note="constant has no warm-up there")
     else:
+        if not steps and not 0 <= share < 1:  # optim.warmup counts steps from 1 on
+            reading.refuse("warmup_ratio", "is no share of the steps, less than 1", "optim.warmup")
         reading.set("optim.warmup", steps or share, "warmup_steps" if steps else "warmup_ratio")
     kwargs = reading.get("lr_scheduler_kwargs", {})
     if not isinstance(kwargs, Mapping):

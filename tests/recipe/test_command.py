@@ -28,6 +28,14 @@ def test_without_a_recipe_nothing_changes() -> None:
     assert with_recipe(keys) == keys
 
 
+def test_a_recipe_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "accelerate.yaml").write_text("num_processes: 2\n")
+    recipe(tmp_path, per_device_train_batch_size=3)
+    keys = with_recipe(["recipe=~/recipe.yaml", "recipe.accelerate=~/accelerate.yaml"], io.StringIO())
+    assert "trainer.batch_size=6" in keys
+
+
 def test_the_command_line_goes_before_the_recipe() -> None:
     out = io.StringIO()
     keys = with_recipe([f"recipe={EXAMPLE}", "lora.rank=4", "mode=plan", "data=demo", "rule=amx_2gpu"], out)

@@ -252,6 +252,8 @@ def test_patterns_arrive_as_they_were(tmp_path: Path) -> None:
         ({"learning_rat": 1}, "learning_rat=1: is not known; did you mean learning_rate?"),
         ({"optim": "adamw_8bit"}, "optim=adamw_8bit: is none of"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type=polynomial"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio=1.0: is no share of the steps"),
+        ({"warmup_ratio": 20}, "warmup_ratio=20: is no share of the steps"),
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "lr_scheduler_kwargs.num_cycles=2"),
         ({"template": "vicuna"}, "template=vicuna: has no counterpart"),
         ({"lora_target": "gate_proj"}, "lora_target=gate_proj: names only part"),
