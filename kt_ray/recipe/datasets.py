@@ -103,6 +103,11 @@ def map_data(reading: Reading, stage: str) -> None:
                 reading.set(
                     f"data.{key}", getattr(first, key), "max_samples" if key == "limit" else "dataset"
                 )
+    elif reading.get("disable_shuffling") is True and _in_order(reading, mapped):
+        reading.set("data.path", [source.path for source in mapped], "dataset", "dataset_dir")
+        for key in ("split", "subset"):
+            if getattr(first, key) is not None:
+                reading.set(f"data.{key}", getattr(first, key), "dataset")
     else:
         weights = _weights(reading, mapped)
         entries = [source.entry(weight) for source, weight in zip(mapped, weights, strict=True)]
@@ -275,6 +280,21 @@ def _hide_others(source: Source) -> None:
     hidden = {name: None for name in SEEN[source.format] if name not in source.columns}
     renamed = {name: column for name, column in source.columns.items() if name != column}
     source.columns = {**renamed, **hidden}
+
+
+def _in_order(reading: Reading, sources: list[Source]) -> bool:
+    """Whether rows come set after set, as one list of files; data.sources would mix the sets evenly."""
+    if reading.get("mix_strategy", "concat") != "concat":
+        return False
+    read_as = [(s.format, s.columns, s.split or "train", s.subset) for s in sources]
+    whole = [s.limit is None or 0 < _count(s) <= s.limit for s in sources]
+    if all(how == read_as[0] for how in read_as) and all(whole):
+        return True
+    text = (
+        "takes one set after the other, which needs whole sets of one format, columns, split and subset here"
+    )
+    reading.refuse("disable_shuffling", text, "data.sources", "data.path", "data.shuffle")
+    return False
 
 
 def _weights(reading: Reading, sources: list[Source]) -> list[float]:

@@ -108,6 +108,18 @@ def test_interleaving_becomes_weights(tmp_path: Path, strategy: str, weights: li
     assert [s.get("weight", 1) for s in got["data.sources"]] == pytest.approx(weights, abs=1e-6)
 
 
+def test_sets_that_are_not_shuffled_come_one_after_the_other(tmp_path: Path) -> None:
+    one, other = (str(DATA / f"{name}.json") for name in ("identity", "alpaca_en_demo"))
+    fields = {"dataset": "identity,alpaca_en_demo", "disable_shuffling": True}
+    for more in ({}, {"max_samples": 12}):  # as many as the longer one has
+        got = values(tmp_path, **fields, **more)
+        assert got["data.path"] == [one, other] and "data.sources" not in got
+    assert "data.sources" in values(tmp_path, **fields, mix_strategy="interleave_over")
+    message = "disable_shuffling=true: takes one set after the other"
+    assert refused(tmp_path, **fields, max_samples=11)[0].startswith(message)
+    assert refused(tmp_path, **{**fields, "dataset": "identity,chat"})[0].startswith(message)
+
+
 def test_held_out_sets(tmp_path: Path) -> None:
     got = values(tmp_path, dataset="identity", eval_dataset="alpaca_en_demo")
     assert got["data.eval_path"] == str(DATA / "alpaca_en_demo.json") and "data.eval_fraction" not in got
