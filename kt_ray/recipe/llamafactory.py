@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,10 @@ def _start(reading: Reading, stage: str) -> None:
         "the reference is model and adapter; there it is the model alone" if stage in ("dpo", "kto") else ""
     )
     reading.set("lora.adapter", str(reading.existing(adapters[0])), "adapter_name_or_path", note=note)
+    experts = reading.overrides["lora.experts"]
+    if experts.value:
+        note = "also where that adapter has none, which there stay without: then lora.experts=false"
+        reading.overrides["lora.experts"] = replace(experts, note=note)
     del reading.overrides["lora.target_modules"]
 
 

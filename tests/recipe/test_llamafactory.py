@@ -49,6 +49,10 @@ def test_an_adapter_brings_its_own_settings(tmp_path: Path) -> None:
     assert (lora.rank, lora.alpha, lora.rslora, lora.target_modules) == (8, 16.0, False, "auto")
     assert lora.adapter == str(Path("saves/x").absolute()) and not lora.experts
     assert "the reference is model and adapter; there it is the model alone" in said.getvalue()
+    new = "also where that adapter has none, which there stay without"  # no adapter is looked into
+    assert new not in said.getvalue()
+    path = recipe(tmp_path, adapter_name_or_path="saves/x")
+    assert "lora.experts=true" in with_recipe([f"recipe={path}"], said) and new in said.getvalue()
 
 
 def test_every_field_of_the_examples_is_in_the_table() -> None:
