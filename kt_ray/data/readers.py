@@ -190,14 +190,22 @@ def _saved_splits(path: Path) -> list[str] | None:
 def _data_files(path: Path, key: str) -> list[Path]:
     """Files with known suffixes in a directory and those inside it, by name."""
     # Hidden files, and what only describes data, are not rows.
-    files = sorted(
+    named = sorted(
         p
         for p in path.rglob("*")
-        if p.is_file()
-        and p.suffix.lower() in (*SUFFIXES, *TEXT_SUFFIXES)
+        if p.suffix.lower() in (*SUFFIXES, *TEXT_SUFFIXES)
         and not any(part.startswith(".") for part in p.relative_to(path).parts)
         and p.name.lower() not in ("readme.md", "license.txt", "dataset_info.json", "dataset_infos.json")
     )
+    if broken := next((p for p in named if p.is_symlink() and not p.exists()), None):
+        raise UserError(
+            "a data file is a link to nothing: its rows would be missing",
+            where=str(broken),
+            observed=f"a link to {broken.readlink()}",
+            required="the file",
+            remedy="fetch the file (git annex get, or download the data set again), or delete the link",
+        )
+    files = [p for p in named if p.is_file()]
     if not files:
         inside = ", ".join(sorted(p.name for p in path.iterdir())[:5])
         raise UserError(

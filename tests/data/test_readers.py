@@ -170,6 +170,15 @@ def test_directories(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == ROWS, "files by name, those of inner directories too"
 
 
+def test_a_broken_link_in_a_directory_is_no_file_less(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", json.dumps(ROWS[0]))
+    (tmp_path / "notes").symlink_to("nowhere")
+    assert rows_of(tmp_path) == ROWS[:1]
+    (tmp_path / "b.jsonl").symlink_to("../blobs/b")
+    with pytest.raises(UserError, match=r"link to nothing.*b\.jsonl; found a link to \.\./blobs/b"):
+        rows_of(tmp_path)
+
+
 def test_a_directory_of_splits_gives_one_of_them(tmp_path: Path) -> None:
     """Test rows in training would go unnoticed."""
     jsonl(tmp_path / "train-00000.jsonl", [ROWS[0]])
