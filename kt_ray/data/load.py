@@ -16,7 +16,7 @@ from kt_ray.data.held_out_split import as_split, same_prompt, split
 from kt_ray.data.pack_rows import pack
 from kt_ray.data.prompts import Prompt, as_prompts, encode_prompts
 from kt_ray.data.row_types import KINDS, Conversation
-from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
+from kt_ray.data.sources import SourceRows, eval_source, left_out, read_sources, sources_of, weighted
 from kt_ray.data.template import ChatEncoder, dated
 from kt_ray.data.token_counts import DataReport, SplitReport
 from kt_ray.data.tokenizer_files import check_vocabulary, load_tokenizer, vocabulary_of
@@ -147,7 +147,7 @@ def read_split(
     skip = data.bad_rows == "skip"
     parts = read_sources(sources_of(data), data.limit, skip)
     rows = [row for part in parts for row in part.rows]
-    notes = [part.left_out for part in parts if part.left_out]
+    notes = [*left_out(data), *(part.left_out for part in parts if part.left_out)]
     if data.eval_path is None:
         train, held_out = split(rows, data.eval_fraction, seed)
         return parts, train, held_out, notes

@@ -260,6 +260,15 @@ def _of_split(files: list[Path], root: Path, split: str, key: str) -> list[Path]
     return chosen
 
 
+def other_splits(path: Path, key: str) -> dict[str, str]:
+    """Data files of a directory that are no training rows, as their names tell: name -> split."""
+    if not path.is_dir() or _saved_splits(path) is not None or (path / "state.json").is_file():
+        return {}
+    files = _data_files(path, key)
+    left = set(files).difference(_of_split(files, path, "train", key))
+    return {str(file.relative_to(path)): _split_named(file, path) for file in sorted(left)}
+
+
 def held_out_split(name: str, key: str, subset: str | None = None) -> str | None:
     """Which split of a data set its held-out rows are; None = it is a file, or has no splits.
 

@@ -22,6 +22,7 @@ from kt_ray.data.readers import (
     files_of,
     held_out_split,
     is_hub,
+    other_splits,
     parquet_rows,
     read_rows,
 )
@@ -127,6 +128,25 @@ def require_files(data: DataConfig) -> None:
             if not is_hub(name):
                 split = held_out_split(name, source.key) if source.split == HELD_OUT else source.split
                 files_of(Path(name).expanduser(), source.key, split)
+
+
+def left_out(data: DataConfig) -> list[str]:
+    """Notes about files that are neither trained nor evaluated on because of their names alone: web-dev.jsonl
+    need not be a split called dev."""
+    evaluated = [data.eval_path] if isinstance(data.eval_path, str) else data.eval_path or []
+    notes = []
+    for source in sources_of(data):
+        for name in [source.path] if isinstance(source.path, str) else source.path:
+            if source.split is not None or is_hub(name) or name in evaluated:
+                continue
+            if files := other_splits(Path(name).expanduser(), source.key):
+                first = ", ".join(f"{file} ({split})" for file, split in list(files.items())[:5])
+                more = f" and {len(files) - 5:,} more" if len(files) > 5 else ""
+                notes.append(
+                    f"{name}: not trained on, since their names tell another split: {first}{more}; to train "
+                    f"on them, list the files in {source.key}"
+                )
+    return notes
 
 
 def read_sources(

@@ -109,6 +109,20 @@ def test_an_eval_file_of_its_own_and_its_overlap(config: Build, tmp_path: Path) 
         load(config(path=train, eval_path=str(tmp_path / "absent.jsonl")))
 
 
+def test_files_that_a_name_alone_leaves_out_are_told(config: Build, tmp_path: Path) -> None:
+    folder = str(tmp_path / "rows")
+    Path(folder).mkdir()
+    alpaca(Path(folder, "cooking.jsonl"), ("q1", "a"), ("q2", "a"))
+    alpaca(Path(folder, "web-dev.jsonl"), ("q3", "a"))
+    bundle = load(config(path=folder))
+    assert len(bundle.train) == 2
+    (note,) = bundle.report.notes
+    assert note.startswith(f"{folder}: not trained on") and "web-dev.jsonl (validation)" in note
+    assert "list the files in data.path" in note
+    for asked in ({"split": "train"}, {"eval_path": folder}):
+        assert not load(config(path=folder, **asked)).report.notes
+
+
 def test_limit_and_several_files(config: Build, tmp_path: Path) -> None:
     paths = [alpaca(tmp_path / f"{i}.jsonl", (f"q{i}", "a"), (f"p{i}", "a")) for i in range(3)]
     assert [row.sample_id for row in load(config(path=paths)).train] == [0, 1, 2, 3, 4, 5]
