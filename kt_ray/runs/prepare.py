@@ -135,12 +135,28 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     data = load_data(config, model.model_dir, config.seed)
     check_stage(config.trainer.stage, data)
     _check_held_out(config, data)
+    data.report.notes += _beyond_context(config, model.plan.dims.context, data)
     batches = step_batches(config, model.plan, data)
     if manifest is None:  # else the run began so
         data.report.notes += _other_template(config, data)
         check_warmup(config, batches.total_steps, len(data.train))
     load = resumed_load(config, model.plan.dims) or ExpertLoad()
     return Prepared(**vars(model), data=data, batches=batches, load=load)
+
+
+def _beyond_context(config: Config, context: int, data: DataBundle) -> list[str]:
+    """A note where rows have positions that the model never met. Answers of GRPO are held to its context.
+
+    Args:
+        context: `ModelDims.context`.
+    """
+    longest = min(config.data.max_length, data.report.train.longest)
+    if not 0 < context < longest or config.trainer.stage == policy_steps.STAGE:
+        return []
+    return [
+        f"rows have up to {longest:,} tokens, and the model was made for {context:,} (its "
+        f"max_position_embeddings): what lies beyond is new to it; data.max_length={context} leaves it out"
+    ]
 
 
 def _other_template(config: Config, data: DataBundle) -> list[str]:

@@ -15,6 +15,7 @@ from kt_ray import cli
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
 from kt_ray.config.compose import compose
 from kt_ray.data.row_types import Row
+from kt_ray.data.token_counts import DataReport, SplitReport
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import this_host
 from kt_ray.native import ExpertFormula
@@ -70,7 +71,7 @@ def test_a_warm_up_of_more_steps_than_the_rows_give(
 ) -> None:
     row = np.ones(4, np.int64)
     data = SimpleNamespace(train=[Row(row, row, i) for i in range(32)], eval=[], pad_id=0)
-    data.report = SimpleNamespace(notes=[])
+    data.report = DataReport(4)
     monkeypatch.setattr(preparing, "load_data", lambda *_: data)
     monkeypatch.setattr(preparing, "resumed_load", lambda *_: None)
     monkeypatch.setattr(preparing, "resolve_targets", lambda *_, **__: None)
@@ -86,7 +87,7 @@ def test_a_warm_up_of_more_steps_than_the_rows_give(
                 *settings,
             ]
         )
-        plan = SimpleNamespace(**SIZES, dims=None)
+        plan = SimpleNamespace(**SIZES, dims=SimpleNamespace(context=0))
         model = SimpleNamespace(config=config, model_dir="", plan=plan, module_names=())
         monkeypatch.setattr(preparing, "prepare_model", lambda *_, **__: model)
         return preparing.prepare(config, manifest).batches.total_steps
@@ -98,6 +99,26 @@ def test_a_warm_up_of_more_steps_than_the_rows_give(
     )
     with pytest.raises(UserError, match=said):
         total(steps + 1)
+
+
+@pytest.mark.parametrize(
+    ("longest", "context", "settings", "said"),
+    [
+        (300, 256, [], "up to 300 tokens, and the model was made for 256"),
+        (900, 256, [], "up to 512 tokens"),  # cut to data.max_length
+        (256, 256, [], ""),
+        (900, 512, [], ""),
+        (900, 0, [], ""),  # the model does not say
+        (900, 256, ["trainer.stage=grpo", "reward=regex"], ""),
+    ],
+)
+def test_rows_beyond_the_models_context_are_told(
+    longest: int, context: int, settings: list[str], said: str
+) -> None:
+    config = compose(["data.max_length=512", *settings])
+    data: Any = SimpleNamespace(report=DataReport(512, train=SplitReport(longest=longest)))
+    notes = preparing._beyond_context(config, context, data)
+    assert len(notes) == bool(said) and said in "".join(notes)
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto", "dpo"])
