@@ -224,9 +224,10 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
         if sampled is not None:
             lines.insert(1, sampling_line(config, sampled, simulated.seconds))
         of_step = step_seconds(config, prediction, sampled)
-        steps, line = _length(config, of_step, rows)
+        taken = _steps_taken(config)
+        steps, line = _length(config, of_step, rows, taken)
         of_epoch = 1 if isinstance(rows, str) else _steps_per_epoch(config, rows)
-        left = None if steps is None else max(0, steps - _steps_taken(config))
+        left = None if steps is None else max(0, steps - taken)
         lines += [line, *_disk(config, disk_need(plan.dims, config, left, of_step, of_epoch))]
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
@@ -251,12 +252,13 @@ def _disk(config: Config, need: DiskNeed) -> list[str]:
     return lines
 
 
-def _length(config: Config, of_step: float, rows: int | str) -> tuple[int | None, str]:
-    """Optimizer steps of the run, as far as they are known, and a line about its time."""
+def _length(config: Config, of_step: float, rows: int | str, taken: int) -> tuple[int | None, str]:
+    """Optimizer steps of the run, as far as they are known, and a line about the time of those to come."""
     trainer = config.trainer
     if trainer.max_steps is not None:
-        seconds = trainer.max_steps * of_step
-        line = f"run        {duration(seconds)} for {trainer.max_steps} steps (trainer.max_steps)"
+        left = max(0, trainer.max_steps - taken)
+        of = f"{left} of " if taken else ""
+        line = f"run        {duration(left * of_step)} for {of}{trainer.max_steps} steps (trainer.max_steps)"
         return trainer.max_steps, line
     if isinstance(rows, str):
         return None, f"run        length unknown: {rows}"
@@ -264,9 +266,12 @@ def _length(config: Config, of_step: float, rows: int | str) -> tuple[int | None
     how, more = "at most", "shorter rows take less (mode=preview reads yours)"
     if cuts_text(config.data):
         how, more = "about", "raw text is cut into rows, which only mode=preview counts"
+    left = max(0, steps - taken)
+    rest = f", {left} of them left" if taken else ""
     return steps, (
-        f"run        {how} {duration(steps * of_step)} for {trainer.epochs:g} "
-        f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}; {more}"
+        f"run        {how} {duration(left * of_step)} for {trainer.epochs:g} "
+        f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}{rest}; "
+        f"{more}"
     )
 
 

@@ -90,7 +90,11 @@ def test_a_plan_of_a_run_that_goes_on_counts_what_is_left(
     monkeypatch.setattr("kt_ray.runs.plan_time._steps_taken", lambda config: 270)
     every = ["trainer.max_steps=300", "trainer.save_every=30", "trainer.keep_checkpoints=0"]
     assert cli.main(["mode=plan", "plan.rates=nominal", *every]) == 0
-    assert "disk       5.2 MB: a checkpoint of 3.9 MB" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "disk       5.2 MB: a checkpoint of 3.9 MB" in text
+    assert "for 30 of 300 steps (trainer.max_steps)" in text
+    assert cli.main(["mode=plan", "plan.rates=nominal", "trainer.epochs=10"]) == 0
+    assert "10 epochs of 275 rows: 350 steps, 80 of them left; shorter" in capsys.readouterr().out
 
 
 def test_a_plan_of_grpo_counts_the_checkpoints_of_its_sampling(capsys: pytest.CaptureFixture[str]) -> None:
