@@ -85,11 +85,12 @@ def held_out_rows(config: Config) -> list[Conversation]:
     rows = held if config.generate.split == "eval" else [row for part in parts for row in part.rows]
     raw_text = next((row for row in rows if row.text is not None), None)
     if raw_text is not None:
+        none = "set eval.after_training=0 to train without questions, or " * (config.mode == "train")
         raise UserError(
             "raw text asks nothing that could be answered",
             where=raw_text.where,
             required="rows with a question and an answer",
-            remedy="name such rows in data.path, or set data.format if the format was not meant",
+            remedy=f"{none}name such rows in data.path, or set data.format if the format was not meant",
         )
     answered = map(with_answer, rows) if prompts else rows
     return [row for row in answered if row.label is not False][: config.generate.limit]

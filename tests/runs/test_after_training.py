@@ -100,6 +100,7 @@ def test_what_cannot_be_answered_is_refused_before_training(
     assert run(model, "x", *TRAIN, "data.path=text.jsonl", "trainer.stage=pt") != 0
     error = capsys.readouterr().err
     assert "text.jsonl" in error and "asks nothing" in error
+    assert "To fix: set eval.after_training=0 to train without questions" in error
     assert run(model, "x", *TRAIN, "data.eval_fraction=0", "trainer.eval_every=0") != 0
     assert "eval.after_training" in capsys.readouterr().err
     assert not Path("runs/x").exists()
