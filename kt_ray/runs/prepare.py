@@ -466,7 +466,8 @@ def check_stage(stage: str, data: DataBundle) -> None:
                 **dict.fromkeys(("dpo", "orpo"), "a prompt, a chosen and a rejected answer"),
                 "kto": "a prompt, an answer and whether it is wanted",
             }.get(stage, "one answer each"),
-            remedy="choose the file in data.path for this stage, or set trainer.stage",
+            remedy="choose the file in data.path for this stage, or set trainer.stage, or data.format if the "
+            "format was not meant",
         )
 
 

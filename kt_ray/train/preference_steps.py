@@ -143,8 +143,10 @@ def check_units(stage: str, units: Sequence[object]) -> str | None:
     if stage == "kto":
         bad = sum(not isinstance(u, Row) or not (_answers(u, 1) or _answers(u, -1)) for u in units)
         return f"{bad} of {len(units)} rows are not marked as wanted or unwanted" if bad else None
-    bad = sum(not isinstance(u, Row) for u in units)
-    return f"{bad} of {len(units)} rows are preference pairs" if bad else None
+    if bad := sum(not isinstance(u, Row) for u in units):
+        return f"{bad} of {len(units)} rows are preference pairs"
+    bad = sum(isinstance(u, Row) and u.sign < 0 for u in units)  # which would be learnt like the others
+    return f"{bad} of {len(units)} rows are answers marked as unwanted" if bad else None
 
 
 def _answers(row: Row, sign: int) -> bool:

@@ -150,6 +150,8 @@ def masked(pair: Pair) -> Pair:
         ("orpo", [masked(pairs(2)[0]), pairs(2)[1]], r"stage=orpo.*1 of 2 rows are no pairs"),
         ("kto", data_rows([1, 0]), r"stage=kto.*1 of 2 rows are not marked"),
         ("sft", pairs(1), r"stage=sft.*1 of 1 rows are preference pairs"),
+        ("sft", data_rows([1, -1]), r"stage=sft.*1 of 2 rows are answers marked as unwanted.*data\.format"),
+        ("pt", data_rows([-1, -1]), r"stage=pt.*2 of 2 rows are answers marked as unwanted"),
     ],
 )
 def test_rows_of_another_kind_are_refused(stage: str, rows: list[Row] | list[Pair], message: str) -> None:
