@@ -154,8 +154,9 @@ class Engine:
     Args:
         isa: an instruction set or "auto", see `select_isa`.
         threads: number of threads; None = one per CPU of `cpus`.
-        cpus: CPUs the threads are pinned to, intersected with this process's affinity mask;
-            None = the whole mask.
+        cpus: CPUs the threads are pinned to, in this order, but for those outside this process's affinity
+            mask; None = the whole mask. Where threads are fewer, the first ones serve: one CPU of each core
+            before their siblings, whose numbers may be neighbours.
         tokens_per_row: tokens of a call for each row that an expert gets, were routing even: all experts of a
             layer over those that a token chooses; 0 = the experts of a call's weights over its slots. It
             decides which calls go by rows, see `row_tokens`.
@@ -167,7 +168,7 @@ class Engine:
         isa: the instruction set in use.
         isa_reason: why it was chosen.
         threads: number of threads.
-        cpus: the CPUs they are pinned to.
+        cpus: the CPUs they are pinned to, in turn.
         int8_products: as given.
         compute: the type it multiplies in.
         formats: weight formats it computes.
@@ -187,7 +188,7 @@ class Engine:
     ) -> None:
         self.isa, self.isa_reason = select_isa(isa)
         allowed = os.sched_getaffinity(0)
-        self.cpus = tuple(sorted(allowed if cpus is None else allowed & set(cpus)))
+        self.cpus = tuple(sorted(allowed) if cpus is None else (cpu for cpu in cpus if cpu in allowed))
         if not self.cpus:
             raise ValueError(f"cpus: none of {list(cpus or ())} is in the affinity mask {sorted(allowed)}")
         self.threads = len(self.cpus) if threads is None else threads

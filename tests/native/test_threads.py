@@ -111,6 +111,18 @@ def test_threads_are_pinned_to_the_given_cpus() -> None:
         assert (engine.cpus, engine.threads) == ((cpu,), 1)
 
 
+def test_fewer_threads_than_cpus_take_the_first_of_the_list() -> None:
+    """A plan lists a CPU of every core before their siblings, which may be numbered 0, 1 | 2, 3."""
+    cpus = sorted(os.sched_getaffinity(0), reverse=True)
+    if len(cpus) < 2:
+        pytest.skip("this process may use one CPU only")
+    before = set(os.listdir("/proc/self/task"))
+    with Engine("reference", 1, cpus) as engine:
+        assert engine.cpus == tuple(cpus)
+        (thread,) = set(os.listdir("/proc/self/task")) - before
+        assert os.sched_getaffinity(int(thread)) == {cpus[0]}
+
+
 def test_idle_threads_sleep() -> None:
     """Less than 1 % of one CPU for four threads, in a process that does nothing else."""
     out = in_child(
