@@ -202,8 +202,7 @@ def nominal_rates(hardware: Hardware) -> Rates:
     experts = []
     for isa in reversed(isas):
         experts += [_expert(figures, isa, fmt, socket.cores) for fmt in FORMAT_BYTES]
-        if isa != "reference":
-            experts += [_expert(figures, isa, fmt, socket.cores, int8=True) for fmt in ("int8", "int4")]
+        experts += [_expert(figures, isa, fmt, socket.cores, int8=True) for fmt in ("int8", "int4")]
     given = "described" if hardware.rates else "nominal"
     gpu = _gpu(figures, slowest(hardware.gpus).name) if hardware.gpus else None
     pcie, pageable = figures.get("pcie"), figures.get("pcie_pageable")

@@ -17,7 +17,7 @@ from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import Config, PlanConfig
 from kt_ray.errors import UserError
 from kt_ray.hardware import rate_files
-from kt_ray.hardware.describe import hardware_from_file, this_host
+from kt_ray.hardware.describe import ISAS, hardware_from_file, this_host
 from kt_ray.hardware.machine import Gpu, Hardware, with_hosts
 from kt_ray.hardware.nominal import FORMAT_BYTES, defaults, nominal_rates
 from kt_ray.hardware.rate_files import rates_for, rates_path, read_rates, write_rates
@@ -85,6 +85,13 @@ def test_a_format_that_nobody_measured_says_what_stands_for_it() -> None:
     with pytest.raises(KeyError, match="int8 products"):
         only = tuple(e for e in rates.experts if e.products != "int8")
         dataclasses.replace(rates, experts=only).expert("auto", "int8", products="int8")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_instruction_set_has_nominal_rates_of_int8_products(isa: str) -> None:
+    """mode=plan predicts AMXINT8 on any host, as what might help."""
+    rate = nominal_rates(make_hardware(isa=isa)).expert("auto", "int8", products="int8")
+    assert (rate.isa, rate.products) == (isa, "int8")
 
 
 def test_torch_on_some_threads_lies_between_one_and_all() -> None:
