@@ -9,6 +9,7 @@ Pure functions.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -102,7 +103,9 @@ def _noted(plan: Plan, reason: str) -> Plan:
 
 
 def _micro_batches(config: Config) -> int:
-    """Micro-batches of a step, all replicas; at auto each row could be one."""
+    """Micro-batches of a step, all replicas; at auto each row could be one. Answers have no such end."""
+    if generates(config):
+        return sys.maxsize
     size = config.trainer.micro_batch_size
     return math.ceil(config.trainer.batch_size / (size if isinstance(size, int) else 1))
 

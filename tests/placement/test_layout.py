@@ -52,6 +52,13 @@ def test_a_replica_on_each_gpu_where_it_fits() -> None:
     assert "1 stage x 2 replicas; a whole replica fits each GPU" in note(plan)
 
 
+@pytest.mark.parametrize("mode", ["predict", "chat", "serve"])
+def test_replicas_of_answers_do_not_depend_on_the_rows_of_a_training_step(mode: str) -> None:
+    config = make_config(mode=mode, trainer={"batch_size": 1, "micro_batch_size": 1})
+    plan = make_plan(small_dims(), config, make_hardware(gpus=4))
+    assert (plan.stages, plan.replicas) == (1, 4) and "a whole replica fits each GPU" in note(plan)
+
+
 def test_the_fewest_stages_that_fit_times_replicas() -> None:
     plan = v3(4, 24)
     assert (plan.stages, plan.replicas) == (2, 2) and plan.fits
