@@ -49,6 +49,12 @@ def with_gpus(rule: RuleConfig, hardware: Hardware) -> Hardware:
     return replace(hardware, gpus=hardware.gpus[: rule.gpus])
 
 
+def first_kind(hardware: Hardware) -> int:
+    """How many GPUs are as the first one, without a break: what rule.gpus may leave of uneven cards."""
+    kinds = [(gpu.name, gpu.memory_bytes) for gpu in hardware.gpus]
+    return next((n for n, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
+
+
 def with_stream(config: Config, hardware: Hardware) -> Config:
     """The configuration with rule.experts.stream=auto as off where nothing can be streamed: without a GPU, or
     beside attention on the CPU; to a stand-in; for answers, which have few tokens at a time; by experts in

@@ -16,6 +16,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import nominal_hardware
 from kt_ray.hardware.machine import Hardware, with_hosts
 from kt_ray.placement.balance import without_load
+from kt_ray.placement.devices import first_kind, with_gpus
 from kt_ray.placement.generation_memory import absorbs_keys, within_server
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
@@ -23,6 +24,7 @@ from kt_ray.placement.render import counted
 
 SHORTEST_ROW = 64  # tokens; shorter rows are no remedy
 MOST_ELSEWHERE = 3  # rules named for other hardware
+UNEVEN = "same results to rounding, without the cards of another kind or size"
 
 
 class Remedy(NamedTuple):
@@ -46,7 +48,7 @@ def remedies(
     rules = {name: _with_set(other, config.rule, base) for name, other in rules.items()}
     fitting: list[Remedy] = []
     changed_keys: set[str] = set()
-    for remedy, changed in _candidates(config, rules):
+    for remedy, changed in _candidates(config, hardware, rules):
         key = remedy.overrides.partition("=")[0]
         if key not in changed_keys and _fits(dims, changed, hardware):
             fitting.append(remedy)
@@ -132,7 +134,9 @@ def shortage(plan: Plan) -> str:
     return ", ".join(f"{b.device} lacks {(b.total - b.capacity) / 2**30:.1f} GiB" for b in over)
 
 
-def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tuple[Remedy, Config]]:
+def _candidates(
+    config: Config, hardware: Hardware, rules: Mapping[str, RuleConfig]
+) -> Iterator[tuple[Remedy, Config]]:
     """Single changes: same results first, then fewer answers at a time, a smaller step, coarser experts, a
     smaller adapter."""
     rule, lora = config.rule, config.lora
@@ -152,6 +156,9 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
         yield change("rule.resident_layers", "auto", "same results, as many weights on the GPUs as fit")
     if rule.gpu_memory != "auto":
         yield change("rule.gpu_memory", "auto", "same results, all that the cards have")
+    alike, used = first_kind(hardware), len(with_gpus(rule, hardware).gpus)
+    if alike < used and rule.device != "cpu":
+        yield change("rule.gpus", alike, UNEVEN)
     if isinstance(rule.wave, int):
         fewer = "same results, each pass over the experts' weights serves fewer tokens"
         yield change("rule.wave", "auto", fewer)

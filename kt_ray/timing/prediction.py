@@ -17,13 +17,16 @@ from kt_ray.config.fields import show
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
+from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
+from kt_ray.placement.devices import first_kind, with_gpus
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.layout import layout_is_auto
 from kt_ray.placement.memory import read_bytes
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan, WorkerPlan
+from kt_ray.placement.remedies import UNEVEN
 from kt_ray.timing.choose import choice_of, choose_plan, with_choice
 from kt_ray.timing.lane_products import lane_gemm
 from kt_ray.timing.lane_rates import lane_rates
@@ -279,8 +282,8 @@ def neighbours(
 ) -> tuple[Change, ...]:
     """The changes of one option that are predicted to help most, among those that are allowed and fit.
 
-    What is at auto stays as the plan has it: `choose_plan` compared it. For a larger batch it is chosen anew,
-    as a run of it would: room and micro-batches are others then.
+    What is at auto stays as the plan has it: `choose_plan` compared it. For a larger batch, and without cards
+    of another kind, it is chosen anew, as a run of it would: room, micro-batches and rates are others then.
 
     Args:
         plan: the present plan. base: its prediction at rows of `row` tokens. load: that it was made with.
@@ -289,12 +292,14 @@ def neighbours(
     changes = []
     present = choice_of(plan)
     for keys, effect in _candidates(config, plan):
-        anew = "trainer.batch_size" in keys
+        anew = not keys.keys().isdisjoint(("trainer.batch_size", "rule.gpus"))
         changed = with_keys(config if anew else with_choice(config, present), {**keys, "mode": "plan"})
         try:
             check(changed)
+            cards = with_gpus(changed.rule, hardware)
+            own = rates if cards.gpus == hardware.gpus else rates_for(changed, cards)
             if anew:
-                other_plan = choose_plan(dims, changed, hardware, load, rates)
+                other_plan = choose_plan(dims, changed, hardware, load, own)
             else:
                 lane = lane_rates(changed, hardware, dims, rates)
                 tuned = None if lane is None else lane.tuned(plan.tuning)
@@ -303,7 +308,7 @@ def neighbours(
             continue
         if not other_plan.fits:
             continue
-        other = predict(other_plan, changed, rates, even_waves(other_plan, changed, row))
+        other = predict(other_plan, changed, own, even_waves(other_plan, changed, row))
         gain = other.tokens_per_s / base.tokens_per_s if base.tokens_per_s else 0.0
         if gain >= WORTH:
             overrides = " ".join(f"{key}={show(value)}" for key, value in keys.items())
@@ -356,6 +361,8 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[dict[str, Any], st
         if count != rule.experts.sockets:
             yield {"rule.experts.sockets": count}, rounding
     gpus = len(hardware.gpus)
+    if first_kind(hardware) < gpus and rule.device != "cpu":
+        yield {"rule.gpus": first_kind(hardware)}, UNEVEN
     if gpus and not layout_is_auto(rule):
         for stages, replicas in sorted({(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)}):
             if (stages, replicas) != (rule.stages, rule.replicas):

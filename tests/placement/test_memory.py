@@ -378,6 +378,14 @@ def test_remedies_start_with_the_smallest_change() -> None:
     assert "trainer.batch_size=4" in [r.overrides for r in found]
 
 
+def test_remedies_leave_out_a_card_that_is_too_small() -> None:
+    config = make_config(**TOKENS_8K, **CHECKED)
+    roomy = make_hardware(gpus=2, memory=2048 * GIB, gpu_gib=64)
+    small = dataclasses.replace(roomy.gpus[1], name="small", memory_bytes=GIB)
+    found = remedies(V3, config, dataclasses.replace(roomy, gpus=(roomy.gpus[0], small)), {})
+    assert "rule.gpus=1" in [remedy.overrides for remedy in found]
+
+
 def test_remedies_name_rules_that_fit_elsewhere() -> None:
     rules = {
         "one": RuleConfig("one", device="cuda", stages=1),

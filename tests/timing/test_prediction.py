@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ def predicted(config: Config, hardware: Hardware) -> Prediction:
     return predict(plan, config, nominal_rates(plan.hardware))
 
 
-def changes(rule: dict[str, Any], load: ExpertLoad | None = None, hardware: Hardware = TWO_GPUS) -> list[str]:
+def changes(
+    rule: dict[str, Any], load: ExpertLoad | None = None, hardware: Hardware = TWO_GPUS, **step: Any
+) -> list[str]:
     """Overrides proposed for DeepSeek-V3 on two GPUs."""
-    config = make_config(rule=rule, **STEP)
+    config = make_config(rule=rule, **{**STEP, **step})
     plan = make_plan(V3, config, hardware, load)
     rates = nominal_rates(hardware)
     base = predict(plan, config, rates, even_waves(plan, config, 512))
@@ -65,6 +68,22 @@ def test_gpus_of_several_kinds_are_taken_for_the_slowest() -> None:
     assert mixed.simulated == turned.simulated == slow.simulated != of("RTX 5090", "RTX 5090")[1].simulated
     note = "GPUs of several kinds: predicted as if all were RTX 3090"
     assert note in mixed.notes and note in turned.notes and note not in slow.notes
+
+
+def test_cards_that_hold_the_first_ones_back_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas get as many rows on every card, so a slow one may cost more than it computes."""
+    monkeypatch.setattr("kt_ray.timing.prediction._candidates", lambda *_: cards_only(_candidates(*_)))
+
+    def cards_only(every: Iterator[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], str]]:
+        return [one for one in every if "rule.gpus" in one[0]]
+
+    cards = (Gpu(0, "H200", 64 << 30), Gpu(1, "RTX 3090", 64 << 30))
+    attention = tuple((name, Figure(1e13, "so that attention limits")) for name in ("clock", "dram"))
+    uneven = replace(TWO_GPUS, gpus=cards, rates=(*TWO_GPUS.rates, *attention))
+    step: dict[str, Any] = {"trainer": {"batch_size": 64, "micro_batch_size": 16}}
+    assert changes({}, hardware=uneven, **step) == ["rule.gpus=1"]
+    assert changes({}, hardware=replace(uneven, gpus=cards[::-1]), **step) == []
+    assert changes({}, hardware=replace(uneven, gpus=(cards[0], replace(cards[0], index=1))), **step) == []
 
 
 def test_loading_reads_what_is_released_and_once() -> None:
