@@ -141,6 +141,9 @@ def count_stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelD
         other = "rule=auto"
         if rule.name == "auto":  # what asks for GPUs is then a key of its own
             other = "rule.layers=null" if rule.layers else "rule.device=cpu"
+            if present and not rule.layers:
+                other = f"rule.replicas={present * hosts}"
+                other += " rule.stages=1" if isinstance(rule.stages, int) and rule.stages > 1 else ""
         share = ", let workers share a GPU (rule.layers with a device list)" if present else ""
         raise UserError(
             "the rule needs more GPUs than there are",

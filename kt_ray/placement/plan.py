@@ -448,7 +448,7 @@ def _experts(
     folded = hosts if local else 1
     if wanted.sockets == "auto":
         count = min(count, dims.num_experts)
-    shares = split_experts(dims.num_experts, count)
+    shares = split_experts(dims.num_experts, count, hosts)
     if folded > 1:
         notes.append(f"cluster=local: the expert actors of {folded} hosts are all in this process")
     actors: list[ExpertActorPlan] = []

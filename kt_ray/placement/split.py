@@ -21,8 +21,9 @@ class LayerSplit(NamedTuple):
     devices: tuple[Named, ...]
 
 
-def split_experts(num_experts: int, n_actors: int) -> tuple[tuple[int, ...], ...]:
-    """Global expert ids of each actor: contiguous runs whose lengths differ by one at most.
+def split_experts(num_experts: int, n_actors: int, hosts: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Global expert ids of each actor: contiguous runs whose lengths differ by one at most. hosts: so many
+    have as many of the actors each.
 
     Contiguous, because fused checkpoints and the adapter file store experts one after another, so an
     actor reads and writes one byte range per layer. The same split holds for every MoE layer, and
@@ -31,12 +32,13 @@ def split_experts(num_experts: int, n_actors: int) -> tuple[tuple[int, ...], ...
     if num_experts < 1 or n_actors < 1:
         raise ValueError("num_experts and n_actors must be at least 1")
     if n_actors > num_experts:
+        most = num_experts // hosts  # of a host, as the key counts them
         raise UserError(
             "there are more expert actors than experts",
             where="rule.experts.sockets",
-            observed=n_actors,
+            observed=f"{n_actors} on {hosts} hosts" if hosts > 1 else n_actors,
             required=f"at most {num_experts}",
-            remedy=f"set rule.experts.sockets={num_experts} or less",
+            remedy=f"set rule.experts.sockets={most} or less" if most else "set rule.experts.sockets=auto",
         )
     edges = [num_experts * i // n_actors for i in range(n_actors + 1)]
     return tuple(tuple(range(a, b)) for a, b in pairwise(edges))

@@ -67,6 +67,22 @@ def test_what_is_refused(rule: dict[str, Any], gpus: int, message: str) -> None:
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("rule", "remedy"),
+    [
+        ({"replicas": 3}, {"replicas": 2}),
+        ({"replicas": 3, "stages": 2}, {"replicas": 2, "stages": 1}),
+        ({"replicas": 6, "nodes": 2}, {"replicas": 4}),
+    ],
+)
+def test_more_replicas_than_gpus_need_no_cpu(rule: dict[str, Any], remedy: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="more GPUs than there are") as caught:
+        make_plan(small_dims(), make_config(rule={**rule, "name": "auto"}), make_hardware(gpus=2))
+    text = " ".join(f"rule.{key}={value}" for key, value in remedy.items())
+    assert f"set {text}, let workers" in str(caught.value.remedy)
+    assert make_plan(small_dims(), make_config(rule={**rule, **remedy}), make_hardware(gpus=2)).fits
+
+
 def test_the_remedy_names_sharing() -> None:
     with pytest.raises(UserError) as caught:
         make_plan(small_dims(), make_config(rule={"device": "cuda", "replicas": 2}), make_hardware(gpus=1))

@@ -45,6 +45,14 @@ def test_experts_are_divided_evenly_and_completely(experts: int, actors: int) ->
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+@pytest.mark.parametrize(("sockets", "hosts", "remedy"), [(2, 5, "=1 or less"), (1, 9, "=auto")])
+def test_more_sockets_of_several_hosts_than_experts(sockets: int, hosts: int, remedy: str) -> None:
+    """The key counts those of one host."""
+    with pytest.raises(UserError, match="more expert actors") as caught:
+        split_experts(8, sockets * hosts, hosts)
+    assert str(caught.value.remedy) == f"set rule.experts.sockets{remedy}"
+
+
 def test_experts_programming_error() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         split_experts(8, 0)
