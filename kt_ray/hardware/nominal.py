@@ -167,7 +167,8 @@ def described(data: Any, hardware: Hardware, file: str) -> tuple[tuple[str, Figu
     """The section `rates` of a hardware file, checked.
 
     Raises:
-        UserError: no mapping, an unknown name, a value that is no number above 0, or no source.
+        UserError: no mapping, an unknown name, a value that is no number above 0 or of another unit, or no
+            source.
     """
     known, section = defaults(hardware), "in the hardware file"
     if data is None:
@@ -187,11 +188,29 @@ def described(data: Any, hardware: Hardware, file: str) -> tuple[tuple[str, Figu
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             what = f"rates.{name}.value is no number above 0 {section}"
             raise file_fault(file, what, value, "a number, as 2.5e+9")
+        least, most, unit = _range_of(str(name))
+        if not least <= value <= most:
+            raise file_fault(file, f"rates.{name}.value is of another unit {section}", value, unit)
         if not isinstance(source, str) or not source.strip():
             what = f"rates.{name}.source is empty {section}"
             raise file_fault(file, what, source, "where the value comes from")
         figures.append((str(name), Figure(float(value), source)))
     return tuple(figures)
+
+
+_SECONDS = ("torch_operation", "gpu_operation", "call", "arena", "local", "network_latency")
+_PARTS = ("forward", "backward", "gemm", "flash", "masked", "torch")  # last words of names
+
+
+def _range_of(name: str) -> tuple[float, float, str]:
+    """The least and the most that a figure can be, whatever the hardware, and what it should be."""
+    if name in _SECONDS:
+        return 0.0, 0.1, "seconds, at most 0.1"
+    if name.startswith("pass_") or name.endswith(("_per_cycle", "_products")):
+        return 0.0, math.inf, ""
+    if name.rpartition("_")[2] in _PARTS:
+        return 0.0, 2.0, "a part of the peak, as 0.85 for 85 %"
+    return 1e6, math.inf, "what it is per second, as 25.0e+9 for 25 GB/s"
 
 
 def nominal_rates(hardware: Hardware) -> Rates:

@@ -19,7 +19,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware import rate_files
 from kt_ray.hardware.describe import ISAS, hardware_from_file, this_host
 from kt_ray.hardware.machine import Gpu, Hardware, with_hosts
-from kt_ray.hardware.nominal import FORMAT_BYTES, defaults, nominal_rates
+from kt_ray.hardware.nominal import FORMAT_BYTES, defaults, described, nominal_rates
 from kt_ray.hardware.rate_files import rates_for, rates_path, read_rates, write_rates
 from kt_ray.hardware.rates import ROWS, Curve, Figure, LayerRate, Rates
 from tests.placement.configs import make_config, make_hardware
@@ -144,6 +144,10 @@ BAD_RATES = [
     ({"clock": {"value": 0, "source": "x"}}, "no number above 0", "0"),
     ({"clock": {"value": 2e9, "source": " "}}, "source is empty", "where the value comes from"),
     ([1], "rates is no mapping", "NUMBER"),
+    ({"clock": {"value": 2.5, "source": "GHz"}}, "rates.clock.value is of another unit", "per second"),
+    ({"network": {"value": 100, "source": "Gbit/s"}}, "rates.network.value is of another unit", "per second"),
+    ({"avx2_forward": {"value": 82, "source": "percent"}}, "is of another unit", "0.85 for 85 %"),
+    ({"call": {"value": 0.7, "source": "ms"}}, "rates.call.value is of another unit", "seconds"),
 ]
 
 
@@ -158,6 +162,12 @@ def test_bad_figures_of_a_hardware_file_are_refused(
     with pytest.raises(UserError) as caught:
         hardware_from_file(file)
     assert fault in caught.value.line() and word in caught.value.line() and str(file) in caught.value.line()
+
+
+def test_every_assumed_figure_is_of_its_unit() -> None:
+    every = defaults(make_hardware(gpus=1))
+    section = {name: {"value": figure.value, "source": figure.source} for name, figure in every.items()}
+    assert described(section, make_hardware(gpus=1), "box.yaml") == tuple(every.items())
 
 
 def test_a_figure_of_the_file_replaces_the_assumption(tmp_path: Path) -> None:
