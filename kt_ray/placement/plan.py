@@ -216,6 +216,7 @@ def _laid_out(
     if config.mode in ("train", "train_server"):
         _check_longest_row(dims, config.data)
     local = config.cluster.name == "local"  # then all hosts' actors are in this process
+    there = hardware.hosts
     hardware = with_hosts(hardware, 1 if local else rule.nodes)
     device = resolve_device(rule, hardware)
     stages = count_stages(rule, device, hardware, dims)
@@ -237,6 +238,10 @@ def _laid_out(
         notes.append(f"attention is on the CPU, since nvidia-smi fails: {hardware.gpu_fault}")
     if not hardware.present:
         notes.append(f"planned for described hardware, not for this host: {hardware.source}")
+    if there > rule.nodes:
+        notes.append(
+            f"planned for {rule.nodes} of the {there} hosts described: set rule.nodes={there} for all"
+        )
     workers = _workers(rule, hardware, split, devices, device, hosts)
     notes += [
         f"{counted(count, 'attention worker')} share {name}"

@@ -93,6 +93,10 @@ def test_hardware_files_describe_hosts(tmp_path: Path) -> None:
     assert len(with_hosts(three, 1).sockets) == 2 and with_hosts(three, 3) is three
     with pytest.raises(UserError, match="more hosts than are described"):
         with_hosts(three, 4)
+    left = "planned for 2 of the 3 hosts described: set rule.nodes=3 for all"
+    for nodes in (2, 3):
+        notes = make_plan(small_dims(), make_config(rule={"nodes": nodes, "device": "cpu"}), three).notes
+        assert (left in notes) == (nodes == 2)
     for wrong in ("0", "true", "[1]", "1.5"):
         file.write_text(text.replace("hosts: 3", f"hosts: {wrong}"))
         with pytest.raises(UserError, match="not a number of hosts"):
