@@ -15,15 +15,16 @@ from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Gpu, Hardware, Socket, on_hosts
 from kt_ray.hardware.nominal import described, file_fault
-from kt_ray.hardware.parts import CPUS, Cpu, cpu_named, gpu_named, named_host
+from kt_ray.hardware.parts import CPUS, Cpu, cpu_named, given_gib, named_host
 from kt_ray.hardware.wizard import ask
 from kt_ray.parse import read_yaml
 
 GIB = 1 << 30
 ISAS = ("reference", "avx2", "avx512", "avx512_bf16", "amx")  # best last; names as in kt_ray.native
 
-# What a described machine has at most.
-_MOST = {"cores": 4096, "memory_gib": 1 << 20, "count": 1024, "hosts": 4096}
+# What a described machine has at most; more GiB are MiB, as nvidia-smi and free -m print them.
+_MOST = {"cores": 4096, "memory_gib": 1 << 14, "count": 1024, "hosts": 4096}
+_MOST_OF_A_CARD = 2048  # GiB
 # Its keys, and those of an entry of each list.
 _KEYS = {
     "": ("isa", "sockets", "gpus", "hosts", "rates"),
@@ -125,8 +126,7 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
     gpus: list[Gpu] = []
     for entry in _entries(data, "gpus", file):
         name = str(entry.get("name", "GPU"))
-        sheet = gpu_named(name)
-        memory = int(_figure(entry, "memory_gib", file, sheet.gib if sheet else None) * GIB)
+        memory = int(_figure(entry, "memory_gib", file, given_gib(name), most=_MOST_OF_A_CARD) * GIB)
         for _ in range(int(_figure(entry, "count", file, 1))):
             gpus.append(Gpu(len(gpus), name, memory))
     isa = data.get("isa", cpu.isa if cpu else None)
@@ -136,6 +136,9 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
         )
     if isa not in ISAS:
         raise file_fault(file, "isa in the hardware file is unknown", isa, ", ".join(ISAS))
+    if cpu is not None and ISAS.index(isa) > ISAS.index(cpu.isa):
+        what = f"isa in the hardware file is more than its CPU has ({cpu.name})"
+        raise file_fault(file, what, isa, f"{cpu.isa} or less, or another cpu")
     hardware = Hardware(source, on_hosts(tuple(sockets), hosts), tuple(gpus), _isas_up_to(isa), present=False)
     rates, sheets = data.get("rates"), dict(cpu.figures) if cpu else {}
     if not isinstance(rates, str):
@@ -497,9 +500,11 @@ def _check_keys(entry: Mapping[str, Any], of: str, file: Path) -> None:
         raise file_fault(file, what, unknown, ", ".join(_KEYS[of]))
 
 
-def _figure(entry: Mapping[str, Any], key: str, file: Path, default: float | None = None) -> float:
+def _figure(
+    entry: Mapping[str, Any], key: str, file: Path, default: float | None = None, *, most: int | None = None
+) -> float:
     value = entry.get(key, default)
-    most = _MOST[key]
+    most = _MOST[key] if most is None else most
     least, kind = (1 / GIB, "number") if key == "memory_gib" else (1, "whole number")
     whole = isinstance(value, int | float) and (key == "memory_gib" or value % 1 == 0)
     if (
@@ -510,5 +515,6 @@ def _figure(entry: Mapping[str, Any], key: str, file: Path, default: float | Non
     ):
         large = isinstance(value, int | float) and value > most
         what = f"{key} in the hardware file is " + ("too large" if large else f"not a positive {kind}")
-        raise file_fault(file, what, value, f"a {kind} above 0, at most {most}")
+        unit = " GiB" if key == "memory_gib" else ""
+        raise file_fault(file, what, value, f"a {kind} above 0, at most {most}{unit}")
     return value

@@ -169,6 +169,17 @@ def gpu_named(name: str) -> GpuSheet | None:
     return next((sheet for key, sheet in GPUS.items() if _has_model(name, key)), None)
 
 
+def given_gib(name: str) -> float | None:
+    """GiB that CUDA gives of the card that a text names: its data sheet's, or as many as the text says where
+    that is another size ("RTX 4090 48 GB"); None = not in the table."""
+    sheet = gpu_named(name)
+    sold = re.search(r"(?<![0-9.])(\d+) ?GB\b", name, re.IGNORECASE)
+    if sheet is None or sold is None:
+        return None if sheet is None else sheet.gib
+    given = int(sold[1]) * CUDA_GIVES
+    return given if abs(given - sheet.gib) > 0.1 * sheet.gib else sheet.gib
+
+
 def _has_model(name: str, key: str) -> bool:
     """Whether `key` stands in `name` as a whole model: 4090 does in "RTX4090", A100 does not in "RTX A1000",
     nor H200 in "GH200", nor 4090 in "RTX 4090 Laptop GPU"."""

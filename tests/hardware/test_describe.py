@@ -287,6 +287,12 @@ def test_shipped_hardware_files(file: Path) -> None:
             r"gpus\.mem",
         ),
         ("sockets: [{cores: 4, memory_gib: 16}]", "isa is missing"),
+        ("isa: avx2\nsockets: [{cores: 4, memory_gib: 515000}]", "memory_gib .* too large"),
+        (
+            "isa: avx2\nsockets: [{cores: 4, memory_gib: 16}]\ngpus: [{name: x, memory_gib: 24564}]",
+            "at most 2048",
+        ),
+        ("isa: amx\nsockets: [{cpu: EPYC 9654, memory_gib: 16}]", "more than its CPU has .EPYC 9654"),
         ("sockets: [{cores: 4, memory_gib: 16}]\nisa: sse9", "isa"),
         ("sockets: [{cores: 4, memory_gib: 16}]\ngpus: [{name: x}]", "memory_gib"),
     ],

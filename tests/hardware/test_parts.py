@@ -16,7 +16,7 @@ from kt_ray.hardware import wizard
 from kt_ray.hardware.describe import ISAS, hardware_for, hardware_from_file, this_host
 from kt_ray.hardware.machine import Gpu, Hardware
 from kt_ray.hardware.nominal import defaults, nominal_rates
-from kt_ray.hardware.parts import CPUS, GPUS, cpu_named, gpu_named, named_host
+from kt_ray.hardware.parts import CPUS, CUDA_GIVES, GPUS, cpu_named, given_gib, gpu_named, named_host
 from kt_ray.hardware.rate_files import rates_for, write_rates
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.plan import make_plan
@@ -34,6 +34,21 @@ COMMON = [
 def planned(name: str, model: str = "qwen3_30b_a3b") -> tuple[Config, Hardware]:
     config = compose(["mode=plan", f"model={model}", f"plan.hardware={name}"])
     return config, hardware_for(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("RTX 4090", 23.6),
+        ("RTX 4090 24 GB", 23.6),
+        ("RTX 4090 48 GB", 48 * CUDA_GIVES),
+        ("NVIDIA A100-SXM4-80GB", 79.2),
+        ("NVIDIA L40S-48GB", 44.4),
+        ("another card 48 GB", None),
+    ],
+)
+def test_a_card_of_another_size_is_planned_with_the_size_in_its_name(name: str, gib: float | None) -> None:
+    assert given_gib(name) == gib
 
 
 @pytest.mark.parametrize("name", COMMON)
