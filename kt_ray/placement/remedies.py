@@ -120,10 +120,15 @@ def _placed(rule: RuleConfig) -> str:
 def describe(hardware: Hardware) -> str:
     """Hardware in a few words: "4 x 24 GB GPU, 2 sockets x 48 cores, 1,024 GiB each"."""
     sockets, hosts = hardware.on(0), hardware.hosts
-    text = (
-        f"{counted(len(sockets), 'socket')} x {sockets[0].cores} cores, {sockets[0].memory_bytes >> 30:,} GiB"
+    sizes = [socket.memory_bytes for socket in sockets]
+    # What the firmware keeps for itself makes nodes differ a little.
+    alike = len({socket.cores for socket in sockets}) == 1 and max(sizes) <= 1.05 * min(sizes)
+    kinds = Counter((s.cores, sizes[0] if alike else s.memory_bytes) for s in sockets)
+    text = " + ".join(
+        f"{counted(count, 'socket')} x {cores} cores, {size >> 30:,} GiB" + " each" * (count > 1)
+        for (cores, size), count in kinds.items()
     )
-    text = (f"{hosts} hosts of " if hosts > 1 else "") + text + (" each" if len(sockets) > 1 else "")
+    text = f"{hosts} hosts of {text}" if hosts > 1 else text
     cards = Counter(gpu.name for gpu in hardware.gpus)
     return f"{' + '.join(f'{count} x {name}' for name, count in cards.items())}, {text}" if cards else text
 

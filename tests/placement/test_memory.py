@@ -23,7 +23,7 @@ from kt_ray.placement.memory import (
 )
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
-from kt_ray.placement.remedies import remedies, shortage
+from kt_ray.placement.remedies import describe, remedies, shortage
 from kt_ray.placement.render import billions, cpu_ranges, gib, memory_table
 from kt_ray.placement.wave_tokens import load_of
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
@@ -376,6 +376,18 @@ def test_remedies_start_with_the_smallest_change() -> None:
     found = remedies(V3, config, tight, {})
     assert [r.overrides for r in found[:2]] == ["rule.experts.activations=recompute", "rule.wave=auto"]
     assert "trainer.batch_size=4" in [r.overrides for r in found]
+
+
+def test_sockets_that_differ_are_each_described() -> None:
+    two = make_hardware(sockets=2, cores=8, memory=64 * GIB)
+
+    def of(cores: int, memory: float) -> str:
+        other = dataclasses.replace(two.sockets[1], cores=cores, memory_bytes=int(memory * GIB))
+        return describe(dataclasses.replace(two, sockets=(two.sockets[0], other)))
+
+    assert of(8, 64) == of(8, 63) == "2 sockets x 8 cores, 64 GiB each"
+    assert of(8, 32) == "1 socket x 8 cores, 64 GiB + 1 socket x 8 cores, 32 GiB"
+    assert of(4, 64) == "1 socket x 8 cores, 64 GiB + 1 socket x 4 cores, 64 GiB"
 
 
 def test_remedies_leave_out_a_card_that_is_too_small() -> None:
