@@ -188,7 +188,7 @@ class Engine:
     ) -> None:
         self.isa, self.isa_reason = select_isa(isa)
         allowed = os.sched_getaffinity(0)
-        self.cpus = tuple(sorted(allowed) if cpus is None else (cpu for cpu in cpus if cpu in allowed))
+        self.cpus = tuple(sorted(allowed) if cpus is None else [cpu for cpu in cpus if cpu in allowed])
         if not self.cpus:
             raise ValueError(f"cpus: none of {list(cpus or ())} is in the affinity mask {sorted(allowed)}")
         self.threads = len(self.cpus) if threads is None else threads
