@@ -57,7 +57,8 @@ def load_non_experts(
         layers: [start, stop) of the decoder layers to fill.
         dtype: type of floating-point tensors, except those that transformers keeps in float32.
         need_embedding: also fill the input embedding.
-        need_head: also fill what comes after the layers: the final norm and lm_head.
+        need_head: also fill what comes after the layers: the final norm and lm_head. Buffers outside the
+            layers are filled anyway.
         keep_quantized: linear modules whose weight is stored quantised become `QuantizedLinear`.
         on_host: layers whose tensors stay on the CPU. embedding_on_host: so does the input embedding.
         ready: called with each of those as soon as it is filled, in their order.
@@ -268,8 +269,8 @@ def _targets(
             take = layers[0] <= layer < layers[1]
         elif id(tensor) in in_embedding and name not in tied:
             take = need_embedding
-        else:
-            take = need_head
+        else:  # buffers, as those of rotary tables, are used on every stage
+            take = need_head or not isinstance(tensor, torch.nn.Parameter)
         if take:
             names[name] = tensor
     # A tied tensor is stored once, under its source's name.
