@@ -254,3 +254,8 @@ def _drop_unused(model: StageModel, spec: StageSpec) -> None:
         for name, module in list(base.named_children()):
             if module is not embedding and name != "layers" and any(p.is_meta for p in module.parameters()):
                 setattr(base, name, Passthrough())
+        path = model.root.split(".")
+        for depth in range(1, len(path)):  # a multimodal model's own numbers, of pictures
+            owner = causal.get_submodule(".".join(path[:depth]))
+            for name in list(owner._parameters):
+                owner.register_parameter(name, None)

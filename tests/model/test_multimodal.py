@@ -110,6 +110,20 @@ def test_without_a_text_class(tmp_path: Path, model_type: str) -> None:
     assert unexpected == [] and set(ignored) == visual and visual
 
 
+def test_numbers_beside_the_language_model_on_two_stages(tmp_path: Path) -> None:
+    """DeepSeek-OCR's separator of pictures belongs to no tower; only the last stage reads it."""
+    path = write_config(tmp_path, "deepseek_ocr2")
+    save(AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path)), path)
+    spec = pass_spec(ROWS, groups=2, micro=2)
+
+    def loss(*layers: tuple[int, int]) -> float:
+        stages = [Stage(spec_of(path, each)) for each in layers]
+        experts = Eager(path, Stage(spec_of(path)).model).experts
+        return forward(stages, spec, EagerExchange(experts))[-1].loss_sum  # type: ignore[arg-type]
+
+    assert loss((0, 2), (2, LAYERS)) == pytest.approx(loss((0, LAYERS)), rel=1e-6)
+
+
 def test_unknown_around_a_known_text_model(tmp_path: Path) -> None:
     """As Kimi-K2.5 is: kimi_k2 inside, "language_model.model." before every key."""
     text = tiny_config("deepseek_v3")
