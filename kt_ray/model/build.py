@@ -226,13 +226,17 @@ def _resolve_dtype(name: str, *configs: object) -> torch.dtype:
 
 
 def _top_k(config: object, label: str) -> int:
-    for value in (getattr(config, name, None) for name in _TOP_K):
+    stated = [value for name in _TOP_K if (value := getattr(config, name, None)) is not None]
+    for value in stated:
+        if isinstance(value, list) and len({*value}) == 1:  # a number per layer: Hunyuan
+            value = value[0]
         if isinstance(value, int) and value > 0:
             return value
     raise UserError(
-        f"{label} does not say how many experts a token takes",
+        f"{label} does not say how many experts a token takes in every layer",
         where="config.json",
-        required="one of " + ", ".join(_TOP_K),
+        observed=stated[0] if stated else None,
+        required="one number in one of " + ", ".join(_TOP_K),
         remedy="choose another model family",
     )
 

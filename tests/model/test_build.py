@@ -14,11 +14,13 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
+from kt_ray.model.build import build_on_meta
 from kt_ray.model.formula import check_trainable
 from kt_ray.model.layer_calls import LayerContext, LayerStub, Passthrough, RecordedCall
 from kt_ray.model.layer_checks import probe_layer
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
+from tests.helpers.families import LAYERS, write_config
 from tests.helpers.hf_reference import FAMILIES, SMALL
 
 Checkpoint = Callable[..., Path]
@@ -68,6 +70,18 @@ def test_other_number_of_layers(tmp_path: Path) -> None:
     refuse(
         config_only(tmp_path, "mixtral", num_hidden_layers=4), "4 layers; required 3 modules in model.layers"
     )
+
+
+def test_experts_per_token_layer_by_layer(tmp_path: Path) -> None:
+    """Hunyuan-A13B states them so, the same of every layer."""
+
+    def spec(counts: list[int]) -> StageSpec:
+        path = write_config(tmp_path, "hunyuan_v1_moe", num_experts_per_tok=None, moe_topk=counts)
+        return StageSpec(str(path), (0, LAYERS), LAYERS)
+
+    assert build_on_meta(spec([2, 2, 2, 2])).top_k == 2
+    with pytest.raises(UserError, match=r"hunyuan_v1_moe does not say.*every layer.*found \[2, 1, 2, 2\]"):
+        build_on_meta(spec([2, 1, 2, 2]))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
