@@ -94,7 +94,9 @@ def router_recorder(causal: Any) -> Any:
 
     name = type(causal).__name__
     function = getattr(sys.modules[type(causal).__module__], "load_balancing_loss_func", None)
-    recorder: Any = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
+    recorder: Any = None
+    for module in causal.modules():  # a multimodal class may leave it to its language model
+        recorder = recorder or (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
     missing = function is None or recorder is None
     if missing or not _agrees(function):
         raise UserError(

@@ -105,6 +105,14 @@ def test_hash_routers_have_no_part_in_it(tmp_path: Path) -> None:
     assert max(errors.values()) <= 2e-4, max(errors.items(), key=lambda item: item[1])
 
 
+@pytest.mark.parametrize("family", ["glm4v_moe", "qwen3_omni_moe_thinker"])
+def test_multimodal_classes_leave_the_routers_to_their_language_model(tmp_path: Path, family: str) -> None:
+    path = write_config(tmp_path, family)
+    causal = build_on_meta(StageSpec(str(path), (0, LAYERS), LAYERS)).causal
+    assert "router_logits" not in (causal._can_record_outputs or {})
+    assert "TextTop" in router_recorder(causal).target_class.__name__
+
+
 def test_even_routing_has_the_smallest_loss() -> None:
     even, slopes = balance(np.full(4, 10.0), np.full(4, 5.0), 2, 0.5)
     assert even == pytest.approx(2.0) and slopes == pytest.approx((0.5 * 4 * 0.5 / 20,) * 4)
