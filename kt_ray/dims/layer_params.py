@@ -57,7 +57,7 @@ FIRST_DENSE = {
     **dict.fromkeys(
         ("kimi_linear", "laguna", "mimo_v2_flash", "mistral_large4_text", "unlimited_ocr_text"), 1
     ),
-    **dict.fromkeys(("bailing_hybrid", "flint", "lfm2_moe"), 2),
+    **dict.fromkeys(("bailing_hybrid", "lfm2_moe"), 2),
     **dict.fromkeys(("beam", "deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa"), 3),
 }
 
@@ -130,7 +130,10 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
     dense = FIRST_DENSE.get(keys.family, 0)
     if layer < keys.size("first_k_dense_replace", "num_dense_layers", default=dense, least=0):
         return False
-    if layer in (keys.listed("mlp_only_layers") or ()):
+    only = keys.listed("mlp_only_layers") or ()
+    if keys.family == "flint" and keys.config.get("mlp_only_layers") is None:
+        only = (0, 1)
+    if layer in only:
         return False
     if (layer + 1) % keys.size("decoder_sparse_step", default=1) != 0:
         return False

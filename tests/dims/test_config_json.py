@@ -271,6 +271,14 @@ def test_ungated_experts_have_two_matrices() -> None:
     assert dims_from_config({**letters, "hybrid_override_pattern": "ME*-E"}).total_params == dims.total_params
 
 
+def test_dense_layers_of_flint() -> None:
+    """Two where config.json lists none; a list, also an empty one, is taken as it is."""
+    small = {**SMALL["qwen3_moe"], "model_type": "flint"}
+    listed: Any
+    for listed, moe in ((None, (2, 3)), ([], (0, 1, 2, 3)), ([3], (0, 1, 2))):
+        assert dims_from_config({**small, "mlp_only_layers": listed}).moe_layers == moe
+
+
 def test_long_rows_of_phimoe(tmp_path: Path) -> None:
     """LongRoPE's short factors are taken for every length; rows that need the others are refused."""
     import torch
