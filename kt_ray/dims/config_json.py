@@ -82,7 +82,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
             "the model's config.json is not a JSON object", where=where, observed=type(config).__name__,
             required="an object of keys and values", remedy="download config.json again",
         )  # fmt: skip
-    text, part = _text_part(config)
+    text, part = text_part(config)
     keys = Keys(text, where)
     if not any(text.get(key) for key in EXPERT_COUNT):
         raise UserError(
@@ -203,13 +203,13 @@ def _quantised(weights: Mapping[str, Any], dtype: str, parts: list[LayerParts]) 
     return tuple(layers)
 
 
-def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The language model's own keys, and the key they sit under ("" = the top level)."""
     for key in _TEXT:
         inner = config.get(key)
         if not isinstance(inner, Mapping):
             continue
-        text, deeper = _text_part(inner)
+        text, deeper = text_part(inner)
         if "hidden_size" in text:
             named = text if text.get("model_type") else {**text, "model_type": config.get("model_type")}
             return named, f"{key}.{deeper}" if deeper else key

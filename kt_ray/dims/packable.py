@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.dims.attention_params import is_linear
+from kt_ray.dims.config_json import text_part
 from kt_ray.dims.config_keys import Keys
 from kt_ray.dims.layer_params import num_layers
 from kt_ray.errors import UserError
@@ -47,8 +48,7 @@ OBSTACLES: dict[str, str] = {
 
 def packing_obstacle(config: Mapping[str, Any]) -> str | None:
     """Why a model of this config.json cannot train packed rows; None = nothing known against it."""
-    text = config.get("text_config")
-    keys = Keys(text if isinstance(text, Mapping) and text else config, "config.json")
+    keys = Keys(text_part(config)[0], "config.json")
     for name in (keys.family, str(config.get("model_type"))):
         if name in OBSTACLES:
             return OBSTACLES[name]

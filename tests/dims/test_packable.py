@@ -11,7 +11,7 @@ import pytest
 from kt_ray.dims.packable import OBSTACLES, check_packing_family, packing_obstacle
 from kt_ray.errors import UserError
 
-LAYERS = {"num_hidden_layers": 4}
+LAYERS = {"num_hidden_layers": 4, "hidden_size": 64}
 
 
 @pytest.mark.parametrize("family", OBSTACLES)
@@ -31,6 +31,8 @@ def test_refused_by_name(family: str, tmp_path: Path) -> None:
         ({"model_type": "new", "layer_types": ["full_attention"] * 4, **LAYERS}, False),
         ({"model_type": "glm4v_moe", "text_config": {"model_type": "new", **LAYERS}}, True),
         ({"model_type": "wrapper", "text_config": {"model_type": "jamba", **LAYERS}}, True),
+        # Qwen3-Omni's is two levels down.
+        ({"model_type": "new", "thinker_config": {"text_config": {"model_type": "new", **LAYERS}}}, False),
     ],
 )
 def test_others_by_their_layers(config: dict[str, Any], refused: bool) -> None:
