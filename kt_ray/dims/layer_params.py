@@ -130,9 +130,9 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
     dense = FIRST_DENSE.get(keys.family, 0)
     if layer < keys.size("first_k_dense_replace", "num_dense_layers", default=dense, least=0):
         return False
-    only = keys.listed("mlp_only_layers") or ()
+    only = keys.listed("mlp_only_layers") or []
     if keys.family == "flint" and keys.config.get("mlp_only_layers") is None:
-        only = (0, 1)
+        only = [0, 1]
     if layer in only:
         return False
     if (layer + 1) % keys.size("decoder_sparse_step", default=1) != 0:
