@@ -64,7 +64,12 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--tokenizer", type=Path, help="a tokenizer's directory (default: the demo's)")
     one.add_argument("--seed", type=int, default=0)
     one.add_argument(
-        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="values of config.json, as JSON"
+        "--set",
+        nargs="*",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="values of config.json, as JSON",
     )
     _shard_size(one)
     one.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -17,6 +17,7 @@ other programs would read zeros.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -32,7 +33,7 @@ from rich.console import Console
 
 from kt_ray.checkpoint.names import ALIASES, family, fused_release
 from kt_ray.checkpoint.random_values import Fill
-from kt_ray.checkpoint.safetensors_file import BITS, tensor_bytes
+from kt_ray.checkpoint.safetensors_file import BITS, tensor_bytes, writing
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
 from kt_ray.tools.random_formats import Entry, entries, is_expert, quantization_config
@@ -102,23 +103,26 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
             required=f"{total / 1e9:.1f} GB",
             remedy="add --sparse (kt_ray makes the values while it reads), or fewer --layers",
         )
-    _tokenizer(options.tokenizer, target, int(config["vocab_size"]))
-    config = {**without_quantization(config, to=options.format), "architectures": [architecture]}
-    plain = [
-        e.name for e in tensors if len(e.shape) == 2 and e.dtype == "BF16" and e.name.endswith(".weight")
-    ]
-    kept = [name for name in plain if "embed" not in name]
-    if (quantization := quantization_config(options.format, kept, fused)) is not None:
-        config["quantization_config"] = quantization
-    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    shards = list(split(tensors, shard_bytes))
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write(target / file, shard, options.seed, sparse=options.sparse)
-        weight_map.update((entry.name, file) for entry in shard)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    remedy = "free space, name another directory, or add --sparse (kt_ray makes the values while it reads)"
+    with _emptied_if_stopped(target):
+        _tokenizer(options.tokenizer, target, int(config["vocab_size"]))
+        config = {**without_quantization(config, to=options.format), "architectures": [architecture]}
+        plain = [
+            e.name for e in tensors if len(e.shape) == 2 and e.dtype == "BF16" and e.name.endswith(".weight")
+        ]
+        kept = [name for name in plain if "embed" not in name]
+        if (quantization := quantization_config(options.format, kept, fused)) is not None:
+            config["quantization_config"] = quantization
+        with writing("checkpoint", target, None if options.sparse else total, remedy):
+            (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+            shards = list(split(tensors, shard_bytes))
+            weight_map: dict[str, str] = {}
+            for number, shard in enumerate(shards, 1):
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                write(target / file, shard, options.seed, sparse=options.sparse)
+                weight_map.update((entry.name, file) for entry in shard)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return {
         "path": str(target),
         "model": model,
@@ -130,6 +134,18 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
         "sparse": options.sparse,
         "seconds": round(time.monotonic() - begun, 2),
     }
+
+
+@contextlib.contextmanager
+def _emptied_if_stopped(directory: Path) -> Iterator[None]:
+    """Remove the files of a directory that was empty before: what is not complete is no checkpoint, fills the
+    disk, and would be in the way of the next try."""
+    try:
+        yield
+    except BaseException:  # Ctrl-C, too
+        for file in directory.iterdir():
+            file.unlink(missing_ok=True)
+        raise
 
 
 def show(report: dict[str, Any], console: Console) -> None:

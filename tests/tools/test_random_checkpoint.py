@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,3 +199,25 @@ def test_refusals(
     make(tmp_path / "small", "--sparse")  # as it said
     make(tmp_path / "full" / "x", code=BAD_INPUT)
     assert "cannot be made" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_nothing_in_the_way(
+    tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Path, *_: object, **__: object) -> None:
+        file.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kt_ray.tools.random_checkpoint.write", full)
+        make(tmp_path / "m", code=BAD_INPUT)
+    error = capsys.readouterr().err
+    assert "checkpoint cannot be written" in error and "bytes of free space" in error
+    assert not [*(tmp_path / "m").iterdir()]
+    make(tmp_path / "m", "--sparse")
+
+
+def test_set_may_be_given_again(tmp_path: Path, make: Make) -> None:
+    make(tmp_path / "m", "--sparse", "--set", "vocab_size=3000", shape=TINY.replace("vocab_size=2000", ""))
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert (config["vocab_size"], config["hidden_size"]) == (3000, 128)
