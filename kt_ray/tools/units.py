@@ -85,7 +85,7 @@ def made(
             before = read(expert)
             if isinstance(target, Entry):
                 after = before.to(TORCH_DTYPES[target.dtype])
-                _require_finite(after, target.key)
+                _require_finite(after, target.key, target.dtype)
                 yield Piece(target.key, after.t() if transposed else after, expert)
                 after = after.float()
             else:
@@ -167,21 +167,25 @@ def _plain_rows(info: TensorInfo, change: Change | None) -> Unit:
         for start in range(0, info.shape[0], rows):
             part = info.rows(start, min(start + rows, info.shape[0]))
             value = change(read_tensor(part).float(), start).to(TORCH_DTYPES[info.dtype])
-            _require_finite(value, info.name)
+            _require_finite(value, info.name, info.dtype)
             yield Piece(info.name, value, start)
 
     return Unit((Entry(info.name, info.dtype, info.shape),), produce)
 
 
-def _require_finite(values: Tensor, key: str) -> None:
+def _require_finite(values: Tensor, key: str, dtype: str = "") -> None:
+    """`dtype`: that they are written in."""
     if not bool(torch.isfinite(values).all()):
+        wider = (
+            "; if it is as released, the change is too large for F16: save the checkpoint in bfloat16 with "
+            "transformers (from_pretrained, save_pretrained) and take that"
+        )
         raise UserError(
             "weights are not finite",
             where=key,
             observed="NaN or infinite values",
             required="finite values",
-            remedy="download the checkpoint again; if it is as released, write BF16, whose range is larger "
-            "(merge --dtype bf16, convert --to bf16)",
+            remedy="download the checkpoint again" + (wider if dtype == "F16" else ""),
         )
 
 

@@ -498,8 +498,16 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     key = "model.layers.0.mlp.experts.0.gate_proj.weight"
     tensors[key][0, 0] = torch.inf
     base = save(tmp_path / "base", tensors)
-    with pytest.raises(UserError, match=f"weights are not finite; at {key}"):
+    with pytest.raises(UserError, match=rf"weights are not finite; at {key}.*download the checkpoint again$"):
         merge(base, save_adapter(tmp_path / "adapter", lora(expert_modules())), tmp_path / "out")
+
+
+def test_float16_that_an_update_leaves_behind(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert(torch.float16))
+    adapter = lora(expert_modules())
+    adapter["model.layers.0.self_attn.q_proj.lora_B.weight"] *= 1e7
+    with pytest.raises(UserError, match=r"q_proj.*too large for F16: save the checkpoint in bfloat16"):
+        merge(base, save_adapter(tmp_path / "adapter", adapter), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
