@@ -25,7 +25,7 @@ import regex
 import torch
 from torch import Tensor
 
-from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, module_name
+from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, converts_keys, module_name
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import one_expert
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_header, read_tensor
@@ -200,6 +200,12 @@ class Lora:
     def pairs(self) -> list[Pair]:
         """All pairs, linear modules first."""
         return [*self.linear.values(), *self.experts.values(), *self.fused.values()]
+
+    def merged_by_peft(self, model_type: str) -> bool:
+        """Whether PEFT makes fused parameters of single experts, if there are any: by the family, and not of
+        gate and up without down, which it looks for beneath down's."""
+        down = {prefix for prefix, _, role in self.experts if role == "down"}
+        return not self.experts or (converts_keys(model_type) and down >= {p for p, *_ in self.experts})
 
     def _named(self, module: str) -> str:
         """What PEFT's patterns are compared with: the parameter, where target_parameters names it."""

@@ -148,7 +148,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for path, count in written.items():
             console.print(f"{path}: {count} pairs of matrices", markup=False, soft_wrap=True)
         if arguments.form == "peft-per-expert" and not merged_by_peft(arguments.out, arguments.base):
-            text = "PEFT does not merge this family's keys and would leave the experts out: for servers only"
+            text = "PEFT does not merge these keys and would leave the experts out: for servers only"
             console.print(text, soft_wrap=True)
         return 0
     elif command == "random":

@@ -33,7 +33,6 @@ from kt_ray.adapter.peft_config import (
     WEIGHTS,
     AdapterInfo,
     adapter_config,
-    converts_keys,
     expert_modules,
     in_full,
     stored_name,
@@ -134,7 +133,7 @@ def merged_by_peft(adapter: str | Path, base: str | Path | None = None) -> bool:
     """Whether PEFT makes fused parameters of an adapter's single experts, if it has any."""
     lora = Lora.open(adapter)
     source = _base(lora, base) if lora.experts else None
-    return source is None or converts_keys(family(source.config))
+    return source is None or lora.merged_by_peft(family(source.config))
 
 
 def _item(pair: Pair, module: str = "", pattern: str = "") -> Item:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kt_ray.adapter.adapter_file import Lora
-from kt_ray.adapter.peft_config import CONFIG, WEIGHTS, converts_keys
+from kt_ray.adapter.peft_config import CONFIG, WEIGHTS
 from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
@@ -201,8 +201,8 @@ def _adapter_takes(lora: Lora, model_type: str | None) -> dict[str, str]:
     elif not lora.experts:
         peft, server = "yes", _UNTESTED
     else:
-        merges = model_type is not None and converts_keys(model_type)
-        peft = "yes" if merges else "not known to merge this family's keys (export --form peft-fused)"
+        merges = model_type is not None and lora.merged_by_peft(model_type)
+        peft = "yes" if merges else "not known to merge these keys (export --form peft-fused)"
         server = _UNTESTED
     if lora.dora:
         server = "no: they do not read DoRA (merge it)"

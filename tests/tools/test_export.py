@@ -18,6 +18,7 @@ from kt_ray.checkpoint.expert_groups import expert_groups
 from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.export import export
+from kt_ray.tools.inspect import inspect
 from kt_ray.tools.merge import merge
 from tests.helpers.tiny_families import tiny_family
 from tests.helpers.tiny_moe import E, H, I, expert_modules, fused, lora, per_expert, save, save_adapter
@@ -212,15 +213,25 @@ def test_peft_reads_every_form(tmp_path: Path, family: str) -> None:
         torch.testing.assert_close(other, logits[0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "merged"), [("gpt_oss", False), ("qwen3_moe", True)])
+@pytest.mark.parametrize(
+    ("family", "leaves", "merged"),
+    [
+        ("gpt_oss", ("gate_proj", "up_proj", "down_proj"), False),
+        ("qwen3_moe", ("gate_proj", "up_proj", "down_proj"), True),
+        ("qwen3_moe", ("gate_proj", "up_proj"), False),  # PEFT looks for them beneath down's
+        ("qwen3_moe", ("down_proj",), True),
+    ],
+)
 def test_says_where_peft_does_not_merge_single_experts(
-    tmp_path: Path, family: str, merged: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, family: str, leaves: Sequence[str], merged: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tiny_family(tmp_path / "base", family)
     config = {"base_model_name_or_path": str(base)}
-    path = save_adapter(tmp_path / "adapter", lora(expert_modules()), **config)
+    modules = {name: shape for name, shape in expert_modules().items() if name.endswith(tuple(leaves))}
+    path = save_adapter(tmp_path / "adapter", lora(modules), **config)
     assert main(["export", str(path), str(tmp_path / "out"), "--form", "peft-per-expert"]) == 0
     assert ("would leave the experts out" in capsys.readouterr().out) is not merged
+    assert (inspect(tmp_path / "out")["takes"]["PEFT"] == "yes") is merged
 
 
 @pytest.mark.parametrize(
