@@ -20,7 +20,7 @@ from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.fused import FusedLayer
 from kt_ray.adapter.peft_config import CONFIG, WEIGHTS, module_of
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.names import MAGNITUDE, family, is_interleaved, layer_of, one_expert
+from kt_ray.checkpoint.names import LEAVES, MAGNITUDE, family, is_interleaved, layer_of, one_expert
 from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
 from kt_ray.config.lora_patterns import module_lora
 from kt_ray.config.schema import LoraConfig
@@ -173,10 +173,23 @@ class AdapterReader:
                 for expert in range(max(layer.experts, num_experts)):
                     name = names.get((prefix, expert, role), f"{prefix}.{expert}.{role}")
                     own[name] = layer.shape(role)[::-1] if expert < layer.experts else (0, 0)
-        wrong = [f"{name} {_sizes(own[name])}" for name in own if shapes.get(name) != own[name]]
-        lacking = [name for key, name in names.items() if key[0] in self._expert_prefixes and name not in own]
-        if not wrong and not lacking:
+        wrong = [name for name in own if shapes.get(name) != own[name]]
+        absent = [key for key, name in names.items() if key[0] in self._expert_prefixes and name not in own]
+        if not wrong and not absent:
             return
+        lacking = some([names[key] for key in absent], 4)
+        # Of this model, all the same: of parts of it that other programs adapt, or not of all of an expert.
+        beside = all(name in self.lora.linear and name not in shapes for name in wrong)
+        partly = all(any(names.get((*key[:2], role)) in own for role in LEAVES) for key in absent)
+        if beside and partly and len(wrong) < len(own):
+            raise damaged(
+                "the adapter is of other parts of the model than kt_ray adapts",
+                self.lora.path,
+                some(wrong, 4) if wrong else f"nothing for {lacking}",
+                "linear modules of layers, neither router nor head; all projections of an expert, or none",
+                "if it was trained on this model, merge them: python -m kt_ray.tools merge MODEL ADAPTER OUT",
+            )
+        sizes = [f"{name} {_sizes(own[name])}" for name in wrong]
         examples = [f"{name} {_sizes(shapes[name])}" for name in own if name in shapes] or [
             f"{name} {_sizes(size)}" for name, size in shapes.items()
         ]
@@ -184,7 +197,7 @@ class AdapterReader:
         raise damaged(
             "the adapter does not fit this model",
             self.lora.path,
-            some(wrong, 4) if wrong else f"nothing for {some(lacking, 4)}",
+            some(sizes, 4) if wrong else f"nothing for {lacking}",
             f"inputs and outputs as in {some(examples, 2)}" if wrong else "every routed expert, or none",
             f"it names {f'hf://{base}@{commit}' if commit else base} as its base: set model.path to that, or "
             "choose an adapter of this model",

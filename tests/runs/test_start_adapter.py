@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -241,6 +242,15 @@ def test_adapters_that_do_not_fit(model: Path, first: Path, tmp_path: Path, prep
         for name in [n for n in tensors if ".experts.7." in n]:
             del tensors[name]
 
+    def routers(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+        name = next(n for n in tensors if ".mlp.experts." in n).partition(".experts.")[0]
+        tensors |= {f"{name}.gate.lora_A.weight": torch.ones(4, 64)}
+        tensors |= {f"{name}.gate.lora_B.weight": torch.ones(8, 4)}
+
+    def gates(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+        for name in [n for n in tensors if ".mlp.experts." in n and ".down_proj." in n]:
+            del tensors[name]
+
     def broken(tensors: dict[str, Any], config: dict[str, Any]) -> None:
         next(iter(tensors.values()))[0, 0] = float("nan")
 
@@ -253,6 +263,8 @@ def test_adapters_that_do_not_fit(model: Path, first: Path, tmp_path: Path, prep
     for name, change, match in (
         ("narrower", narrower, r"does not fit this model.*q_a_proj \d+→\d+"),
         ("fewer", fewer, r"does not fit this model.*nothing for .*experts\.7\..*every routed expert"),
+        ("routers", routers, r"other parts of the model.*found \S+mlp\.gate; required .*tools merge"),
+        ("gates", gates, r"other parts of the model.*nothing for .*down_proj.*tools merge"),
         ("broken", broken, r"not finite"),
         ("scaled", scaled, r"routed experts have several scales.*experts\.3\.down_proj.*one scale"),
         ("still", still, r"scale 0.*adapter_config\.json; found .*q_a_proj.*lora_alpha"),
