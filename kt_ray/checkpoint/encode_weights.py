@@ -86,7 +86,9 @@ class Encoding:
             raise ValueError(f"{name}: {columns} columns, required a multiple of 32 for {kind}")
         group = 32 if kind == "mxfp4" else columns if group is None else group
         if kind in ("int8", "int4") and (columns % group or (group % 32 and group != columns)):
-            raise ValueError(f"{name}: groups of {group}, required a divisor of {columns} columns")
+            raise ValueError(
+                f"{name}: groups of {group}, required a multiple of 32 that divides {columns} columns"
+            )
         base = name.removesuffix(".weight")
         packed, scale, scale_shape = (
             f"{base}.weight_packed",

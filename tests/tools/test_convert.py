@@ -221,7 +221,7 @@ def test_transformers_reads_what_is_brought_back(tmp_path: Path, family: str, to
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "int4", "--group", "48"], "groups of 48"),
+        (["--to", "int4", "--group", "48"], "groups of 48, required a multiple of 32 that divides"),
         (["--to", "fp8", "--group", "64"], "no choice of group"),
         (["--to", "bf16", "--all-linear"], "dequantises every weight"),
     ],
