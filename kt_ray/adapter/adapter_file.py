@@ -309,6 +309,15 @@ def _pairs(
             other.append(key)
         else:
             halves.setdefault(module_name(match["module"], model_type), {})[match["part"]] = info
+    if copies := [key for key in other if key.endswith(".base_layer.weight")]:
+        raise damaged(
+            "adapter holds weights of the base, too, as PEFT saves them of a head that has LoRA",
+            path / WEIGHTS,
+            some(sorted(copies), 8),
+            "a lora_A.weight and a lora_B.weight for each module",
+            "if the vocabulary is as it was, load it with PEFT and save it without them: "
+            "save_pretrained(DIR, save_embedding_layers=False)",
+        )
     single = [f"{m}.lora_{min(pair)}" for m, pair in halves.items() if not {"A", "B"} <= pair.keys()]
     for names, what in (
         (other, "adapter holds tensors that are not LoRA matrices"),

@@ -20,6 +20,8 @@ _CHUNK = 16 << 20  # values computed at once
 # Beside config.json, of ModelOpt, AutoGPTQ and AutoAWQ. vLLM takes the first where config.json has no
 # quantization_config.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# compression_config: compressed-tensors' own name for it in 2024, which vLLM still reads.
+_QUANTIZATION = ("quantization_config", "compression_config")
 _EXPERTS = "expert_dtype"  # DeepSeek-V4's word for the format of its experts
 # (values [out, in], expert of a stack or first row of a plain matrix) -> new values.
 Change = Callable[[Tensor, int], Tensor]
@@ -205,7 +207,7 @@ def without_quantization(config: dict[str, Any], *, to: str = "bf16") -> dict[st
     Args:
         to: format that the weights get. "bf16" sets the types that the configuration states, too.
     """
-    result = {key: value for key, value in config.items() if key not in ("quantization_config", _EXPERTS)}
+    result = {key: value for key, value in config.items() if key not in (*_QUANTIZATION, _EXPERTS)}
     if to == "fp8" and _EXPERTS in config:
         result[_EXPERTS] = to
     for key in ("text_config", "language_config"):

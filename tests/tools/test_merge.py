@@ -378,6 +378,11 @@ def test_experts_of_multi_token_prediction_are_not_those_of_the_layer(tmp_path: 
             "modules_to_save",
         ),
         ({"model.norm.weight": torch.ones(3)}, {}, "not LoRA matrices.*model.norm"),
+        (
+            {"lm_head.base_layer.weight": torch.ones(3)},
+            {},
+            "weights of the base.*embedding_layers=False",
+        ),
         ({"x.lora_A.weight": torch.ones(4, 3)}, {}, "one half of a pair"),
         (
             {
@@ -442,7 +447,8 @@ def test_the_chat_template_of_the_adapter(tmp_path: Path) -> None:
 
 def test_files_of_the_quantisation_that_is_gone(tmp_path: Path) -> None:
     """Servers would take plain weights for quantised ones."""
-    base = save(tmp_path / "base", encoded(per_expert(), "fp8-row"))
+    config = {"compression_config": {"quant_method": "compressed-tensors"}}
+    base = save(tmp_path / "base", encoded(per_expert(), "fp8-row"), config)
     path = save_adapter(tmp_path / "adapter", lora(expert_modules()))
     (base / "hf_quant_config.json").write_text("{}")
     merge(base, path, tmp_path / "same")
@@ -450,6 +456,7 @@ def test_files_of_the_quantisation_that_is_gone(tmp_path: Path) -> None:
     convert(base, tmp_path / "int4", Options("int4"))
     for out, kept in (("same", True), ("bf16", False), ("int4", False)):
         assert (tmp_path / out / "hf_quant_config.json").exists() == kept
+        assert ("compression_config" in CheckpointIndex.open(tmp_path / out).config) == kept
         assert (tmp_path / out / "tokenizer.json").is_file()
 
 
