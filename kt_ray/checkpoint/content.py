@@ -174,7 +174,7 @@ def _is_floating(info: TensorInfo) -> bool:
 
 
 def _check_finite(info: TensorInfo, piece: bytes) -> None:
-    if not _is_floating(info):
+    if not (_is_floating(info) and piece):
         return
     dtype = TORCH_DTYPES[info.dtype]
     whole = len(piece) - len(piece) % dtype.itemsize

@@ -317,6 +317,14 @@ def test_shards_have_a_size(size: str, capsys: pytest.CaptureFixture[str]) -> No
         assert caught.value.code == 2 and "--shard-gb: must be a number above 0" in capsys.readouterr().err
 
 
+def test_tensors_without_values_go_along(tmp_path: Path) -> None:
+    more = {"model.layers.0.self_attn.sinks": torch.zeros(0), "model.layers.0.scale": torch.tensor(1.5)}
+    source = save(tmp_path / "source", per_expert() | more)
+    convert(source, tmp_path / "out", Options(to="int8"))
+    out = CheckpointIndex.open(tmp_path / "out")
+    assert all(torch.equal(out.read(name), value) for name, value in more.items())
+
+
 @pytest.mark.parametrize("to", ["bf16", "fp8", "int8"])
 def test_deepseek_v4s_word_for_its_experts_follows_them(tmp_path: Path, to: str) -> None:
     """Readers believe it before quantization_config."""
