@@ -53,6 +53,7 @@ _SHAPE = {
     "revision?": str,
     "target_parameters?": [str],
 }
+_TYPES = ("F32", "BF16", "F16", "F64")
 _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
 
 
@@ -327,4 +328,8 @@ def _pairs(
         if names:
             required = "a lora_A.weight and a lora_B.weight for each module"
             raise damaged(what, path / WEIGHTS, some(sorted(names), 8), required, _REMEDY)
+    odd = [f"{name} {info.dtype}" for name, info in tensors.items() if info.dtype not in _TYPES]
+    if odd:  # integers would be taken for values, without their scales
+        what, remedy = "adapter's matrices are of a type that is not read", "save it in bfloat16 or float32"
+        raise damaged(what, path / WEIGHTS, some(sorted(odd), 4), ", ".join(_TYPES), remedy)
     return {m: (pair["A"], pair["B"], pair.get("magnitude_vector")) for m, pair in halves.items()}

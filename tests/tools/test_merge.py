@@ -386,6 +386,19 @@ def test_experts_of_multi_token_prediction_are_not_those_of_the_layer(tmp_path: 
         ({"x.lora_A.weight": torch.ones(4, 3)}, {}, "one half of a pair"),
         (
             {
+                "x.lora_A.weight": torch.ones(4, 3),
+                "x.lora_B.weight": torch.ones(3, 4).to(torch.float8_e4m3fn),
+            },
+            {},
+            "of a type that is not read.*lora_B.weight F8_E4M3; required F32",
+        ),
+        (
+            {f"x.lora_{half}.weight": torch.ones(4, 4, dtype=torch.int8) for half in "AB"},
+            {},
+            "of a type that is not read.*I8",
+        ),
+        (
+            {
                 "model.layers.0.mlp.experts.lora_A.weight": torch.ones(12, 5),
                 "model.layers.0.mlp.experts.lora_B.weight": torch.ones(5, 12),
             },
