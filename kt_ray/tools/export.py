@@ -49,6 +49,7 @@ from kt_ray.checkpoint.safetensors_file import (
 )
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
+from kt_ray.parse import read_json
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def export(
             remedy="choose another directory, or remove this one",
         )
     source = _base(lora, base)
-    config = {} if source is None else source.config
+    config = _config(source)
     lora = Lora.open(adapter, family(config))
     if lora.dora:
         raise damaged(
@@ -133,7 +134,7 @@ def merged_by_peft(adapter: str | Path, base: str | Path | None = None) -> bool:
     """Whether PEFT makes fused parameters of an adapter's single experts, if it has any."""
     lora = Lora.open(adapter)
     source = _base(lora, base) if lora.experts else None
-    return source is None or lora.merged_by_peft(family(source.config))
+    return source is None or lora.merged_by_peft(family(_config(source)))
 
 
 def _item(pair: Pair, module: str = "", pattern: str = "") -> Item:
@@ -143,8 +144,8 @@ def _item(pair: Pair, module: str = "", pattern: str = "") -> Item:
     return Item(module or pair.module, pair.rank, pair.scale, a, b, make, pattern)
 
 
-def _base(lora: Lora, base: str | Path | None) -> CheckpointIndex | None:
-    """The base model, which knows the order of gate and up rows and the released names of modules."""
+def _base(lora: Lora, base: str | Path | None) -> Path | None:
+    """The base model's directory: it tells the order of gate and up rows and released names of modules."""
     path = lora.base_directory() if base is None else Path(base)
     if path is None:
         if not (lora.experts or lora.fused):
@@ -152,7 +153,12 @@ def _base(lora: Lora, base: str | Path | None) -> CheckpointIndex | None:
         observed, required = f"base_model_name_or_path {lora.base!r}", "a directory, or in the hub's cache"
         what = "the adapter's base model is not here"
         raise damaged(what, lora.path / CONFIG, observed, required, "name it: --base DIR")
-    return CheckpointIndex.open(path)
+    return path
+
+
+def _config(base: Path | None) -> dict[str, Any]:
+    remedy = "name the base model's directory: --base DIR"
+    return {} if base is None else read_json(base / "config.json", "the base model's config.json", remedy)
 
 
 # -- experts together
@@ -234,11 +240,12 @@ def _fused_config(lora: Lora, linear: list[Item], experts: list[Item]) -> dict[s
 # -- experts one by one
 
 
-def _single_items(lora: Lora, source: CheckpointIndex | None) -> list[Item]:
+def _single_items(lora: Lora, base: Path | None) -> list[Item]:
     items = [_item(pair) for pair in lora.experts.values()]
     if not lora.fused:
         return items
-    assert source is not None, "an adapter with experts has a base"
+    assert base is not None, "an adapter with experts has a base"
+    source = CheckpointIndex.open(base)  # tells the released names
     released = {
         (parts.layer, parts.role): (parts.prefix, parts.leaf)
         for name in source.names

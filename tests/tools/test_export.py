@@ -121,6 +121,17 @@ def test_other_ranks_and_scales_outside_the_experts(tmp_path: Path) -> None:
         export(path, tmp_path / "kt", "sglang-kt")
 
 
+def test_the_bases_weights_are_read_for_released_names_alone(tmp_path: Path) -> None:
+    """mode=plan fetches config.json alone."""
+    base = save(tmp_path / "base", per_expert())
+    (base / "model.safetensors").unlink()
+    path = save_adapter(tmp_path / "adapter", lora(expert_modules()), base_model_name_or_path=str(base))
+    for form in ("peft-per-expert", "sglang-kt", "peft-fused"):
+        assert sum(export(path, tmp_path / form, form).values())
+    with pytest.raises(UserError, match="no safetensors weights"):
+        export(tmp_path / "peft-fused", tmp_path / "single", "peft-per-expert")
+
+
 def test_servers_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = save(tmp_path / "base", per_expert())
     source = lora(expert_modules())
@@ -156,6 +167,8 @@ def test_refusals(tmp_path: Path) -> None:
         export(path, tmp_path / "out", "peft-fused", base=base)
     with pytest.raises(UserError, match="output is no directory"):
         export(path, path / "adapter_model.safetensors", "peft-fused", base=base)
+    with pytest.raises(UserError, match=r"config\.json.*--base DIR"):
+        export(path, tmp_path / "nowhere", "peft-fused", base=tmp_path)
     fewer = {k: v for k, v in source.items() if "layers.1.mlp.experts.0.up_proj" not in k}
     with pytest.raises(UserError, match=r"missing: model.layers.1.mlp.experts.0.up_proj"):
         export(save_adapter(tmp_path / "fewer", fewer), tmp_path / "f", "peft-fused", base=base)
