@@ -124,7 +124,7 @@ def _checkpoint_takes(index: CheckpointIndex, groups: dict[str, ExpertGroup]) ->
         trains = f"no: {error.what}"
     quantization = index.config.get("quantization_config") or index.text_config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    methods = {None, "fp8", "compressed-tensors", "mxfp4", "fbgemm_fp8", "gptq", "auto-round"}
+    methods = (None, "fp8", "compressed-tensors", "mxfp4", "fbgemm_fp8", "gptq", "auto-round")
     if index.matrices and method is None:
         text = "no: quantised tensors without a quantization_config in config.json"
         return {"kt_ray": trains, "transformers": text, "vLLM": text, "SGLang": text}

@@ -52,6 +52,8 @@ def test_formats_and_layouts(tmp_path: Path) -> None:
     assert report["skipped_layers"] == ["model.layers.2.mlp.experts"]
     assert "fp8 (F32 scale per block)" in report["parts"]["multi-token prediction"]
     assert "without a quantization_config" in report["takes"]["vLLM"]
+    odd = {"quantization_config": {"quant_method": ["fp8"]}}
+    assert "not known" in inspect(save(tmp_path / "odd", per_expert(), odd))["takes"]["vLLM"]
 
 
 def test_adapters(tmp_path: Path) -> None:
