@@ -304,12 +304,16 @@ def _pairs(
 ) -> dict[str, tuple[TensorInfo, TensorInfo, TensorInfo | None]]:
     halves: dict[str, dict[str, TensorInfo]] = {}
     other: list[str] = []
+    twice: list[str] = []  # with "base_model.model." and without, or under an adapter's name and under none
     for key, info in tensors.items():
         match = _KEY.match(key.removeprefix(PREFIX))
         if match is None:
             other.append(key)
-        else:
-            halves.setdefault(module_name(match["module"], model_type), {})[match["part"]] = info
+            continue
+        own = halves.setdefault(module_name(match["module"], model_type), {})
+        if match["part"] in own:
+            twice.append(key)
+        own[match["part"]] = info
     if copies := [key for key in other if key.endswith(".base_layer.weight")]:
         raise damaged(
             "adapter holds weights of the base, too, as PEFT saves them of a head that has LoRA",
@@ -322,6 +326,7 @@ def _pairs(
     single = [f"{m}.lora_{min(pair)}" for m, pair in halves.items() if not {"A", "B"} <= pair.keys()]
     for names, what in (
         (other, "adapter holds tensors that are not LoRA matrices"),
+        (twice, "adapter holds matrices twice"),
         (single, "adapter holds one half of a pair"),
         ([] if halves else ["none"], "adapter holds no LoRA matrices"),
     ):

@@ -385,6 +385,11 @@ def test_experts_of_multi_token_prediction_are_not_those_of_the_layer(tmp_path: 
         ),
         ({"x.lora_A.weight": torch.ones(4, 3)}, {}, "one half of a pair"),
         (
+            {f"x.lora_A.{name}weight": torch.ones(4, 3) for name in ("", "default.")},
+            {},
+            r"matrices twice; .*x\.lora_A",
+        ),
+        (
             {
                 "x.lora_A.weight": torch.ones(4, 3),
                 "x.lora_B.weight": torch.ones(3, 4).to(torch.float8_e4m3fn),
