@@ -423,10 +423,10 @@ def _workers(
     per_host = rule.replica_count // hosts
     for replica, names in enumerate(devices):
         for stage, name in enumerate(names):
-            rank, own = (r * len(names) + stage for r in (replica, replica % per_host))
             bound = device == "cpu" and len(sockets) > 1
-            cpus = sockets[own % len(sockets)].cpus if bound else ()
-            layers, host = split.ranges[stage], replica // per_host
+            # Replicas are in the same stage at a time: there they have sockets of their own.
+            cpus = sockets[(replica % per_host + stage) % len(sockets)].cpus if bound else ()
+            rank, layers, host = replica * len(names) + stage, split.ranges[stage], replica // per_host
             workers.append(WorkerPlan(rank, replica, stage, layers, name, threads, cpus, host=host))
     return tuple(workers)
 

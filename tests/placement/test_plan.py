@@ -59,6 +59,11 @@ def test_two_sockets() -> None:
     plan = make_plan(small_dims(), make_config(rule={"replicas": 2}), make_hardware(sockets=2, cores=3))
     assert [(a.node, a.cpus) for a in plan.experts] == [(0, (0, 1, 2)), (1, (3, 4, 5))]
     assert [(w.replica, w.cpus, w.threads) for w in plan.workers] == [(0, (0, 1, 2), 3), (1, (3, 4, 5), 3)]
+    of_two = make_config(rule={"device": "cpu", "replicas": 2, "stages": 2})
+    staged = make_plan(small_dims(), of_two, make_hardware(sockets=2, cores=3))
+    assert [(w.replica, w.stage, w.cpus[0], w.threads) for w in staged.workers] == [
+        (0, 0, 0, 3), (0, 1, 3, 3), (1, 0, 3, 3), (1, 1, 0, 3)
+    ]  # fmt: skip
     three = make_plan(
         small_dims(), make_config(rule={"experts": {"sockets": 3}}), make_hardware(sockets=2, cores=3)
     )
