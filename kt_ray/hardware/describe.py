@@ -385,12 +385,21 @@ def cpu_name(root: str | Path = "/") -> str:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    """NVIDIA GPUs this process may use, in CUDA_VISIBLE_DEVICES order, numbered from 0."""
+    """Those that this process may use."""
+    return listed_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def listed_gpus(visible: str | None) -> tuple[Gpu, ...]:
+    """NVIDIA GPUs in CUDA_VISIBLE_DEVICES order, numbered from 0. visible: its value; None = all there are.
+
+    Raises:
+        UserError: as `parse_gpus`.
+    """
     known = "index,uuid,name,memory.total"
     listing = nvidia_smi(f"{known},memory.reserved")
     if not listing:  # drivers before 510 do not know the field: their total is without the reserved part
         listing = "".join(f"{line}, 0\n" for line in nvidia_smi(known).splitlines())
-    return parse_gpus(listing, os.environ.get("CUDA_VISIBLE_DEVICES"), _sliced() if listing else set())
+    return parse_gpus(listing, visible, _sliced() if listing else set())
 
 
 def _sliced() -> set[str]:

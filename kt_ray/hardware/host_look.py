@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kt_ray.hardware.describe import this_host
-from kt_ray.hardware.machine import Hardware
+from kt_ray.errors import UserError
+from kt_ray.hardware.describe import listed_gpus, this_host
+from kt_ray.hardware.machine import Gpu, Hardware
 
 _PACKAGES = ("kt_ray", "torch", "transformers")
 
@@ -30,11 +32,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Sight:
-    """What the task found on a node. unseen: what is not as it is for the driver, in words."""
+    """What the task found on a node. unseen: what is not as it is for the driver, in words. cards: all GPUs
+    of the machine, also those that Ray hides from a task without GPUs; () = none, or not known."""
 
     hardware: Hardware
     versions: tuple[tuple[str, str], ...]
     unseen: tuple[str, ...]
+    cards: tuple[Gpu, ...] = ()
 
 
 def digest(path: str) -> str:
@@ -81,4 +85,7 @@ def look(shared: Shared) -> Sight:
             own.unlink()
         except OSError as error:
             unseen.append(f"the run directory {shared.run_dir} is not shared with it ({error.strerror})")
-    return Sight(this_host(), versions(), tuple(unseen))
+    cards: tuple[Gpu, ...] = ()
+    with contextlib.suppress(UserError):  # then the plan's are looked at when Ray has reserved them
+        cards = listed_gpus(None)
+    return Sight(this_host(), versions(), tuple(unseen), cards)

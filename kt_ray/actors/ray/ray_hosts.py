@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from kt_ray.actors.ray.ray_placement import gpus_of
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.errors import UserError
 from kt_ray.hardware.host_look import Shared, Sight, digest, look, versions
-from kt_ray.hardware.machine import Socket
+from kt_ray.hardware.machine import Gpu, Socket
 from kt_ray.placement.plan import divide_cpus
 from kt_ray.placement.plan_types import Plan, WorkerPlan
 from kt_ray.placement.render import counted, gib
@@ -66,11 +67,13 @@ def unfit(plan: Plan, host: int, node: RayNode, cpus: float, own: Sequence[tuple
         return f"{node.free:g} of its {node.cpus:g} CPUs are free, {min(cpus, node.cpus):g} are needed"
     if not node.cpus:
         return "it offers no CPUs"
-    if (gpus := gpus_of(plan, host)) > node.gpus and host:
+    if len(gpus := gpus_of(plan, host)) > node.gpus and host:
         return (
-            f"{counted(int(node.gpus), 'GPU')} free, {gpus} needed (with rule.attention_hosts=driver only "
-            "the driver's host needs any)"
+            f"{counted(int(node.gpus), 'GPU')} free, {len(gpus)} needed (with rule.attention_hosts=driver "
+            "only the driver's host needs any)"
         )
+    if host and sight.cards and _kinds(gpus) - _kinds(sight.cards):
+        return f"its GPUs are {_named(sight.cards)}, the plan needs {_named(gpus)}"
     planned_sockets, sockets = plan.hardware.on(host), sight.hardware.sockets
     if len(sockets) != len(planned_sockets):
         return f"it has {counted(len(sockets), 'socket')}, planned {len(planned_sockets)}"
@@ -88,6 +91,16 @@ def unfit(plan: Plan, host: int, node: RayNode, cpus: float, own: Sequence[tuple
         best = sight.hardware.isas[-1] if sight.hardware.isas else "none"
         return f"its best instruction set is {best}, planned {', '.join(forced) or plan.hardware.isas[-1]}"
     return _stranger(sight, own)
+
+
+def _kinds(gpus: Iterable[Gpu]) -> Counter[tuple[str, int]]:
+    """By name and memory."""
+    return Counter((gpu.name, gpu.memory_bytes) for gpu in gpus)
+
+
+def _named(gpus: Iterable[Gpu]) -> str:
+    kinds = _kinds(gpus).items()
+    return ", ".join(f"{count} × {name} of {gib(memory)}" for (name, memory), count in kinds)
 
 
 def _stranger(sight: Sight, own: Sequence[tuple[str, str]]) -> str | None:

@@ -145,10 +145,11 @@ def lane_devices(plan: Plan) -> dict[str, int]:
     return dict(sorted(cards.items()))
 
 
-def gpus_of(plan: Plan, host: int) -> int:
+def gpus_of(plan: Plan, host: int) -> list[Gpu]:
     """GPUs of a host that the plan uses."""
-    workers = {worker.place for worker in plan.workers if worker.host == host and worker.device != "cpu"}
-    return len(workers | {card for card, there in lane_devices(plan).items() if there == host})
+    used = {worker.place for worker in plan.workers if worker.host == host and worker.device != "cpu"}
+    used |= {card for card, there in lane_devices(plan).items() if there == host}
+    return [gpu for gpu in plan.hardware.gpus if gpu_name(host, f"cuda:{gpu.index}") in used]
 
 
 def seats(plan: Plan, cpus: dict[Address, float]) -> Seats:

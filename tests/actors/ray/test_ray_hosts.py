@@ -16,7 +16,7 @@ from kt_ray.config.schema import OptimConfig
 from kt_ray.errors import UserError
 from kt_ray.experts import LocalExpertsSpec
 from kt_ray.hardware.host_look import Shared, Sight, digest, look, versions
-from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.machine import Gpu, Hardware
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from tests.placement.configs import make_config, make_hardware, small_dims
@@ -79,6 +79,27 @@ def test_every_reason() -> None:
     forced = plan(experts={"isa": "avx2"})
     more = node("n", make_hardware(sockets=2, cores=4, isa="amx"))
     assert unfit(forced, 1, more, 8, OWN) is None
+
+
+def test_a_node_with_other_gpus_is_passed_over() -> None:
+    """Found before Ray reserves them: another node may have the plan's."""
+    two = make_plan(
+        small_dims(),
+        make_config(rule={"nodes": 2, "device": "cuda", "replicas": 2}),
+        make_hardware(gpus=1, sockets=2, cores=4),
+    )
+    own = two.hardware.gpus[0]
+
+    def with_cards(name: str, *cards: Gpu) -> RayNode:
+        given = node(name)
+        assert isinstance(given.sight, Sight)
+        return replace(given, gpus=1, sight=replace(given.sight, cards=cards))
+
+    other = with_cards("a", replace(own, name="another"))
+    hosts = choose(two, [with_cards("d", own), other, with_cards("e", own)], "d", [8, 8], OWN)
+    assert [n.id for n in hosts.nodes] == ["d", "e"]
+    assert "its GPUs are 1 × another of " in hosts.lines[-1]
+    assert unfit(two, 1, with_cards("f"), 8, OWN) is None  # not known: Ray's count alone
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_gpus_of_several_hosts_have_bundles_there() -> None:
     lanes = {"stream": 0.5, "lane_device": "cuda:1"}
     two = plan(2, device="cuda", nodes=2, stages=1, replicas=4, experts=lanes)
     assert gpu_share(two) == dict.fromkeys(("cuda:0", "cuda:1", "host 1 cuda:0", "host 1 cuda:1"), 1.0)
-    assert lane_devices(two) == {"cuda:1": 0, "host 1 cuda:1": 1} and gpus_of(two, 1) == 2
+    assert lane_devices(two) == {"cuda:1": 0, "host 1 cuda:1": 1} and len(gpus_of(two, 1)) == 2
     chosen = seats(two, {("worker", rank): 1.0 for rank in range(4)} | {("experts", i): 2.0 for i in (0, 1)})
     assert chosen.host == (0, 0, 1, 1, 0, 1)
     assert chosen.gpu == {"cuda:0": 0, "cuda:1": 1, "host 1 cuda:0": 2, "host 1 cuda:1": 3}
