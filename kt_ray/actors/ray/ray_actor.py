@@ -444,6 +444,8 @@ class RayActor:
 
     def __repr__(self) -> str:
         """What the dashboard shows beside the actor's name, and what its log lines begin with."""
+        if not hasattr(self, "actor"):  # Ray asks when __init__ has failed, too, and would lose its error
+            return "not built"
         if isinstance(self.actor, ExpertActor):
             return f"{experts_per_layer(self.actor.plan, self.actor.experts.spec)} experts per layer"
         start, stop = self.actor.part.layers

@@ -13,7 +13,7 @@ import torch
 
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
 from kt_ray.actors.ray import ray_actor
-from kt_ray.actors.ray.ray_actor import Packed, Peer, RayPort
+from kt_ray.actors.ray.ray_actor import Packed, Peer, RayActor, RayPort
 from kt_ray.actors.specs import actor_specs
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.gloo_link import MeetingPoint
@@ -235,3 +235,8 @@ def test_a_peer_that_is_gone_is_told() -> None:
             if pair.noticed.wait(1.0):
                 raise RuntimeError(pair.lost[0])
     pair.close()
+
+
+def test_an_actor_that_could_not_be_built_has_a_name() -> None:
+    """Ray asks for it when it hands the error of `__init__` on: a second error would be all that is heard."""
+    assert repr(RayActor.__new__(RayActor)) == "not built"
