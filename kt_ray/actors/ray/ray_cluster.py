@@ -586,7 +586,7 @@ class RayCluster(ActorCluster):
                 "another node" if len(nodes) == 1 else f"{len(nodes)} nodes",
             )
         if look_at := others | {own} if self.joined else others:
-            check_nodes(shared_by(self.specs, self.run_dir), look_at, self.config.start_timeout)
+            check_nodes(self.plan, shared_by(self.specs, self.run_dir), look_at, self.config.start_timeout)
 
     def _ray_handles(self) -> list[RayHandle]:
         return cast(list[RayHandle], self.handles)

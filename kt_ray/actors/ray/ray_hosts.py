@@ -8,6 +8,7 @@ dies gets another one in the same way.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections import Counter
@@ -29,7 +30,9 @@ from kt_ray.hardware.host_look import Shared, Sight, digest, look, versions
 from kt_ray.hardware.machine import Gpu, Socket
 from kt_ray.placement.plan import divide_cpus
 from kt_ray.placement.plan_types import Plan, WorkerPlan
-from kt_ray.placement.render import counted, gib
+from kt_ray.placement.render import counted, cpu_ranges, gib
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -200,31 +203,59 @@ def shared_by(specs: ActorSpecs, run_dir: str | None) -> Shared:
     return Shared(contents, run_dir, f".kt_ray-{secrets.token_hex(8)}")
 
 
-def check_nodes(shared: Shared, ids: AbstractSet[str], timeout: float) -> None:
+def check_nodes(plan: Plan, shared: Shared, ids: AbstractSet[str], timeout: float) -> None:
     """Nodes that Ray chose for a plan for one host. Args: as in `find_hosts`.
 
     Raises:
-        UserError: one of them cannot run kt_ray, or has other packages, or does not see the files.
+        UserError: one of them cannot run kt_ray, or has other packages, does not see the files or may not use
+            an actor's CPUs.
     """
     own = versions()
     nodes = [node for node in ray.nodes() if node["NodeID"] in ids]
     for node, sight in zip(nodes, _sights(nodes, shared, timeout), strict=True):
-        wrong = sight if isinstance(sight, str) else _stranger(sight, own)
-        if wrong is None:
-            continue
+        wrong = sight if isinstance(sight, str) else _stranger(sight, own) or _without_cpus(plan, sight)
         here = node["NodeID"] == ray.get_runtime_context().get_node_id()
+        if wrong is None:
+            if here and isinstance(sight, Sight) and (missing := _planned_cpus(plan) - _cpus(sight)):
+                logger.warning(
+                    "Ray's processes on this host may not use the CPUs %s, which the plan counts on: steps "
+                    "will be slower; start Ray without taskset, or in a container with all CPUs",
+                    cpu_ranges(sorted(missing)),
+                )
+            continue
         raise UserError(
             "a Ray node is not as the run needs it",
             where=f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]}), "
             + ("the driver's" if here else "where Ray put actors: the driver's had no room for all"),
             observed=wrong,
-            required="the driver's packages, model directory and run directory",
-            remedy="start Ray on this host with the Python and the user of this command, or set "
-            "cluster.address=local"
+            required="the driver's packages, model directory, run directory and CPUs",
+            remedy="start Ray on this host with the Python, the user and the CPUs (taskset, Slurm) of this "
+            "command, or set cluster.address=local"
             if here
             else "put the model and run.root on a disk that all nodes share and install the same packages on "
             "all; or free CPUs and GPUs on the driver's (ray status), or set cluster.address=local",
         )
+
+
+def _cpus(sight: Sight) -> set[int]:
+    """That processes there may use."""
+    return {cpu for socket in sight.hardware.sockets for cpu in socket.cpus}
+
+
+def _planned_cpus(plan: Plan) -> set[int]:
+    return {cpu for actor in (*plan.experts, *plan.workers) for cpu in actor.cpus}
+
+
+def _without_cpus(plan: Plan, sight: Sight) -> str | None:
+    """An expert actor whose CPUs a node has none of: its threads could not be pinned."""
+    may = _cpus(sight)
+    for actor in plan.experts:
+        if actor.cpus and not may.intersection(actor.cpus):
+            return (
+                f"expert actor {actor.rank} is planned on the CPUs {cpu_ranges(actor.cpus)}, Ray may use "
+                f"{cpu_ranges(sorted(may))} there"
+            )
+    return None
 
 
 def _nodes(shared: Shared, timeout: float, known: AbstractSet[str]) -> list[RayNode]:
@@ -279,12 +310,10 @@ def _sight(answer: Any, timeout: float) -> Sight | str:
 
 
 def own_cpus(plan: Plan, specs: ActorSpecs, hosts: Hosts) -> ActorSpecs:
-    """The specs with every expert actor's CPUs and NUMA node as its own host numbers them."""
+    """The specs with every expert actor's CPUs and NUMA node as its own host numbers them; on the driver's,
+    too, Ray's processes may have others of its CPUs than the driver (job steps of Slurm)."""
     changed = []
     for actor, spec in zip(plan.experts, specs.experts, strict=True):
-        if actor.host == 0:
-            changed.append(spec)
-            continue
         planned = [socket.node for socket in plan.hardware.on(actor.host)]
         socket = _sockets(hosts, actor.host)[planned.index(actor.node)]
         peers = [a.rank for a in plan.experts if (a.host, a.node) == (actor.host, actor.node)]
@@ -295,7 +324,7 @@ def own_cpus(plan: Plan, specs: ActorSpecs, hosts: Hosts) -> ActorSpecs:
 
 def worker_cpus(plan: Plan, worker: WorkerPlan, hosts: Hosts | None) -> tuple[int, ...]:
     """CPUs that an attention worker is bound to, as its own host numbers them; empty = any."""
-    if hosts is None or not worker.host or not worker.cpus:
+    if hosts is None or not worker.cpus:
         return worker.cpus
     planned = [socket.cpus for socket in plan.hardware.on(worker.host)]
     return _sockets(hosts, worker.host)[planned.index(worker.cpus)].cpus

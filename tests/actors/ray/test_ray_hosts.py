@@ -23,6 +23,7 @@ from tests.placement.configs import make_config, make_hardware, small_dims
 
 OWN = (("kt_ray", "1"), ("torch", "2"))
 HOST = make_hardware(sockets=2, cores=4)
+FIRST = replace(HOST, sockets=HOST.sockets[:1])  # as a mask shows it
 
 
 def plan(nodes: int = 2, **rule: Any) -> Plan:
@@ -109,6 +110,7 @@ def test_a_node_with_other_gpus_is_passed_over() -> None:
         (Sight(HOST, versions(), ("the run directory /runs is not shared with it",)), "other", "not shared"),
         (Sight(HOST, tuple((name, "0") for name, _ in versions()), ()), "other", "other packages"),
         ("it cannot run kt_ray (ModuleNotFoundError)", "own", "cannot run kt_ray"),
+        (Sight(FIRST, versions(), ()), "own", "expert actor 1 is planned on the CPUs 4-7, Ray may use 0-3"),
     ],
 )
 def test_nodes_of_a_plan_for_one_host(
@@ -122,11 +124,26 @@ def test_nodes_of_a_plan_for_one_host(
     monkeypatch.setattr(ray_hosts, "_sights", lambda nodes, *_: [sight for _ in nodes])
     shared = Shared((), "/runs", "mark")
     if found is None:
-        return check_nodes(shared, {id}, 1.0)
+        return check_nodes(plan(1), shared, {id}, 1.0)
     with pytest.raises(UserError, match="not as the run needs it") as raised:
-        check_nodes(shared, {id}, 1.0)
+        check_nodes(plan(1), shared, {id}, 1.0)
     assert found in str(raised.value.observed) and "cluster.address=local" in raised.value.remedy
     assert ("run.root on a disk" in raised.value.remedy) == (id == "other")
+
+
+def test_a_ray_that_may_not_use_all_cpus_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`ray start` under taskset, or in a job step of its own."""
+    context = SimpleNamespace(get_node_id=lambda: "own")
+    found = [{"NodeID": "own", "NodeManagerAddress": "10.0.0.1"}]
+    pretended = SimpleNamespace(nodes=lambda: found, get_runtime_context=lambda: context)
+    monkeypatch.setattr(ray_hosts, "ray", pretended)
+    sockets = tuple(replace(s, cpus=s.cpus[:3], cores=3) for s in HOST.sockets)
+    sight = Sight(replace(HOST, sockets=sockets), versions(), ())
+    monkeypatch.setattr(ray_hosts, "_sights", lambda nodes, *_: [sight for _ in nodes])
+    check_nodes(plan(1), Shared((), None, "mark"), {"own"}, 1.0)
+    assert "may not use the CPUs 3,7" in caplog.text
 
 
 def spec(actor: Any) -> LocalExpertsSpec:
@@ -149,6 +166,10 @@ def test_actors_take_the_cpus_of_their_own_host() -> None:
     assert [(s.node, s.cpus) for s in changed.experts[4:]] == [
         (4, (100, 101)), (4, (102, 103)), (5, (104, 105)), (5, (106, 107))
     ]  # fmt: skip
+    # Ray's processes on the driver's host: in another job step than the driver.
+    changed = own_cpus(two, specs, Hosts((node("a", there), node("b"))))
+    assert [(s.node, s.cpus) for s in changed.experts[:2]] == [(4, (100, 101)), (4, (102, 103))]
+    assert changed.experts[4:] == specs.experts[4:]
 
 
 def test_look(tmp_path: Path) -> None:
