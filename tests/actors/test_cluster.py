@@ -188,6 +188,17 @@ def test_who_fails_to_connect_may_have_missed_one_that_died(
     assert cluster._lost == ({("experts", 2)} if dies else set())
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_network_that_is_closed_is_named(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's ports are the system's choice: a firewall shows as actors that never connect."""
+    monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(wait=lambda futures, **_: ([], futures)))
+    plan = cast(Plan, SimpleNamespace(hardware=SimpleNamespace(hosts=hosts)))
+    cluster = RayCluster(plan, cast(ActorSpecs, None), ClusterConfig(), RayRule(), "test")
+    with pytest.raises(UserError, match="could not be introduced") as caught:
+        cluster._await_introduced({"waits": RayHandle(("experts", 0), None)}, 0.1)
+    assert ("rule.transport=ray" in (caught.value.remedy or "")) == (hosts > 1)
+
+
 def test_hosts_whose_nodes_die_get_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two in turn, of three hosts: each gets a node of its own, when one joins, and new CPU numbers."""
     hosts = make_hardware(sockets=1, cores=4)

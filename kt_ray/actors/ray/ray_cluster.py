@@ -512,7 +512,10 @@ class RayCluster(ActorCluster):
             raise _cause(failed) from failed
         if waiting:
             what = f"the actors could not be introduced to each other within {timeout:.0f} s"
-            observed, remedy = " | ".join(self._states()), "raise cluster.start_timeout"
+            observed = " | ".join(self._states())
+            remedy = "raise cluster.start_timeout"
+            if self.plan.hardware.hosts > 1:
+                remedy += "; the hosts must reach each other at all TCP ports, or set rule.transport=ray"
             raise (ActorLost if self._lost else UserError)(what, observed=observed, remedy=remedy)
 
     def _meeting(self, peers: Mapping[Address, Peer], timeout: float) -> Meeting | None:
