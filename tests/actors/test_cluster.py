@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from kt_ray.actors import watch
 from kt_ray.actors.cluster import ActorCluster, Handle
 from kt_ray.actors.ray import ray_cluster, ray_hosts
+from kt_ray.actors.ray.ray_address import Running
 from kt_ray.actors.ray.ray_cluster import RayActorSpec, RayCluster, RayHandle
 from kt_ray.actors.ray.ray_hosts import RayNode, choose
 from kt_ray.actors.specs import ActorSpecs, actor_specs
@@ -186,6 +187,16 @@ def test_who_fails_to_connect_may_have_missed_one_that_died(
     with pytest.raises(ActorLost if dies else RuntimeError, match="died" if dies else "connection reset"):
         cluster._await_introduced(waiting, 5.0)
     assert cluster._lost == ({("experts", 2)} if dies else set())
+
+
+def test_several_hosts_are_not_planned_through_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Running("ray://10.0.0.1:10001", "cluster.address")
+    monkeypatch.setattr(ray_cluster, "running_cluster", lambda _: running)
+    plan = cast(Plan, SimpleNamespace(hardware=SimpleNamespace(hosts=2)))
+    cluster = RayCluster(plan, cast(ActorSpecs, None), ClusterConfig(), RayRule(), "test")
+    with pytest.raises(UserError, match="does not run through ray://") as caught:
+        cluster.connect()
+    assert "rule.nodes=2" in str(caught.value.where) and "cluster.address=HOST:PORT" in caught.value.remedy
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

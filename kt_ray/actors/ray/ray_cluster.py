@@ -158,6 +158,15 @@ class RayCluster(ActorCluster):
             return [f"Ray: {where}{dashboard_hint(self.dashboard_url)}", *self._find_hosts()]
         running = running_cluster(self.config.address)
         if running is not None:
+            if self.plan.hardware.hosts > 1 and running.address.startswith("ray://"):
+                raise UserError(  # Ray tells a client neither its node nor what is free where
+                    "a plan for several hosts does not run through ray://",
+                    where=f"rule.nodes={self.plan.hardware.hosts} with {running.source}",
+                    observed=running.address,
+                    required="the HOST:PORT of the cluster, from one of its own hosts",
+                    remedy="run this command on a host of the cluster with cluster.address=HOST:PORT, as given "
+                    "to 'ray start'; or set rule.nodes=1",
+                )
             self._join(running)
             self.joined = True
             where = f"{running.address} (from {running.source})"
