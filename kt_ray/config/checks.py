@@ -38,7 +38,7 @@ SOURCE_KEYS: dict[str, tuple[type, ...]] = {
     "limit": (int,),
 }
 
-_ADDRESS = re.compile(r"auto|local|(ray://)?[^\s/:]+:\d+")
+_ADDRESS = re.compile(r"auto|local|(ray://)?(\[[\w:.%]+\]|[^\s/:]+):\d+")
 _DEVICE = re.compile(r"cpu|cuda:\d+")
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _LAYER_STYLES = (

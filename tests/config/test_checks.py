@@ -63,6 +63,7 @@ GOOD: list[dict[str, Any]] = [
     {"trainer": {"eval_every": 5}, "data": {"eval_fraction": 0, "eval_path": "held.jsonl"}},
     {"trainer": {"loss_chunk": 0}},
     {"cluster": {"address": "10.0.0.1:6379"}},
+    {"cluster": {"address": "[fd00::1]:6379"}},
     {"mode": "doctor", "model": {"build": None}, "data": {"builtin": None}},
     {"mode": "plan", "model": {"build": None, "config": {"hidden_size": 8}}, "data": {"builtin": None}},
     {"mode": "preview", "model": {"build": None, "tokenizer": "t"}},

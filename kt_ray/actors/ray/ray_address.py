@@ -84,10 +84,10 @@ def address_file() -> Path:
 
 
 def answers(address: str, timeout: float = 5.0) -> bool:
-    """Whether something listens at HOST:PORT or ray://HOST:PORT."""
+    """Whether something listens at HOST:PORT or ray://HOST:PORT; a HOST of IPv6 is in brackets."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        with socket.create_connection((host or "127.0.0.1", int(port)), timeout=timeout):
+        with socket.create_connection((host.strip("[]") or "127.0.0.1", int(port)), timeout=timeout):
             return True
     except (OSError, ValueError):
         return False
@@ -136,6 +136,8 @@ def dashboard_url(context: Any = None) -> str | None:
     url = getattr(context, "dashboard_url", None)
     if not url:
         from ray._private.worker import get_dashboard_url
+        from ray.exceptions import RaySystemError
 
-        url = get_dashboard_url()
-    return f"http://{url}" if url and not str(url).startswith("http") else url
+        with contextlib.suppress(RaySystemError):  # through ray:// Ray does not say
+            url = get_dashboard_url()
+    return f"http://{url}" if url and not str(url).startswith("http") else url or None

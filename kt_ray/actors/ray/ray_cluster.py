@@ -164,8 +164,8 @@ class RayCluster(ActorCluster):
                     where=f"rule.nodes={self.plan.hardware.hosts} with {running.source}",
                     observed=running.address,
                     required="the HOST:PORT of the cluster, from one of its own hosts",
-                    remedy="run this command on a host of the cluster with cluster.address=HOST:PORT, as given "
-                    "to 'ray start'; or set rule.nodes=1",
+                    remedy="run this command on a host of the cluster with the cluster.address=HOST:PORT "
+                    "that 'ray start' took; or set rule.nodes=1",
                 )
             self._join(running)
             self.joined = True

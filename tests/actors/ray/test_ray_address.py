@@ -8,10 +8,19 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RaySystemError
 
-from kt_ray.actors.ray.ray_address import PORTS_TRIED, address_file, free_port, running_cluster
+from kt_ray.actors.ray.ray_address import (
+    PORTS_TRIED,
+    Running,
+    address_file,
+    dashboard_url,
+    free_port,
+    running_cluster,
+)
 from kt_ray.errors import UserError
 from tests.helpers.ray_place import actors, head_node, ray_place, until
 
@@ -77,6 +86,30 @@ def test_a_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch, dead: str, alon
     monkeypatch.setenv("RAY_ADDRESS", f"http://{dead}")
     with pytest.raises(UserError, match="at RAY_ADDRESS; found http://"):
         running_cluster("auto")
+
+
+def test_an_address_of_ipv6_is_joined(alone: Path) -> None:
+    """As `ray start` writes it. A run that does not see it would start a cluster of its own."""
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with contextlib.closing(server):
+        address = f"[::1]:{server.getsockname()[1]}"
+        alone.write_text(address)
+        found = running_cluster("auto")
+        assert found is not None and found.address == address
+        assert running_cluster(address) == Running(address, "cluster.address")
+
+
+def test_a_client_that_is_told_no_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through ray:// of a cluster without one, where Ray's own question raises."""
+
+    def no_worker() -> str:
+        raise RaySystemError("Ray has not been started yet.")
+
+    monkeypatch.setattr("ray._private.worker.get_dashboard_url", no_worker)
+    assert dashboard_url(SimpleNamespace(dashboard_url="")) is None
 
 
 def test_the_dashboard_takes_the_next_free_port(listening: str) -> None:
