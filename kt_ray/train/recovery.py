@@ -71,12 +71,13 @@ class Recovery:
             self.say(f"as far as before, after step {taken}: {lost:.1f} s lost")
             self.progressed()
 
-    def bring_back(self, lost: ActorLost, taken: int) -> int:
+    def bring_back(self, lost: ActorLost, taken: int, *, applying: bool = False) -> int:
         """Actors running again, in a committed state. Returns the number of updates behind it.
 
         Args:
             lost: what happened.
             taken: updates that the driver knows to be committed.
+            applying: it happened in the next one's commit, which all that hold a state may have behind them.
 
         Raises:
             UserError: `trainer.recoveries` are used up, or it cannot be done.
@@ -86,7 +87,7 @@ class Recovery:
             self._behind = True
             begin = time.monotonic()
             try:
-                back = self._bring_back(taken)
+                back = self._bring_back(taken, applying)
             except ActorLost as another:
                 lost = another
                 continue
@@ -103,10 +104,10 @@ class Recovery:
         logger.info("%s", lost.line())
         self.say(f"{lost.what}: starting it again (recovery {self.used} of {self.limit})")
 
-    def _bring_back(self, taken: int) -> int:
+    def _bring_back(self, taken: int, applying: bool) -> int:
         survived = self.cluster.recover()
-        if self.point is not None and survived == taken:
-            return taken
+        if self.point is not None and survived is not None and 0 <= survived - taken <= applying:
+            return survived
         if self.point is None or self.point.directory is None:
             self.cluster.restart()
         else:
@@ -116,8 +117,8 @@ class Recovery:
     def _what_follows(self, back: int, taken: int) -> str:
         if self.point is None:
             return "nothing was lost"
-        if back == taken:
-            return f"nothing committed was lost, on after step {taken}"
+        if back >= taken:
+            return f"nothing committed was lost, on after step {back}"
         steps = f"step {back + 1} is" if taken == back + 1 else f"steps {back + 1}-{taken} are"
         # By design, but worth knowing in a long run.
         why = "" if self.point.directory else "no checkpoint yet (trainer.save_every), "

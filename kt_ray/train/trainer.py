@@ -116,6 +116,10 @@ class Events:
     on_skip: Callable[[int, float, float], None] = lambda *_: None
 
 
+class _WentBack(Exception):
+    """The actors are in an earlier state than the step in progress: the walk goes on from there."""
+
+
 class Trainer:
     """Runs all steps on a cluster.
 
@@ -215,21 +219,46 @@ class Trainer:
                 self._walk()
                 return work()
             except ActorLost as lost:
-                try:
-                    if self.stop:
-                        raise GivenUp(lost.what)
-                    self._taken = self.recovery.bring_back(lost, self._taken)
-                except GivenUp:
-                    raise Stopped(f"{self.stop.name}: {lost.what} before the state was saved") from lost
-                self.events.on_repeat(self._taken)
-                if self._taken == self._done:
-                    self.recovery.caught_up(self._taken)
+                self._go_on_from(self._brought_back(lost))
+            except _WentBack:
+                pass  # that was done
             except Exception as error:
                 self._save_before(error)
                 raise
             finally:
                 self.summary.recoveries = self.recovery.used
                 self.summary.seconds_lost = self.recovery.seconds_lost
+
+    def _brought_back(self, lost: ActorLost, *, applying: bool = False) -> int:
+        """Actors running again; returns the updates that they have. applying: as `Recovery.bring_back`."""
+        try:
+            if self.stop:
+                raise GivenUp(lost.what)
+            return self.recovery.bring_back(lost, self._taken, applying=applying)
+        except GivenUp:
+            raise Stopped(f"{self.stop.name}: {lost.what} before the state was saved") from lost
+
+    def _go_on_from(self, taken: int) -> None:
+        self._taken = taken
+        self.events.on_repeat(taken)
+        if taken >= self._done:
+            self.recovery.caught_up(taken)
+
+    def _commit(self, step: int, lr: float, clip: float) -> None:
+        """The update of a step. A death that takes no state with it costs none: all others have it by then.
+
+        Raises:
+            _WentBack: one did.
+        """
+        try:
+            self.cluster.commit(step, lr, clip)
+        except ActorLost as lost:
+            left, self._left = self._left, True  # without its actors the run saves nothing
+            taken = self._brought_back(lost, applying=True)
+            self._left = left
+            self._go_on_from(taken)
+            if taken <= step:
+                raise _WentBack from lost
 
     def _walk(self) -> None:
         """From the state that the cluster is in to the last step. What was evaluated or saved stays so."""
@@ -523,7 +552,7 @@ class Trainer:
             clip = optim.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         lr = learning_rate(optim, step, self.batches.total_steps)
         with recorder.span("commit", "wait"):
-            self.cluster.commit(step, lr, clip)
+            self._commit(step, lr, clip)
         self._taken = step + 1
         if step < self._done:
             self._repeated(step, report.loss)
