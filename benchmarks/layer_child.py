@@ -74,11 +74,13 @@ class Native:
 
     def __call__(self, question: Message) -> Message:
         """Measure with the asked instruction set."""
+        from kt_ray.hardware.describe import this_host
         from kt_ray.native import Engine
 
         key = isa, int8_products = question["isa"], question["int8_products"]
         if key not in self.engines:
-            self.engines[key] = Engine(isa, threads=self.case.threads, int8_products=int8_products)
+            cpus = this_host().cpus  # a core for each thread, as in a run
+            self.engines[key] = Engine(isa, self.case.threads, cpus, int8_products=int8_products)
         engine, lora = self.engines[key], self.lora if question["lora"] else None
         inputs, weights = self.inputs, self.weights
 

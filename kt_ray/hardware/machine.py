@@ -92,6 +92,13 @@ class Hardware:
         """Number of hosts."""
         return 1 + max(socket.host for socket in self.sockets)
 
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """Of the driver's host: one of each core first."""
+        sockets = self.on(0)
+        first = [cpu for socket in sockets for cpu in socket.cpus[: socket.cores]]
+        return (*first, *(cpu for socket in sockets for cpu in socket.cpus[socket.cores :]))
+
     def on(self, host: int) -> tuple[Socket, ...]:
         """Sockets of one host."""
         return tuple(socket for socket in self.sockets if socket.host == host)

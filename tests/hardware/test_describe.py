@@ -68,6 +68,7 @@ def fake_host(root: Path) -> Path:
 def test_two_sockets_with_threads(tmp_path: Path) -> None:
     host = this_host(fake_host(tmp_path))
     assert [(s.node, s.cpus, s.cores) for s in host.sockets] == [(0, (0, 1, 4, 5), 2), (1, (2, 3, 6, 7), 2)]
+    assert host.cpus == (0, 1, 2, 3, 4, 5, 6, 7)  # one of each core first
     assert all(s.memory_bytes == 64 * GIB for s in host.sockets)
     assert host.isas[-1] == "amx" and host.gpus == ()
 
