@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -42,19 +44,25 @@ class Sight:
 
 
 def digest(path: str) -> str:
-    """What lies at `path`, cheaply: a directory's config.json and its weights' names and sizes; a file's
-    size.
+    """What lies at `path`, cheaply: names and sizes of weights, and config.json where a directory has one. Of
+    a file of a split set, all its parts.
     """
     place = Path(path)
     hasher = hashlib.sha256()
-    if place.is_file():
-        hasher.update(str(place.stat().st_size).encode())
-    else:
+    if place.is_dir() and (place / "config.json").is_file():
         hasher.update((place / "config.json").read_bytes())
-        for file in sorted(place.iterdir()):
-            if file.suffix in (".safetensors", ".gguf"):
-                hasher.update(f"{file.name} {file.stat().st_size}".encode())
+    for file in _weights(place):
+        hasher.update(f"{file.name} {file.stat().st_size}".encode())
     return hasher.hexdigest()
+
+
+def _weights(place: Path) -> list[Path]:
+    """Raises OSError: there is nothing at `place`."""
+    if place.is_dir():
+        return sorted(file for file in place.iterdir() if file.suffix in (".safetensors", ".gguf"))
+    place.stat()
+    split = re.fullmatch(r"(.*)-\d{5}-of-\d{5}\.gguf", place.name)
+    return sorted(place.parent.glob(f"{glob.escape(split[1])}-*-of-*.gguf")) if split else [place]
 
 
 def versions() -> tuple[tuple[str, str], ...]:

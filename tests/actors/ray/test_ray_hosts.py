@@ -188,7 +188,18 @@ def test_look(tmp_path: Path) -> None:
     other, lost = look(shared).unseen
     assert "holds something else there" in other and "is not shared with it" in lost
     (model / "config.json").unlink()
+    assert "holds something else there" in look(shared).unseen[0]
+    model.rename(tmp_path / "gone")
     assert "cannot be read there" in look(shared).unseen[0]
-    file = tmp_path / "x.gguf"
-    file.write_bytes(b"12")
-    assert digest(str(file)) != digest(str(model / "a.safetensors"))
+
+
+def test_digest_of_gguf(tmp_path: Path) -> None:
+    """A file, a split set by any of its files, or a directory without a config.json."""
+    whole, parts = tmp_path / "x.gguf", [tmp_path / f"y-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for file in (whole, *parts):
+        file.write_bytes(b"12")
+    before = [digest(str(path)) for path in (whole, *parts, tmp_path)]
+    assert before[1] == before[2] and len(set(before)) == 3
+    parts[1].write_bytes(b"123")
+    after = [digest(str(path)) for path in (whole, *parts, tmp_path)]
+    assert [new == old for new, old in zip(after, before, strict=True)] == [True, False, False, False]
