@@ -243,7 +243,8 @@ def _cpus(sight: Sight) -> set[int]:
 
 
 def _planned_cpus(plan: Plan) -> set[int]:
-    return {cpu for actor in (*plan.experts, *plan.workers) for cpu in actor.cpus}
+    own = [actor.cpus for actor in plan.experts] + [worker.cpus for worker in plan.workers]
+    return {cpu for cpus in own for cpu in cpus}
 
 
 def _without_cpus(plan: Plan, sight: Sight) -> str | None:
