@@ -63,12 +63,14 @@ def split_layers(
     """
     most = len(dims.cuts) + 1
     if n_stages > most:
-        takes = "; some layers take what earlier ones computed, and stay in one stage with them"
+        places = " at which a stage may begin" if dims.handed else ""
         raise UserError(
-            "there are more pipeline stages than the model's layers can be cut into",
+            f"there are more pipeline stages than layers{places}",
             where="rule.stages",
             observed=n_stages,
-            required=f"at most {most}{takes if dims.handed else ''}",
+            required=f"at most {most} (some layers take what earlier ones computed, in one stage with them)"
+            if dims.handed
+            else f"at most {most} (the model's layers)",
             remedy=f"set rule.stages={most} or less",
         )
     if not rule.layers:
