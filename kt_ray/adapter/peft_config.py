@@ -46,6 +46,10 @@ _INSIDE = (r"^model\.language_model\.", "model.", r"^model\.(?!language_model\.)
 _RENAMED: dict[str, tuple[str, str, str, str]] = {
     "deepseek_ocr2": _INSIDE,
     "laguna": (r"\.shared_experts\.", ".shared_expert.", r"\.shared_expert\.", ".shared_experts."),
+    "mistral_large4": (
+        *(r"\.mlp\.shared_experts\.", ".shared_experts."),
+        *(r"(?<!\.mlp)\.shared_experts\.", ".mlp.shared_experts."),
+    ),
     "unlimited_ocr": _INSIDE,
 }
 
@@ -217,8 +221,11 @@ def _shortened(modules: set[str], everything: Iterable[str] | None) -> list[str]
         return sorted(modules)
     everywhere: dict[str, set[str]] = {}
     for name in everything:
-        if one_expert(name) is None:
-            everywhere.setdefault(name.rpartition(".")[2], set()).add(name)
+        # and what is around it: PEFT takes a q_proj that holds its matrix in a "linear" (Gemma 4's towers)
+        while name and one_expert(name) is None:
+            above, _, leaf = name.rpartition(".")
+            everywhere.setdefault(leaf, set()).add(name)
+            name = above
     result: set[str] = set()
     for module in modules:
         leaf = module.rpartition(".")[2]
@@ -243,6 +250,7 @@ TESTED = frozenset(
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text"),
         *("ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text"),
         *("glm5_next_text", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
+        *("gemma4_text", "hy_v4", "mistral_large4_text"),
         *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "inkling_text", "jamba", "kimi_linear", "kolibri1"),
         *("laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text"),
         *(

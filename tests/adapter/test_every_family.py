@@ -51,7 +51,10 @@ FAMILIES = ["kimi_k25", *sorted(name for name, (status, _) in documented().items
 ROWS = random_rows(4, lengths=(43, 30, 5, 5))  # one micro-batch: padded, unless that moves the model
 # With few index heads scores tie, and which of them is chosen depends on the row's width; compressed keys are
 # made of whole windows.
-MOVED_BY_PADDING = {*("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa")}
+MOVED_BY_PADDING = {
+    *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+    "mistral_large4",
+}
 PROMPTS = random_prompts((5, 9, 3))
 # Gated delta rules: in chunks in a pass, token by token in an answer.
 GAPS = {"qwen3_next": 1e-4, "qwen3_5_moe": 1e-4, "qwen3_5_moe_text": 1e-4}

@@ -172,8 +172,8 @@ def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
             towers["vision_config"]["num_hidden_layers"] = 8  # with fewer it needs scipy
         elif parts.get("vision_config") is not None and "vision_config" not in towers:
             towers["vision_config"] = _tower(CONFIG_MAPPING["pixtral"])  # Mistral-Large-4's
-        if model_type == "gemma4":  # looks its placeholders up in the embedding
-            towers |= {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92}
+        if model_type == "gemma4":  # looks its placeholders up in the embedding; no row has these
+            towers |= {"image_token_id": 0, "video_token_id": 0, "audio_token_id": 0}
         return {"model_type": model_type, "text_config": text} | towers
     if dataclasses.is_dataclass(kind):
         names = {f.name for f in dataclasses.fields(kind)}
