@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         (),
     ),
     "apart": ("mistral_large4", {"index_topk": 2}, (1, 2, 3)),  # nothing is handed on
-    "both": ("mistral_large4", {"kv_source_layers": [0, 1, 1, 3], "indexer_types": SHARED}, ()),
+    "both": ("mistral_large4", {"kv_source_layers": [0, 0, 0, 3], "indexer_types": SHARED}, ()),
 }
 
 
