@@ -50,7 +50,8 @@ def test_families_with_our_attention_ask_for_it_by_no_name() -> None:
             config = CONFIG_MAPPING[name]()
             chosen[name] = attention.implementation(config, model._supports_sdpa)
             source = Path(str(sys.modules[model.__module__].__file__)).read_text(encoding="utf-8")
-            asks = re.search(r"_attn_implementation (==|in) ", source) is not None
+            # Gemma 4 asks before layers that share keys, which its MoE model has none of.
+            asks = name != "gemma4_text" and re.search(r"_attn_implementation (==|in) ", source) is not None
             assert not (asks and chosen[name] == attention.NAME), name
     ours = {name for name, kind in chosen.items() if kind == attention.NAME}
     assert ours > SINKS | {"deepseek_v3", "afmoe"} and chosen["deepseek_v32"] == "sdpa"

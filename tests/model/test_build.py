@@ -186,14 +186,28 @@ def test_layers_that_return_more_than_h(checkpoint: Checkpoint, monkeypatch: pyt
 
 
 def test_layers_with_a_shared_place(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dict that layers may leave results in: one that takes what nobody has left is refused."""
+    original = modeling_qwen3_moe.Qwen3MoeDecoderLayer.forward
+
     def forward(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **kw: Any) -> _Output:
         h, shared = _embed(self, input_ids, inputs_embeds), {}
+        positions = torch.arange(h.shape[1])[None]
         for layer in self.layers:
-            h = layer(h, shared=shared)
-        return _Output(h)
+            h = layer(h, position_embeddings=self.rotary_emb(h, positions), shared=shared)
+        return _Output(self.norm(h))
+
+    def leaving(self: Any, hidden_states: torch.Tensor, shared: Any, **kw: Any) -> torch.Tensor:
+        shared["here"] = (hidden_states,)
+        return original(self, hidden_states, **kw)
+
+    def taking(self: Any, hidden_states: torch.Tensor, shared: Any, **kw: Any) -> torch.Tensor:
+        return original(self, hidden_states + shared["there"][0], **kw)
 
     _layers_that(monkeypatch, forward)
-    refuse(checkpoint("qwen3_moe"), "an empty dict")
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeDecoderLayer, "forward", leaving)
+    assert not Stage(StageSpec(str(checkpoint("qwen3_moe")), (0, 3), 3)).hands
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeDecoderLayer, "forward", taking)
+    refuse(checkpoint("qwen3_moe"), "layer 0 receives what an earlier layer computed")
 
 
 def test_layers_that_see_the_tokens(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
