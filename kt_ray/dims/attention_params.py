@@ -40,7 +40,7 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
     whole = family == "gemma4_text" and "full_attention" in (keys.listed("layer_types") or ())[layer:][:1]
     shares = whole and keys.flag("attention_k_eq_v")  # keys are values
     if whole:  # saved by transformers for each of these layers
-        head = keys.size("global_head_dim", default=head)
+        head = keys.size("global_head_dim", default=head if keys.config.get("per_layer_config") else 512)
     if shares:
         kv_heads = keys.size("num_global_key_value_heads", default=kv_heads)
     q_out, kv_out = heads * head, kv_heads * head

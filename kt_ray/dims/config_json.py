@@ -114,7 +114,8 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         )  # fmt: skip
     parts = [layer_parts(keys, layer, layer in moe) for layer in range(layers)]
     intermediate = expert_intermediate(keys)
-    streams = keys.size("hc_mult", default=4) if keys.family in ("deepseek_v4", "hy_v4") else 1
+    streamed = keys.family in ("deepseek_v4", "glm5_next_text", "hy_v4")
+    streams = keys.size("hc_mult", default=4) if streamed else 1
     dtype, assumed = _dtype(config, text, where)
     quantization = text.get("quantization_config") or config.get("quantization_config")
     weights = {**text, "quantization_config": quantization}

@@ -46,7 +46,7 @@ TIED = frozenset(
     )
 )
 # Keys of releases that go beyond transformers' class of the family.
-_BEYOND = ("routed_expert_hidden_size", "mla_use_output_gate", "attn_res_block_size")
+_BEYOND = ("routed_expert_hidden_size", "mla_use_output_gate", "attn_res_block_size", "num_kv_shared_layers")
 
 
 class Keys:

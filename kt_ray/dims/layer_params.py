@@ -48,7 +48,9 @@ WHOLE_HEADS = frozenset(("flex_olmo", "minimax_m2", "olmoe"))
 # Families of which some layers have another attention than softmax over keys, or none.
 MIXED = frozenset(("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax"))
 # Families whose layers are not affine in the output of their experts (a norm follows, or an attention).
-NOT_AFFINE = frozenset(("afmoe", "axk1", "beam", "gemma4_text", "kolibri1"))
+NOT_AFFINE = frozenset(
+    ("afmoe", "axk1", "beam", "flex_olmo", "gemma4_text", "glm5_next_text", "inkling_text", "kolibri1")
+)
 
 # Dense layers before the first one with experts, where config.json does not say; 0 in other families.
 FIRST_DENSE = {

@@ -1,9 +1,9 @@
 """What layers hand to later ones beside their hidden state: handed results.
 
 GLM-5.2's and Hy4's sparse attention chooses keys in some layers, and the layers after each take its choice.
-Mistral Large 4's and Gemma 4's last layers take the keys and values of an earlier one. transformers passes
-the first as a second output, the second through a dict in which layers leave it. Who leaves and who takes
-is found by trying (`find_hands`).
+Some of Mistral Large 4's last layers take the latent keys of an earlier one. transformers passes the first
+as a second output, the second through a dict in which layers leave it. Who leaves and who takes is found
+by trying (`find_hands`).
 
 A pass keeps a result from the layer that leaves it to the last one that takes it, and a training pass until
 its backward has come to the layer that left it: a recomputed layer takes what it took in forward, and the

@@ -341,8 +341,9 @@ def _odd(value: Any) -> str:
     if isinstance(value, Tensor | bool | int | float | str | torch.dtype | torch.device) or value is None:
         return ""
     if isinstance(value, Mapping | tuple | list):
-        if value == []:
-            return "an empty list (a place for layers to leave results)"
+        if not value and not isinstance(value, tuple):
+            kind = "list" if isinstance(value, list) else "dict"
+            return f"an empty {kind} (a place for layers to leave results)"
         return next(filter(None, map(_odd, value.values() if isinstance(value, Mapping) else value)), "")
     return f"a {type(value).__name__}"
 

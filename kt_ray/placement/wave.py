@@ -103,13 +103,13 @@ def fit(
 def attention_kinds(config: Config, dims: ModelDims, device: str) -> tuple[str, ...]:
     """What attention workers may hold for backward, in the order in which it is preferred.
 
-    Where a layer is not affine in the output of its experts, dy is known only once it is recomputed: one
-    micro-batch at a time would compute all of it twice. On the CPU host memory is what they hold in anyway.
+    Where the hidden state has several streams, dy is known only once a layer is recomputed: one micro-batch
+    at a time would compute all of it twice. On the CPU host memory is what they hold in anyway.
     """
     asked = config.rule.activations
     if asked != "auto":
         return (asked,)
-    if not dims.affine:
+    if dims.hidden_streams > 1:
         return ("group",)
     return ("group", "micro_batch") if device == "cpu" else ("group", "micro_batch", "host")
 

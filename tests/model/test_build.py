@@ -209,6 +209,15 @@ def test_layers_with_a_shared_place(checkpoint: Checkpoint, monkeypatch: pytest.
     monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeDecoderLayer, "forward", taking)
     refuse(checkpoint("qwen3_moe"), "layer 0 receives what an earlier layer computed")
 
+    def inside(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **kw: Any) -> _Output:
+        h, shared = _embed(self, input_ids, inputs_embeds), {}
+        for layer in self.layers:
+            h = layer(h, shared=(shared,))
+        return _Output(h)
+
+    _layers_that(monkeypatch, inside)
+    refuse(checkpoint("qwen3_moe"), "an empty dict")
+
 
 def test_layers_that_see_the_tokens(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Per-layer token embeddings: one stage can, several cannot."""

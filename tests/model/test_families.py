@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
 from kt_ray.checkpoint.non_experts import check_non_experts
 from kt_ray.config.schema import LoraConfig
+from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.packable import packing_obstacle
 from kt_ray.errors import UserError
 from kt_ray.model.autograd import expert_weights
@@ -142,6 +143,9 @@ def try_family(root: Path, model_type: str) -> tuple[str, str]:
     check_loaded_experts(path, stage, reference)
     assert_equals_transformers([stage], reference)
     check_packing_is_known(path, stage)
+    dims = dims_from_dir(path)
+    assert dims.affine == (None not in stage.scales.values())
+    assert stage.state_shape == ((dims.hidden_streams,) if dims.hidden_streams > 1 else ()) + (32,)
     special = sorted({str(f) for f in stage.model.formulas.values()})
     if None in stage.scales.values():
         special.append("y kept")

@@ -138,8 +138,8 @@ def test_what_attention_may_hold() -> None:
     assert attention_kinds(config_of(8), DIMS, "cpu") == ("group", "micro_batch")
     assert attention_kinds(config_of(8), DIMS, "cuda") == ("group", "micro_batch", "host")
     assert attention_kinds(config_of(8, activations="host"), DIMS, "cpu") == ("host",)
-    other = dataclasses.replace(DIMS, affine=False)  # everything would be computed twice
-    assert attention_kinds(config_of(8), other, "cuda") == ("group",)
+    streams = dataclasses.replace(DIMS, hidden_streams=4)  # everything would be computed twice
+    assert attention_kinds(config_of(8), streams, "cuda") == ("group",)
 
 
 def test_groups_follow_the_wave() -> None:
