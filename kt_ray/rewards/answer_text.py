@@ -6,19 +6,22 @@ import re
 
 # A line with more backticks in it (```x``` is a name) opens no block. A block that is not closed ends with
 # the text.
-_BLOCK = re.compile(r"^([ \t]*)`{3,}[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^([ \t]*)`{3,}[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:(^[ \t]*```)|\Z)", re.MULTILINE | re.DOTALL
+)
 
 
 def last_block(text: str, *languages: str) -> str | None:
     """The last fenced block of one of the languages, else the last without one; None = there is none.
 
-    Its lines lose what its fence is indented by, as in a list of Markdown.
+    One that is not closed may be cut off: it counts only where no other of its kind is there. Lines lose what
+    the block's fence is indented by, as in a list of Markdown.
     """
-    blocks = [(match[2].lower(), _outdented(match[3], len(match[1]))) for match in _BLOCK.finditer(text)]
     for known in (languages, ("",)):
-        for language, content in reversed(blocks):
-            if language in known:
-                return content
+        blocks = [match for match in _BLOCK.finditer(text) if match[2].lower() in known]
+        if blocks:  # only the last can be unclosed
+            last = blocks[-1] if blocks[-1][4] or len(blocks) == 1 else blocks[-2]
+            return _outdented(last[3], len(last[1]))
     return None
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from kt_ray.errors import UserError
 from kt_ray.rewards import code_reward
+from kt_ray.rewards.answer_text import last_block
 from kt_ray.rewards.code_reward import CodeReward, Limits, run_tests
 from kt_ray.rewards.reward import Completion
 
@@ -36,8 +37,14 @@ def test_blocks_are_found_as_markdown_has_them(reward: CodeReward) -> None:
     named = "```f``` is this:\n```python\ndef f():\n    return 1\n```\n"
     # A stop string, or the most tokens that an answer may have, takes the end away.
     unclosed = ("So:\n```python\ndef f():\n    return 1", "So:\n```python\ndef f():\n    return 1\n")
-    for text in (indented, named, *unclosed):
+    whole = "def f():\n    return 1\n```\n"
+    # One that is cut off, or a line of backticks alone, takes nothing away from a block that is whole.
+    cut = (f"```python\n{whole}Try it:\n```python\nprint(f(), 'is", f"```\n{whole}So it is.\n```\nDone.")
+    # What is named as Python is looked for first, cut off or not.
+    other = "It prints:\n```\n1\n```\n" + unclosed[0]
+    for text in (indented, named, *unclosed, *cut, other):
         assert reward.score(text, "assert f() == 1") == 1.0, text
+    assert last_block('```json\n{"a": 1}\n```\nOr:\n```json\n{"a": ', "json") == '{"a": 1}\n'
 
 
 def test_the_share_of_passed_tests(reward: CodeReward) -> None:
