@@ -36,7 +36,11 @@ _JUDGED = r"(?i:\b(?:option|choice)\s+[(\[*]*)(%s)(?i:[)\]*]*\s+is\s+(?:the\s+)?
 _SMALL = r"(?im:\banswer\s*:\s*[(\[*]*)((?i:%s))[^\w\n]*$"
 _WRONG = r"[)\]*]*\s*(?:is (?:wrong|incorrect|false)|(?:是|项)?错)"
 # Two options in one breath settle nothing.
-_SECOND = r"\s*(?:,|、|/|&|\band\b|\bor\b|和|或|与)\s*(?:and\s+|or\s+)?[(\[*]*%s(?![\w'’])"
+_SECOND = (
+    r"\s*(?:,|、|/|&|\band\b|\bor\b|和|或|与)\s*(?:and\s+|or\s+)?"
+    # "option B is wrong" says something else.
+    r"(?i:(?:option|choice|letter)\s+(?![(\[*]*\w[)\]*]*\s+(?:is|has|does|would)\b))?[(\[*]*%s(?![\w'’])"
+)
 # After these words (in small letters) a single "A" is an option; after others it is the article.
 _VERBS = ("is", "or", "and", "because", "since", "as", "but", "seems", "would", "must", "should", "for")
 

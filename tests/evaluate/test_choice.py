@@ -41,6 +41,9 @@ ANSWERS = [
     ("I choose A because it fits", "A"),
     ("Options A and B are too small, so the answer is option C.", "C"),
     ("A is wrong. Correct answer: choice (D)", "D"),
+    ("The answer is option A, and option B is too small", "A"),
+    *[(f"The answer is option A {more}", None) for more in ("and option C", "or option (B).")],
+    ("Answers: option A, Option B", None),
     ("the answer is an option", None),
     # on the last line
     ("A and C are close. Let me see.\nB", "B"),
