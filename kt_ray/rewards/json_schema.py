@@ -119,7 +119,10 @@ def _check_references(
         return
     seen.add(id(schema.contents))
     named = schema.contents.get("patternProperties") if isinstance(schema.contents, dict) else None
-    for pattern in named if isinstance(named, dict) else ():
+    names = [*named] if isinstance(named, dict) else []
+    if names and "additionalProperties" in schema.contents:
+        names.append("|".join(names))  # for which the library searches with all of them in one
+    for pattern in names:
         try:
             re.compile(pattern)  # which is what the library searches with
         except (re.error, OverflowError) as error:

@@ -190,6 +190,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ("1e-7", {"multipleOf": 1e-8}, 1),
         ('"Zoë"', {"pattern": r"^\p{L}+$"}, 1),
         ('"Zo3"', {"pattern": r"^\p{L}+$"}, 0),
+        ('{"B": 1}', {"patternProperties": {"a": {}, "(?i)b": {"type": "string"}}}, 0),
         ("[1]", {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "string"}}}, 0),
         # What has a name of its own is where its references begin.
         ("[1]", {"items": {"$ref": "u:a"}, "$defs": {"a": {"$id": "u:a", "$ref": "#/x", "x": {}}}}, 1),
@@ -220,6 +221,11 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("json_schema", {"patternProperties": {r"\p{L}": {}}}, r"the name '\\p{L}' in patternProperties"),
         (
             "json_schema",
+            {"additionalProperties": False, "patternProperties": {"b": {}, "(?i)a": {}}},
+            "the name 'b|(?i)a' in patternProperties",
+        ),
+        (
+            "json_schema",
             {"$ref": "#/x/y", "x": {"y": {"patternProperties": {"a{99999999999}": {}}}}},
             "the name 'a{99999999999}' in patternProperties",
         ),
@@ -246,6 +252,11 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("code", [" "], "found ' '"),
         ("code", "METADATA = {}\n\ndef check(f):\n    assert f(1) == 2", "calls none, so it tests nothing"),
         ("code", ["import math", "def test():\n    assert f(1) == 2"], "calls none, so it tests nothing"),
+        (
+            "code",
+            "class T:\n    def test(self):\n        assert f(1) == 2",
+            "calls none, so it tests nothing",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_judged_is_refused(name: str, answer: Any, said: str) -> None:
