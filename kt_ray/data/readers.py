@@ -151,7 +151,20 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
                     remedy=_SAVE,
                 )
         return [path / entry["filename"] for entry in files]
-    return _of_split(_data_files(path, key), path, split or "train", key)
+    found = _of_split(_data_files(path, key), path, split or "train", key)
+    if broken := next((file for file in found if _is_broken(file)), None):
+        raise UserError(
+            "a data file is a link to nothing: its rows would be missing",
+            where=str(broken),
+            observed=f"a link to {broken.readlink()}",
+            required="the file",
+            remedy="fetch the file (git annex get, or download the data set again), or delete the link",
+        )
+    return found
+
+
+def _is_broken(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
 
 
 def _refuse_split(path: Path, key: str, split: str | None) -> None:
@@ -188,7 +201,7 @@ def _saved_splits(path: Path) -> list[str] | None:
 
 
 def _data_files(path: Path, key: str) -> list[Path]:
-    """Files with known suffixes in a directory and those inside it, by name."""
+    """Files with known suffixes, and links to nothing, in a directory and those inside it, by name."""
     # Hidden files, and what only describes data, are not rows.
     named = sorted(
         p
@@ -197,15 +210,7 @@ def _data_files(path: Path, key: str) -> list[Path]:
         and not any(part.startswith(".") for part in p.relative_to(path).parts)
         and p.name.lower() not in ("readme.md", "license.txt", "dataset_info.json", "dataset_infos.json")
     )
-    if broken := next((p for p in named if p.is_symlink() and not p.exists()), None):
-        raise UserError(
-            "a data file is a link to nothing: its rows would be missing",
-            where=str(broken),
-            observed=f"a link to {broken.readlink()}",
-            required="the file",
-            remedy="fetch the file (git annex get, or download the data set again), or delete the link",
-        )
-    files = [p for p in named if p.is_file()]
+    files = [p for p in named if p.is_file() or _is_broken(p)]
     if not files:
         inside = ", ".join(sorted(p.name for p in path.iterdir())[:5])
         raise UserError(

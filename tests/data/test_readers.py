@@ -179,6 +179,15 @@ def test_a_broken_link_in_a_directory_is_no_file_less(tmp_path: Path) -> None:
         rows_of(tmp_path)
 
 
+def test_a_broken_link_that_is_not_read_costs_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", json.dumps(ROWS[0]))
+    (tmp_path / "validation.jsonl").symlink_to("nowhere")
+    assert rows_of(tmp_path) == [row for _, row in read_rows(tmp_path, split="train")] == ROWS[:1]
+    for split in ("validation", HELD_OUT):
+        with pytest.raises(UserError, match=r"link to nothing.*validation\.jsonl"):
+            list(read_rows(tmp_path, split=split))
+
+
 def test_a_directory_of_splits_gives_one_of_them(tmp_path: Path) -> None:
     """Test rows in training would go unnoticed."""
     jsonl(tmp_path / "train-00000.jsonl", [ROWS[0]])
