@@ -123,23 +123,34 @@ def require_files(data: DataConfig) -> None:
     Raises:
         UserError: one is not, or is no data file.
     """
+    _local_files(data)
+
+
+def _local_files(data: DataConfig) -> list[Path]:
+    """All that is trained or evaluated on and is not of the hub. Raises UserError: as `require_files`."""
+    found: list[Path] = []
     for source in [*sources_of(data), *([] if data.eval_path is None else [eval_source(data)])]:
         for name in [source.path] if isinstance(source.path, str) else source.path:
             if not is_hub(name):
                 split = held_out_split(name, source.key) if source.split == HELD_OUT else source.split
-                files_of(Path(name).expanduser(), source.key, split)
+                found += files_of(Path(name).expanduser(), source.key, split)
+    return found
 
 
 def left_out(data: DataConfig) -> list[str]:
     """Notes about files that are neither trained nor evaluated on because of their names alone: web-dev.jsonl
     need not be a split called dev."""
     evaluated = [data.eval_path] if isinstance(data.eval_path, str) else data.eval_path or []
+    folders = [*map(Path, evaluated)]
+    used = {file.resolve() for file in _local_files(data)}
     notes = []
     for source in sources_of(data):
         for name in [source.path] if isinstance(source.path, str) else source.path:
-            if source.split is not None or is_hub(name) or name in evaluated:
+            if source.split is not None or is_hub(name) or Path(name) in folders:
                 continue
-            if files := other_splits(Path(name).expanduser(), source.key):
+            path = Path(name).expanduser()
+            others = other_splits(path, source.key).items()
+            if files := {file: split for file, split in others if (path / file).resolve() not in used}:
                 first = ", ".join(f"{file} ({split})" for file, split in list(files.items())[:5])
                 more = f" and {len(files) - 5:,} more" if len(files) > 5 else ""
                 notes.append(

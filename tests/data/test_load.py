@@ -119,8 +119,13 @@ def test_files_that_a_name_alone_leaves_out_are_told(config: Build, tmp_path: Pa
     (note,) = bundle.report.notes
     assert note.startswith(f"{folder}: not trained on") and "web-dev.jsonl (validation)" in note
     assert "list the files in data.path" in note
-    for asked in ({"split": "train"}, {"eval_path": folder}):
+    for asked in ({"split": "train"}, {"eval_path": folder}, {"eval_path": f"{folder}/"}):
         assert not load(config(path=folder, **asked)).report.notes
+    named = f"{folder}/web-dev.jsonl"
+    assert not load(config(path=folder, eval_path=named)).report.notes
+    assert not load(config(path=[folder, named])).report.notes
+    sources = [{"path": folder}, {"path": folder, "split": "validation"}]
+    assert not load(config(sources=sources)).report.notes
 
 
 def test_limit_and_several_files(config: Build, tmp_path: Path) -> None:
