@@ -421,12 +421,13 @@ class ChatEncoder:
         """Note a template that leaves out of trained answers what was thought, or said before a call."""
         answers = [with_thought(m) for m in conversation.messages if m["role"] == "assistant"]
         for answer, wanted in zip(answers, trained, strict=True):
-            if wanted and answer.get("reasoning_content", "").strip() not in said:
+            if wanted and not is_written(answer.get("reasoning_content", "").strip(), said):
                 self._note(
                     "the chat template leaves out thoughts (reasoning_content) of answers, which are trained "
                     "without them"
                 )
-            if wanted and answer.get("tool_calls") and answer["content"].strip() not in said:
+            texted = wanted and answer.get("tool_calls")
+            if texted and not is_written(answer["content"].strip(), said):
                 self._note("the chat template leaves out texts before calls, which are trained without them")
 
     def _marked_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
@@ -461,7 +462,7 @@ class ChatEncoder:
         result: list[Span] = []
         for i, (start, stop) in zip(answers, spans, strict=True):
             before = self._render(messages[:i], prompt=True, tools=conversation.tools)
-            begins = text.startswith(before) and start < len(before) <= stop
+            begins = text.startswith(before) and start <= len(before) <= stop
             if not begins:
                 self._note(
                     "the chat template's prompts, as predict and chat have them, end otherwise than rows "
@@ -642,7 +643,7 @@ class ChatEncoder:
     ) -> bool:
         """Whether the answer messages[i] would follow the prompt `before` if it had a thought, or none."""
         other: Turn = {**with_thought(messages[i])}
-        if other.pop("reasoning_content", None) is None:
+        if not other.pop("reasoning_content", None):
             other["reasoning_content"] = "a"
         try:
             return self._render([*messages[:i], other, *messages[i + 1 :]], tools=tools).startswith(before)

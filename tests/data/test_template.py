@@ -83,6 +83,16 @@ def test_a_header_that_a_template_marks_is_not_trained() -> None:
     encoder = ChatEncoder(make_tokenizer(closed))
     assert spoken(encoder, ASK, SAID) == [f"<|im_start|>assistant\n{SAID['content']}{END}"]
     assert [note for note in encoder.notes if "prompts" in note]
+    # The block of an answer with calls begins behind the header.
+    later = template.replace(
+        "{% generation %}" + header,
+        "{% if m.tool_calls %}" + header + "{% endif %}"
+        "{% generation %}{% if not m.tool_calls %}" + header + "{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}",
+    )
+    encoder = ChatEncoder(make_tokenizer(later))
+    assert spoken(encoder, ASK, calls("look"), RESULT, SAID) == ["look" + END, SAID["content"] + END]
+    assert not encoder.notes
 
 
 def test_an_answer_that_repeats_the_question_is_found_in_its_place() -> None:
@@ -168,6 +178,9 @@ def test_an_answer_without_the_thought_that_its_prompt_opens_is_told_so() -> Non
     encoder = ChatEncoder(make_tokenizer(opening))
     with pytest.raises(UserError, match=r"opens a thought before an answer that has none.*reasoning_content"):
         spoken(encoder, ASK, SAID)
+    empty: Turn = {**SAID, "content": "<think></think>Tilda."}
+    with pytest.raises(UserError, match=r"opens a thought before an answer that has none.*reasoning_content"):
+        spoken(encoder, ASK, empty)
     with pytest.raises(UserError, match=r"opens a thought before an answer.*before messages\[2\]"):
         spoken(encoder, ASK, calls("look"), Turn(role="tool", content="1"), SAID)
     last = r"cannot be located.*data\.template=qwen, or set data\.train_on=last"
@@ -500,6 +513,15 @@ def test_a_text_that_the_template_leaves_out_before_a_call_is_told() -> None:
     assert encoder.notes == [
         "the chat template leaves out texts before calls, which are trained without them"
     ]
+
+
+def test_what_a_template_writes_as_json_is_not_left_out() -> None:
+    said = "{{ m.content | tojson }}{{ m.reasoning_content | tojson if m.reasoning_content }}"
+    call = said + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content'] + ", f"'' }}}}{call}{{{{ ")))
+    texted: Turn = {**calls("look"), "content": "Let me\nlook.", "reasoning_content": "Who?\nWhere?"}
+    (found,) = spoken(encoder, ASK, texted)
+    assert r'"Let me\nlook.""Who?\nWhere?"look' in found and not encoder.notes
 
 
 def test_results_may_be_written_by_the_ids_of_their_calls() -> None:
