@@ -139,12 +139,30 @@ def _validated(kind: type[KindT], body: bytes) -> KindT:
     fields = None
     with contextlib.suppress(ValueError):  # no JSON, as the validator will say
         fields = from_json(body)
-    if isinstance(fields, dict) and len(fields) > MAX_FIELDS:  # each unknown one is an error of its own
-        text = f"the body has {len(fields)} fields, more than {MAX_FIELDS}"
+    if text := _too_many(fields):
         fault = PydanticCustomError("too_many_fields", "{text}", {"param": None, "text": text})
         raise ValidationError.from_exception_data(kind.__name__, [{"type": fault, "loc": (), "input": None}])
     made: KindT = validator(kind).validate_json(body)
     return made
+
+
+def _too_many(fields: Any) -> str:
+    """What is said of an object with more than MAX_FIELDS fields, each unknown one of which would be an error
+    of its own; "" = there is none."""
+    where, nested = "the body", (dict, list)
+    left = [fields]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            if len(value) > MAX_FIELDS:
+                return f"{where} has {len(value)} fields, more than {MAX_FIELDS}"
+            # A client's notes may hold any.
+            inner = [one for name, one in value.items() if value is not fields or name != "user_metadata"]
+        else:
+            inner = value if isinstance(value, list) else []
+        left.extend(one for one in inner if isinstance(one, nested))
+        where = "an object of the body"
+    return ""
 
 
 async def _numbered_body(service: TrainService, request: Request, kind: type[KindT]) -> KindT:
