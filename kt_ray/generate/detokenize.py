@@ -6,7 +6,9 @@ from typing import Any
 
 _UNFINISHED = "�"  # what a tokenizer makes of bytes that are no whole character, or none yet
 
-_BEFORE = 8  # tokens of the text before an answer that its first one is decoded behind
+# Numbers of tokens of the text before an answer that its first one is decoded behind: of bytes that begin
+# amid a character of up to four, some tokenizers decode none.
+_BEFORE = (8, 9, 10, 11)
 
 _LONGEST_CONTEXT = 64  # tokens that are decoded again for the next one, if none of them has text
 
@@ -46,9 +48,9 @@ class TextStream:
         self._stop = stop
         self._skip = frozenset(skip)
         self._ends = _special(tokenizer, stop)
-        self._ids = list(before[-_BEFORE:])
-        if self._decode(self._ids).endswith(_UNFINISHED):  # what completes the character is not known apart
-            self._ids = []
+        tails = (list(before[-size:]) for size in _BEFORE)
+        # None: what completes the last character is not known apart.
+        self._ids = next((ids for ids in tails if not self._decode(ids).endswith(_UNFINISHED)), [])
         self._settled = len(self._ids)  # tokens before this one are decoded for good
         self._context = 0  # decoding begins here: some tokenizers drop the first token's space
         self._held = ""  # decoded, but may be the beginning of a stop string

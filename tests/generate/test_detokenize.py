@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any, ClassVar
 
 import pytest
@@ -102,6 +103,27 @@ def test_the_first_word_keeps_its_space_where_it_goes_on_a_text() -> None:
     cat = "猫".encode()
     stream = TextStream(Bytes(), before=tuple(b"a" + cat[:1]))
     assert "".join([*map(stream.add, [*cat[1:], *b"b"]), stream.end()]) == "b"
+
+
+class Fallback(Words):
+    """As Llama's: words, and the bytes of what is none, of which a wrong one makes all beside it wrong."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        text = ""
+        for word, run in groupby(ids, lambda id: id > 255):
+            part = list(run)
+            try:
+                text += "".join(f" {id}" for id in part) if word else bytes(part).decode()
+            except UnicodeDecodeError:
+                text += "\N{REPLACEMENT CHARACTER}" * len(part)
+        return text.removeprefix(" ")
+
+
+@pytest.mark.parametrize("before", ["猫猫你好喵", "é猫猫你", "🪨🪨🪨", "猫é🪨é"])
+def test_the_first_word_keeps_its_space_behind_characters_of_several_tokens(before: str) -> None:
+    for more in (b"", b"a", b"ab", b"abc"):
+        stream = TextStream(Fallback(), before=(300, *before.encode(), *more))
+        assert "".join([*map(stream.add, [301, 302]), stream.end()]) == " 301 302"
 
 
 def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
