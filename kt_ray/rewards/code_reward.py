@@ -251,19 +251,21 @@ def _best_launcher(limits: Limits) -> tuple[str, ...]:
 
 def _only_define(statements: Sequence[ast.stmt]) -> bool:
     """Whether they are definitions, with imports and constants beside them, that nothing calls."""
-    defined = False
-    for statement in statements:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            defined, runs = True, bool(statement.decorator_list)
-        elif isinstance(statement, ast.Assign | ast.AnnAssign):
-            runs = any(isinstance(part, ast.Call) for part in ast.walk(statement))
-        elif isinstance(statement, ast.Expr):
-            runs = not isinstance(statement.value, ast.Constant)
-        else:
-            runs = not isinstance(statement, ast.Import | ast.ImportFrom)
-        if runs:
-            return False
-    return defined
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return any(isinstance(one, kinds) for one in statements) and not any(map(_runs, statements))
+
+
+def _runs(statement: ast.stmt) -> bool:
+    """Whether it does something, and not only defines."""
+    if isinstance(statement, ast.ClassDef):  # its body runs where it stands
+        return bool(statement.decorator_list) or any(map(_runs, statement.body))
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        return bool(statement.decorator_list)
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        return any(isinstance(part, ast.Call) for part in ast.walk(statement))
+    if isinstance(statement, ast.Expr):
+        return not isinstance(statement.value, ast.Constant)
+    return not isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass)
 
 
 def _tests(answer: Any) -> list[Any]:

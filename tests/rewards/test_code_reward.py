@@ -47,6 +47,13 @@ def test_blocks_are_found_as_markdown_has_them(reward: CodeReward) -> None:
     assert last_block('```json\n{"a": 1}\n```\nOr:\n```json\n{"a": ', "json") == '{"a": 1}\n'
 
 
+def test_the_body_of_a_class_is_code_that_runs(reward: CodeReward) -> None:
+    tests = "class T:\n    assert f(1) == 2\n"
+    reward.check_row({"prompt": "p", "answer": tests}, "row 1")
+    scores = [reward.score(f"def f(x):\n    return x + {more}", tests) for more in (1, 2)]
+    assert scores == [1.0, 0.0]
+
+
 def test_the_share_of_passed_tests(reward: CodeReward) -> None:
     right, wrong = "assert add(1, 2) == 3", "assert add(1, 2) == 4"
     cases = {

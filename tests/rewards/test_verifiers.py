@@ -252,6 +252,7 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("code", [" "], "found ' '"),
         ("code", "METADATA = {}\n\ndef check(f):\n    assert f(1) == 2", "calls none, so it tests nothing"),
         ("code", ["import math", "def test():\n    assert f(1) == 2"], "calls none, so it tests nothing"),
+        ("code", "class Error(Exception):\n    pass\n\ndef test():\n    assert f(1) == 2", "tests nothing"),
         (
             "code",
             "class T:\n    def test(self):\n        assert f(1) == 2",
