@@ -170,6 +170,13 @@ class HandedResults:
             if self.hands.last_taker((by, result)) == layer:
                 del self._now[by, result]
 
+    def fetch(self, layer: int) -> None:
+        """Begin to bring back what a layer is recomputed from, if it is away."""
+        for result, by in self.hands.takes.get(layer, {}).items():
+            if (by, result) not in self._now:
+                for one in self._kept[by, result]:
+                    one.fetch()
+
     def leaves(self, layer: int, differentiated: int) -> dict[Result, Tensors]:
         """What a recomputed layer takes: leaves of its graph.
 

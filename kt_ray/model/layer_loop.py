@@ -393,6 +393,8 @@ class LayerLoop:
         for kept in (state.layer_inputs[layer], state.known_outputs.get(layer, [])):
             for one in kept[number : number + 1]:
                 one.fetch()
+        for micro in state.micro[number : number + 1]:
+            micro.handed.fetch(layer)
 
     def _submit_backward(self, layer: int, group: int, dy: list[Tensor], scale: float) -> None:
         parts = [d if scale == 1.0 else d * scale for d in dy]
