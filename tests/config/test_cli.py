@@ -474,7 +474,8 @@ def test_an_interrupt_while_launch_loads_is_no_traceback(tmp_path_factory: pytes
     (own / "kt_ray" / "__init__.py").touch()
     (own / "kt_ray" / "cli.py").write_text("raise KeyboardInterrupt")
     (own / "launch.py").write_text((REPO / "launch.py").read_text())
-    command = [sys.executable, "launch.py"]
+    # -S: an editable install's finder would come before the directory.
+    command = [sys.executable, "-S", "launch.py"]
     done = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (INTERRUPTED, "interrupted\n")
 
