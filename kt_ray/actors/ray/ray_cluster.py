@@ -572,7 +572,12 @@ class RayCluster(ActorCluster):
         for host in hosts:
             await_group(self._groups[host], bundles[host], self.config.start_timeout)
         if self.hosts is None:
-            self._check_nodes(set(placement_group_table(self._groups[0])["bundles_to_node_id"].values()))
+            node_of = placement_group_table(self._groups[0])["bundles_to_node_id"]
+            experts: dict[str, set[int]] = {node: set() for node in node_of.values()}
+            for (kind, rank), bundle in chosen.of.items():
+                if kind == "experts":
+                    experts[node_of[bundle]].add(rank)
+            self._check_nodes(experts)
         lanes = bool(lane_devices(self.plan))
         if not lanes and not differ(self.plan):
             return chosen, {}
@@ -582,23 +587,27 @@ class RayCluster(ActorCluster):
             chosen = by_gpu(self.plan, chosen, self._behind)
         return chosen, cards_of(chosen, self._behind) if lanes else {}
 
-    def _check_nodes(self, nodes: set[str]) -> None:
+    def _check_nodes(self, experts: Mapping[str, AbstractSet[int]]) -> None:
         """Of a plan for one host: each but the driver's in a Ray of this run's own must see what it sees.
+
+        Args:
+            experts: ranks of the expert actors on every node that has actors.
 
         Raises:
             UserError: see `check_nodes`.
         """
         own = ray.get_runtime_context().get_node_id()
-        others = nodes - {own}
+        others = experts.keys() - {own}
         if others and self.rule.strategy in PACKED:
             logger.warning(
                 "the driver's node has no room for all actors: Ray put them on %s. The hardware there was "
                 "not compared with the plan, which is for the driver's host. To plan for several hosts: "
                 "rule.nodes. To keep all on the driver's: free CPUs and GPUs there (ray status)",
-                "another node" if len(nodes) == 1 else f"{len(nodes)} nodes",
+                "another node" if len(experts) == 1 else f"{len(experts)} nodes",
             )
         if look_at := others | {own} if self.joined else others:
-            check_nodes(self.plan, shared_by(self.specs, self.run_dir), look_at, self.config.start_timeout)
+            there = {node: experts.get(node, frozenset()) for node in look_at}
+            check_nodes(self.plan, shared_by(self.specs, self.run_dir), there, self.config.start_timeout)
 
     def _ray_handles(self) -> list[RayHandle]:
         return cast(list[RayHandle], self.handles)

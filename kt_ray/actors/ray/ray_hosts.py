@@ -203,17 +203,23 @@ def shared_by(specs: ActorSpecs, run_dir: str | None) -> Shared:
     return Shared(contents, run_dir, f".kt_ray-{secrets.token_hex(8)}")
 
 
-def check_nodes(plan: Plan, shared: Shared, ids: AbstractSet[str], timeout: float) -> None:
-    """Nodes that Ray chose for a plan for one host. Args: as in `find_hosts`.
+def check_nodes(plan: Plan, shared: Shared, experts: Mapping[str, AbstractSet[int]], timeout: float) -> None:
+    """Nodes that Ray chose for a plan for one host.
+
+    Args:
+        experts: ranks of the expert actors on each of them, by its id. Else as in `find_hosts`.
 
     Raises:
         UserError: one of them cannot run kt_ray, or has other packages, does not see the files or may not use
-            an actor's CPUs.
+            the CPUs of an expert actor on it.
     """
     own = versions()
-    nodes = [node for node in ray.nodes() if node["NodeID"] in ids]
+    nodes = [node for node in ray.nodes() if node["NodeID"] in experts]
     for node, sight in zip(nodes, _sights(nodes, shared, timeout), strict=True):
-        wrong = sight if isinstance(sight, str) else _stranger(sight, own) or _without_cpus(plan, sight)
+        if isinstance(sight, str):
+            wrong: str | None = sight
+        else:
+            wrong = _stranger(sight, own) or _without_cpus(plan, experts[node["NodeID"]], sight)
         here = node["NodeID"] == ray.get_runtime_context().get_node_id()
         if wrong is None:
             if here and isinstance(sight, Sight) and (missing := _planned_cpus(plan) - _cpus(sight)):
@@ -247,11 +253,12 @@ def _planned_cpus(plan: Plan) -> set[int]:
     return {cpu for cpus in own for cpu in cpus}
 
 
-def _without_cpus(plan: Plan, sight: Sight) -> str | None:
-    """An expert actor whose CPUs a node has none of: its threads could not be pinned."""
+def _without_cpus(plan: Plan, ranks: AbstractSet[int], sight: Sight) -> str | None:
+    """An expert actor on a node that has none of its CPUs: its threads could not be pinned. ranks: of those
+    that are there."""
     may = _cpus(sight)
     for actor in plan.experts:
-        if actor.cpus and not may.intersection(actor.cpus):
+        if actor.rank in ranks and actor.cpus and not may.intersection(actor.cpus):
             return (
                 f"expert actor {actor.rank} is planned on the CPUs {cpu_ranges(actor.cpus)}, Ray may use "
                 f"{cpu_ranges(sorted(may))} there"

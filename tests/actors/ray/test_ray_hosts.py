@@ -107,6 +107,7 @@ def test_a_node_with_other_gpus_is_passed_over() -> None:
     ("sight", "id", "found"),
     [
         (Sight(HOST, versions(), ()), "own", None),
+        (Sight(FIRST, versions(), ()), "cards", None),  # no expert actor is on it
         (Sight(HOST, versions(), ("the run directory /runs is not shared with it",)), "other", "not shared"),
         (Sight(HOST, tuple((name, "0") for name, _ in versions()), ()), "other", "other packages"),
         ("it cannot run kt_ray (ModuleNotFoundError)", "own", "cannot run kt_ray"),
@@ -117,16 +118,17 @@ def test_nodes_of_a_plan_for_one_host(
     sight: Sight | str, id: str, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where Ray puts its actors, they must find what the driver found."""
-    nodes = [{"NodeID": name, "NodeManagerAddress": "10.0.0.1"} for name in ("own", "other", "idle")]
+    nodes = [{"NodeID": name, "NodeManagerAddress": "10.0.0.1"} for name in ("own", "other", "cards")]
     context = SimpleNamespace(get_node_id=lambda: "own")
     pretended = SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: context)
     monkeypatch.setattr(ray_hosts, "ray", pretended)
     monkeypatch.setattr(ray_hosts, "_sights", lambda nodes, *_: [sight for _ in nodes])
     shared = Shared((), "/runs", "mark")
+    experts = {id: {0, 1} if id != "cards" else frozenset[int]()}
     if found is None:
-        return check_nodes(plan(1), shared, {id}, 1.0)
+        return check_nodes(plan(1), shared, experts, 1.0)
     with pytest.raises(UserError, match="not as the run needs it") as raised:
-        check_nodes(plan(1), shared, {id}, 1.0)
+        check_nodes(plan(1), shared, experts, 1.0)
     assert found in str(raised.value.observed) and "cluster.address=local" in raised.value.remedy
     assert ("run.root on a disk" in raised.value.remedy) == (id == "other")
 
@@ -142,7 +144,7 @@ def test_a_ray_that_may_not_use_all_cpus_is_told(
     sockets = tuple(replace(s, cpus=s.cpus[:3], cores=3) for s in HOST.sockets)
     sight = Sight(replace(HOST, sockets=sockets), versions(), ())
     monkeypatch.setattr(ray_hosts, "_sights", lambda nodes, *_: [sight for _ in nodes])
-    check_nodes(plan(1), Shared((), None, "mark"), {"own"}, 1.0)
+    check_nodes(plan(1), Shared((), None, "mark"), {"own": {0, 1}}, 1.0)
     assert "may not use the CPUs 3,7" in caplog.text
 
 
