@@ -20,7 +20,7 @@ from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.weight_formats import TRAINABLE_FORMATS
 from kt_ray.doctor.check import Check, failed, passed, warned
 from kt_ray.errors import UserError
-from kt_ray.hardware.describe import gpus_wanted, nvidia_smi
+from kt_ray.hardware.describe import gpus_wanted, nvidia_smi, sliced_gpu
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import billions, counted, gib
@@ -120,6 +120,9 @@ def gpus(hardware: Hardware, rule: RuleConfig, plan: Plan | None = None) -> Chec
     """GPUs, their driver, torch's CUDA, and whether other programs use what the plan needs of them."""
     wanted = gpus_wanted(rule)
     if not hardware.gpus:
+        if hardware.sliced and rule.device != "cpu":
+            refusal = sliced_gpu(hardware.sliced)
+            return failed("GPUs", f"{refusal.what} ({refusal.observed})", refusal.remedy)
         if wanted:
             remedy = "set rule=auto, or check nvidia-smi and the driver"
             return failed("GPUs", f"none, rule {rule.name} needs {wanted}", remedy)

@@ -50,6 +50,10 @@ NOMINAL_SOCKET_BYTES = 1024 * GIB  # in a host of two sockets or more
 NOMINAL_ONE_SOCKET_BYTES = 512 * GIB
 
 
+class SlicedGpu(UserError):
+    """A GPU that is a slice of a card (MIG), or a card that is cut into such. observed: which."""
+
+
 def this_host(root: str | Path = "/") -> Hardware:
     """The machine this process runs on, as far as its affinity mask and memory limit let it use it.
 
@@ -71,10 +75,14 @@ def this_host(root: str | Path = "/") -> Hardware:
         sockets = tuple(replace(s, cores=max(1, int(s.cores * quota / cores))) for s in sockets)
     if base != Path("/"):
         return Hardware("this host", sockets, (), cpu_isas(base))
-    gpus = _gpus()
-    fault = "" if gpus else nvidia_smi_fault()
+    gpus, sliced = (), ""
+    try:
+        gpus = _gpus()
+    except SlicedGpu as error:  # told where a GPU is wanted
+        sliced = error.observed or ""
+    fault = "" if gpus or sliced else nvidia_smi_fault()
     isas, forced = _usable_isas()
-    return Hardware("this host", sockets, gpus, isas, gpu_fault=fault, forced_isa=forced)
+    return Hardware("this host", sockets, gpus, isas, gpu_fault=fault, sliced=sliced, forced_isa=forced)
 
 
 def hardware_from_file(path: str | Path) -> Hardware:
@@ -460,7 +468,7 @@ def parse_gpus(listing: str, visible: str | None, sliced: Collection[str] = froz
             rows.append((fields[0], fields[1], ", ".join(fields[2:-2]), (total - reserved) << 20))
     if visible is not None:
         if rows and visible.startswith("MIG-"):
-            raise _gpu_fault("a slice of a GPU (MIG) is not planned for", visible)
+            raise sliced_gpu(visible)
         chosen = []
         for wanted in (part.strip() for part in visible.split(",")):
             match = [row for row in rows if row[0] == wanted or (wanted and row[1].startswith(wanted))]
@@ -470,15 +478,20 @@ def parse_gpus(listing: str, visible: str | None, sliced: Collection[str] = froz
         rows = chosen if len(set(chosen)) == len(chosen) else []  # named twice, CUDA gives none
     cut = next((f"GPU {index}: {name}" for index, _, name, _ in rows if index in sliced), None)
     if cut is not None:
-        raise _gpu_fault("a slice of a GPU (MIG) is not planned for", cut)
+        raise sliced_gpu(cut)
     unknown = next((name for _, _, name, memory in rows if memory <= 0), None)
     if unknown is not None:
-        raise _gpu_fault("nvidia-smi does not say how much memory a GPU has", unknown)
+        raise _gpu_fault(UserError, "nvidia-smi does not say how much memory a GPU has", unknown)
     return tuple(Gpu(i, name, memory, uuid) for i, (_, uuid, name, memory) in enumerate(rows))
 
 
-def _gpu_fault(what: str, observed: str) -> UserError:
-    return UserError(
+def sliced_gpu(observed: str) -> UserError:
+    """The refusal of a card for which nothing can be planned."""
+    return _gpu_fault(SlicedGpu, "a slice of a GPU (MIG) is not planned for", observed)
+
+
+def _gpu_fault(kind: type[UserError], what: str, observed: str) -> UserError:
+    return kind(
         what,
         where="nvidia-smi, CUDA_VISIBLE_DEVICES",
         observed=observed,

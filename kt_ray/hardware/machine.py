@@ -65,7 +65,8 @@ class Hardware:
     isas is ordered best last; forced_isa is the one that KT_RAY_ISA makes of rule.experts.isa=auto, if any.
     present is False for hardware that is only described, not there. rates are the figures of a hardware file
     (nominal.py), by name; rates_file the file with measured ones that it names instead. gpu_fault: what
-    nvidia-smi says where it is there and fails, so that gpus are not known.
+    nvidia-smi says where it is there and fails, so that gpus are not known; sliced a card that is cut into
+    slices (MIG), so that none is planned for.
     """
 
     source: str
@@ -76,6 +77,7 @@ class Hardware:
     rates: tuple[tuple[str, Figure], ...] = ()
     rates_file: str = ""
     gpu_fault: str = ""
+    sliced: str = ""
     forced_isa: str = ""
 
     @property

@@ -15,7 +15,7 @@ from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
-from kt_ray.hardware.describe import gpus_of_workers, named_devices, stages_named
+from kt_ray.hardware.describe import gpus_of_workers, named_devices, sliced_gpu, stages_named
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.generation_memory import generates
 from kt_ray.placement.lane_plan import lane_wanted
@@ -28,8 +28,11 @@ def with_gpus(rule: RuleConfig, hardware: Hardware) -> Hardware:
     """The hardware with as many GPUs, and as much memory of each, as rule.gpus and rule.gpu_memory say.
 
     Raises:
-        UserError: there are fewer.
+        UserError: there are fewer, or a card is cut into slices and GPUs are wanted.
     """
+    on_cpu = rule.device == "cpu" and (not lane_wanted(rule) or "cpu" in rule.experts.lane_devices)
+    if hardware.sliced and not on_cpu:
+        raise sliced_gpu(hardware.sliced)
     if not isinstance(rule.gpu_memory, str):
         most = int(rule.gpu_memory * (1 << 30))
         hardware = replace(hardware, gpus=tuple(replace(gpu, cap=most) for gpu in hardware.gpus))

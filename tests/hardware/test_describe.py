@@ -211,8 +211,14 @@ def test_a_card_that_is_cut_into_slices_is_not_planned_whole(monkeypatch: pytest
 
     monkeypatch.setattr("kt_ray.hardware.describe.nvidia_smi", smi)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UserError, match=r"slice of a GPU \(MIG\).*GPU 1: A100.*set CUDA_VISIBLE_DEVICES"):
-        this_host()
+    host, told = this_host(), r"slice of a GPU \(MIG\).*GPU 1: A100.*set CUDA_VISIBLE_DEVICES"
+    assert host.gpus == () and host.gpu_fault == ""
+    on_cpu, lane = ["mode=plan", "rule.device=cpu"], "rule.experts.gpu_resident=1"
+    for settings in (["mode=plan"], [*on_cpu, lane]):
+        with pytest.raises(UserError, match=told):
+            make_plan(small_dims(), compose(settings), host)
+    for settings in (on_cpu, [*on_cpu, lane, "rule.experts.lane_device=cpu"]):
+        assert make_plan(small_dims(), compose(settings), host).workers[0].device == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert [gpu.name for gpu in this_host().gpus] == ["RTX 4090"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -338,7 +344,7 @@ def test_nominal_hardware() -> None:
 )
 def test_a_host_has_the_gpus_of_its_own_workers(keys: dict[str, Any], wanted: int) -> None:
     """As the plan counts them: with fewer it is refused, and on another host it would not be asked for."""
-    rule, dims = RuleConfig("r", device="cuda", **keys), cast(Any, SimpleNamespace(num_layers=8))
+    rule, dims = RuleConfig("r", device="cuda", **keys), cast(Any, SimpleNamespace(cuts=range(1, 8)))
     assert gpus_wanted(rule) == wanted
     found = [
         replace(nominal_hardware(rule), gpus=nominal_hardware(rule).gpus[:n]) for n in (wanted, wanted - 1)

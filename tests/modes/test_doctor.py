@@ -278,6 +278,9 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     blind = dataclasses.replace(make_hardware(), gpu_fault="Driver/library version mismatch")
     verdict(software.gpus(blind, AUTO), WARN, "nvidia-smi fails: Driver/library version mismatch", "restart")
     verdict(software.gpus(blind, RuleConfig("r", device="cpu")), PASS, "none")
+    cut = dataclasses.replace(make_hardware(), sliced="GPU 1: A100")
+    verdict(software.gpus(cut, AUTO), FAIL, "slice of a GPU (MIG)", "GPU 1: A100", "CUDA_VISIBLE_DEVICES")
+    verdict(software.gpus(cut, RuleConfig("r", device="cpu")), PASS, "none")
 
 
 def test_threads_environment() -> None:

@@ -75,6 +75,8 @@ def unfit(plan: Plan, host: int, node: RayNode, cpus: float, own: Sequence[tuple
             f"{counted(int(node.gpus), 'GPU')} free, {len(gpus)} needed (with rule.attention_hosts=driver "
             "only the driver's host needs any)"
         )
+    if host and gpus and sight.hardware.sliced:
+        return f"one of its cards is cut into slices (MIG): {sight.hardware.sliced}"
     if host and sight.cards and _kinds(gpus) - _kinds(sight.cards):
         return f"its GPUs are {_named(sight.cards)}, the plan needs {_named(gpus)}"
     planned_sockets, sockets = plan.hardware.on(host), sight.hardware.sockets

@@ -101,6 +101,9 @@ def test_a_node_with_other_gpus_is_passed_over() -> None:
     assert [n.id for n in hosts.nodes] == ["d", "e"]
     assert "its GPUs are 1 × another of " in hosts.lines[-1]
     assert unfit(two, 1, with_cards("f"), 8, OWN) is None  # not known: Ray's count alone
+    cut = replace(node("g", replace(HOST, sliced="GPU 1: A100")), gpus=1)
+    assert "slices (MIG): GPU 1: A100" in (unfit(two, 1, cut, 8, OWN) or "")
+    assert unfit(plan(), 1, cut, 8, OWN) is None
 
 
 @pytest.mark.parametrize(
