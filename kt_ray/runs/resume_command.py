@@ -82,12 +82,16 @@ class ResumeCommand:
         for name in names:
             _take(saved, composed, name.split("."))
         mode = saved.get("mode")
-        if self.checkpoint is not None and mode in (*_ANSWERING, "eval"):
-            raise _no_adapter(self.checkpoint, self.run, str(mode))
-        for key, value in flatten(saved).items():
-            given = any(key == name or key.startswith(f"{name}.") for name in names)
-            if MASK in show(value) and before.get(key) == value and not given:
-                _unmask(saved, key, self.run)
+        group, key = _ANSWERING.get(str(mode), ("", ""))
+        own_adapter = bool(group) and not any(
+            name == group or name.startswith(f"{group}.{key}") for name in names
+        )
+        if self.checkpoint is not None and (own_adapter or mode == "eval"):
+            raise _no_adapter(self.checkpoint, self.run, str(mode), before.get("optim.warmup"))
+        for field, value in flatten(saved).items():
+            given = any(field == name or field.startswith(f"{name}.") for name in names)
+            if MASK in show(value) and before.get(field) == value and not given:
+                _unmask(saved, field, self.run)
         experts = saved.get("rule", {}).get("experts", {})
         if experts.get("placement") == "kept" and not any(name.startswith("rule") for name in names):
             experts["placement"] = "auto"  # the supervisor's word for its own restarts
@@ -100,21 +104,19 @@ class ResumeCommand:
             run["root"] = str(self.run.parent)
         if not elsewhere:
             run["name"] = self.run.name
-        if mode in _ANSWERING:  # with the adapter that the run has made
-            group, key = _ANSWERING[mode]
-            if not any(name == group or name.startswith(f"{group}.{key}") for name in names):
-                own = str(self._adapter())
-                saved.setdefault(group, {})[key] = {self.run.name: own} if mode == "serve" else own
-        elif "trainer.resume" not in names:
+        if own_adapter:  # that the run has made
+            own = str(self._adapter())
+            saved.setdefault(group, {})[key] = {self.run.name: own} if mode == "serve" else own
+        elif not group and "trainer.resume" not in names:
             newest = find_checkpoints(self.run)[-1:] if elsewhere else []
             checkpoint = self.checkpoint or next(iter(newest), None)
             saved.setdefault("trainer", {})["resume"] = str(checkpoint or "latest")
         after = flatten(saved)
         differ = {key for key in {*before, *after} if before.get(key) != after.get(key)}
         lines = [
-            f"  {key}: {_shown(key, before.get(key))} → {_shown(key, after.get(key))}"
-            for key in sorted(differ - {"run.root", "run.overwrite", "trainer.resume", "generate.adapter"})
-            if not key.startswith("serve.adapters")
+            f"  {name}: {_shown(name, before.get(name))} → {_shown(name, after.get(name))}"
+            for name in sorted(differ - {"run.root", "run.overwrite", "trainer.resume", "generate.adapter"})
+            if not name.startswith("serve.adapters")
         ]
         lines = gone + lines
         return saved, [f"goes on as {self.run} began" + (", but for" if lines else ""), *lines]
@@ -129,10 +131,13 @@ class ResumeCommand:
         return self.run
 
 
-def _no_adapter(checkpoint: Path, run: Path, mode: str) -> UserError:
-    """The adapter in the run's directory is that of its end, not of a checkpoint."""
+def _no_adapter(checkpoint: Path, run: Path, mode: str, warmup: Any) -> UserError:
+    """The adapter in the run's directory is that of its end, not of a checkpoint. warmup: optim.warmup of the
+    run, which may be more than the checkpoint's steps."""
     step = checkpoint.resolve().name.removeprefix("step_").lstrip("0")
     written = f"resume={checkpoint} run.name=NEW trainer.max_steps={step or 'STEP'}"
+    if isinstance(warmup, int | float) and step.isdigit() and warmup > int(step):
+        written += " optim.warmup=0"
     remedy = f"write resume={run} for the run's own adapter; {written} writes the checkpoint's into a new run"
     return UserError(
         "a checkpoint holds the state of a training, and no adapter that answers",

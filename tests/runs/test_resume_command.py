@@ -112,6 +112,34 @@ def test_a_checkpoint_does_not_answer_with_the_adapter_of_the_runs_end(
     assert "step_000005 run.name=NEW trainer.max_steps=5 writes" in err and given == []
 
 
+def test_a_warmup_longer_than_a_checkpoint_is_left_out_for_its_adapter(
+    runs: Path, given: list[Config], capfd: Any
+) -> None:
+    begin([*BEGUN, "optim.warmup=6"])
+    assert cli.main(["resume=runs/a/checkpoints/step_000005", "mode=predict"]) == BAD_INPUT
+    told = capfd.readouterr().err.partition("; resume=")[2].partition(" writes")[0]
+    assert told.endswith("run.name=NEW trainer.max_steps=5 optim.warmup=0")
+    assert cli.main(f"resume={told}".split()) == 0 and len(given) == 1
+
+
+@pytest.mark.parametrize("mode", ["predict", "serve"])
+def test_a_checkpoint_answers_with_an_adapter_that_is_named(
+    runs: Path, given: list[Config], mode: str, capfd: Any
+) -> None:
+    """Or with none: the run's own is not asked for."""
+    keys = ["generate.adapter=/other", "generate.adapter=null"]
+    keys = keys if mode == "predict" else ["serve.adapters={x:/other}", "serve.adapters={}"]
+    for key in keys:
+        assert cli.main(["resume=runs/a/checkpoints/step_000005", f"mode={mode}", key]) == 0
+    named, bare = given
+    if mode == "predict":
+        assert (named.generate.adapter, bare.generate.adapter) == ("/other", None)
+    else:
+        assert (named.serve.adapters, bare.serve.adapters) == ({"x": "/other"}, {})
+    assert named.trainer.resume is None
+    assert cli.main(["resume=runs/a/checkpoints/step_000005", "mode=eval", keys[0]]) == BAD_INPUT
+
+
 def write_adapter(run: Path) -> None:
     (run / "adapter").mkdir()
     (run / "adapter" / "adapter_config.json").write_text("{}")
