@@ -145,6 +145,7 @@ def encode_rows(
                 rows = [_cut(row, 0, 0) for row in unit]  # all is lost
             else:
                 report.rows += 1
+                report.longest_kept = max(report.longest_kept, *(len(row.input_ids) for row in rows))
                 report.truncated += sum(len(row.input_ids) > data.max_length for row in unit)
                 kept.append(Pair(rows[0], rows[1]) if len(rows) == 2 else rows[0])
             for whole, row in zip(unit, rows, strict=True):

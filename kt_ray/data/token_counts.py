@@ -19,6 +19,7 @@ class SplitReport:
     tokens_lost: int = 0  # tokens cut or dropped
     trained_lost: int = 0  # trained tokens among those
     longest: int = 0  # tokens of the longest row before cutting
+    longest_kept: int = 0  # of the longest kept row, after cutting
     cut_texts: int = 0  # raw texts that became several rows
     notes: list[str] = field(default_factory=list)
 

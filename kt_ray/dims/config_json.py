@@ -132,7 +132,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         notes.append(f"the experts of {len(plain)} of {len(moe)} MoE layers are not quantised")
     named = [*(["tie_embedding"] if keys.family == "lfm2_moe" else []), "tie_word_embeddings"]
     ties = (source[key] for source in (text, config) for key in named if key in source)
-    latent, context, longest = latent_width(keys), text.get("max_position_embeddings"), _longest_row(keys)
+    latent, longest = latent_width(keys), _longest_row(keys)
     return ModelDims(
         model_type=str(text.get("model_type") or config.get("model_type") or "unknown"),
         hidden_size=hidden,
@@ -163,7 +163,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         indexes=tuple(p.index for p in parts),
         cache_widths=tuple(p.cache for p in parts),
         handed=handed(keys, layers),
-        context=longest or (context if isinstance(context, int) and context > 0 else 0),
+        context=longest or _context(keys),
         longest_row=longest,
         hidden_streams=streams,
         affine=streams == 1 and keys.family not in NOT_AFFINE,
@@ -173,11 +173,27 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
     )
 
 
+def _rope(keys: Keys) -> tuple[Keys, tuple[Any, Any]]:
+    """Scaling of positions, and what names its kind."""
+    rope = keys.inner("rope_parameters" if keys.config.get("rope_parameters") else "rope_scaling")
+    return rope, (rope.config.get("rope_type"), rope.config.get("type"))
+
+
+def _context(keys: Keys) -> int:
+    """`ModelDims.context`. YaRN added as model cards say leaves max_position_embeddings as it was."""
+    stated = keys.config.get("max_position_embeddings")
+    context = stated if isinstance(stated, int) and stated > 0 else 0
+    rope, kinds = _rope(keys)
+    factor, original = (rope.config.get(name) for name in ("factor", "original_max_position_embeddings"))
+    if context and "yarn" in kinds and isinstance(factor, int | float) and isinstance(original, int):
+        return max(context, int(factor * original))
+    return context
+
+
 def _longest_row(keys: Keys) -> int:
     """`ModelDims.longest_row`: transformers takes PhiMoE's short factors (LongRoPE) for every row; otherwise
     LongRoPE and dynamic scaling change all rows' frequencies beyond a length. Hunyuan's alpha is constant."""
-    rope = keys.inner("rope_parameters" if keys.config.get("rope_parameters") else "rope_scaling")
-    kinds = (rope.config.get("rope_type"), rope.config.get("type"))
+    rope, kinds = _rope(keys)
     if "dynamic" in kinds and not rope.config.get("alpha"):
         return keys.size("max_position_embeddings")
     if "longrope" not in kinds:

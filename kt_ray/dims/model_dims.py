@@ -104,7 +104,8 @@ class ModelDims:
     indexes: tuple[tuple[int, bool], ...] = ()
     cache_widths: tuple[CacheWidth, ...] = ()  # per layer: what generation keeps of a row
     handed: tuple[Handed, ...] = ()  # what layers hand to later ones beside the hidden state
-    context: int = 0  # tokens that the model was made for (max_position_embeddings); 0 = it does not say
+    # tokens that the model was made for (max_position_embeddings, or more by YaRN); 0 = it does not say
+    context: int = 0
     # tokens of the longest row for which transformers computes what the model was trained to; 0 = any
     longest_row: int = 0
     hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide

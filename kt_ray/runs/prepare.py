@@ -150,12 +150,12 @@ def _beyond_context(config: Config, context: int, data: DataBundle) -> list[str]
     Args:
         context: `ModelDims.context`.
     """
-    longest = min(config.data.max_length, data.report.train.longest)
+    longest = data.report.train.longest_kept
     if not 0 < context < longest or config.trainer.stage == policy_steps.STAGE:
         return []
     return [
-        f"rows have up to {longest:,} tokens, and the model was made for {context:,} (its "
-        f"max_position_embeddings): what lies beyond is new to it; data.max_length={context} leaves it out"
+        f"rows have up to {longest:,} tokens, and the model was made for {context:,} (by its "
+        f"config.json): what lies beyond is new to it; data.max_length={context} leaves it out"
     ]
 
 

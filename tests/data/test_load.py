@@ -70,6 +70,7 @@ def test_truncation_is_counted_to_the_token(config: Build, tmp_path: Path) -> No
         f"data.max_length={HEAD + 66}",
     ):
         assert part in text
+    assert report.longest_kept == HEAD + 13
     kept = load(config(path=path, max_length=HEAD + 66)).report.train
     assert kept.rows == 3
     assert kept.tokens == report.tokens + report.tokens_lost
@@ -82,6 +83,7 @@ def test_long_rows_can_be_dropped_instead(config: Build, tmp_path: Path) -> None
     assert [row.sample_id for row in bundle.train] == [0]
     assert (report.dropped_long, report.dropped_no_answer, report.truncated) == (1, 0, 0)
     assert report.tokens_lost == HEAD + 1 + 50 + TAIL
+    assert report.longest_kept == len(bundle.train[0].input_ids) < HEAD + 20 < report.longest
 
 
 def test_no_row_left_is_an_error(config: Build, tmp_path: Path) -> None:

@@ -307,6 +307,10 @@ def test_long_rows_of_phimoe(tmp_path: Path) -> None:
     assert small_dims("qwen3_moe", rope_parameters=rope).longest_row == 32
     dynamic = {"rope_type": "dynamic", "factor": 2.0}
     assert small_dims("qwen3_moe", rope_parameters=dynamic).longest_row == 128
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert small_dims("qwen3_moe").context == 128
+    assert small_dims("qwen3_moe", rope_scaling=yarn).context == 256  # as Qwen's cards describe it
+    assert small_dims("qwen3_moe", rope_scaling=yarn | {"factor": 1.5}).context == 128
     assert small_dims("hunyuan_v1_moe", rope_parameters=dynamic | {"alpha": 1000.0}).longest_row == 0
 
 

@@ -102,21 +102,21 @@ def test_a_warm_up_of_more_steps_than_the_rows_give(
 
 
 @pytest.mark.parametrize(
-    ("longest", "context", "settings", "said"),
+    ("kept", "context", "settings", "said"),
     [
         (300, 256, [], "up to 300 tokens, and the model was made for 256"),
-        (900, 256, [], "up to 512 tokens"),  # cut to data.max_length
+        (512, 256, [], "up to 512 tokens"),
         (256, 256, [], ""),
-        (900, 512, [], ""),
-        (900, 0, [], ""),  # the model does not say
-        (900, 256, ["trainer.stage=grpo", "reward=regex"], ""),
+        (512, 0, [], ""),  # the model does not say
+        (512, 256, ["trainer.stage=grpo", "reward=regex"], ""),
     ],
 )
 def test_rows_beyond_the_models_context_are_told(
-    longest: int, context: int, settings: list[str], said: str
+    kept: int, context: int, settings: list[str], said: str
 ) -> None:
     config = compose(["data.max_length=512", *settings])
-    data: Any = SimpleNamespace(report=DataReport(512, train=SplitReport(longest=longest)))
+    report = DataReport(512, train=SplitReport(longest=900, longest_kept=kept))  # others are dropped or cut
+    data: Any = SimpleNamespace(report=report)
     notes = preparing._beyond_context(config, context, data)
     assert len(notes) == bool(said) and said in "".join(notes)
 
