@@ -284,8 +284,8 @@ def _hide_others(source: Source) -> None:
 
 def _in_order(reading: Reading, sources: list[Source]) -> bool:
     """Whether rows come set after set, as one list of files; data.sources would mix the sets evenly."""
-    if reading.get("mix_strategy", "concat") != "concat":
-        return False
+    if reading.get("mix_strategy", "concat") != "concat" or reading.given("interleave_probs"):
+        return False  # `_weights` refuses the second beside concat
     read_as = [(s.format, s.columns, s.split or "train", s.subset) for s in sources]
     whole = [s.limit is None or 0 < _count(s) <= s.limit for s in sources]
     if all(how == read_as[0] for how in read_as) and all(whole):

@@ -158,6 +158,14 @@ def test_held_out_sets(tmp_path: Path) -> None:
             "mix_strategy=interleave_over: needs",
         ),
         ({"dataset": "identity,chat", "interleave_probs": "1,2"}, "interleave_probs=1,2: has no meaning"),
+        (
+            {
+                "dataset": "identity,alpaca_en_demo",
+                "interleave_probs": "1,2",
+                "disable_shuffling": True,
+            },
+            "interleave_probs=1,2: has no meaning",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
