@@ -179,7 +179,7 @@ def anonymous(text: str, path: Path, names: Mapping[str, str]) -> str:
             text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", names[name], text)
     text = re.sub(r"\b(?!127\.0\.0\.1\b)(?:\d{1,3}\.){3}\d{1,3}\b", "ADDRESS", text)
     part = "[0-9a-f]{1,4}"  # of an IPv6 address: at least four of them, or two with "::" between
-    address = rf"(?:(?:{part}:){{3,7}}(?::?{part})+|(?:{part}:)+(?::{part})+)"
+    address = rf"(?:(?:{part}:){{3,7}}:?{part}(?::{part})*|(?:{part}:)+(?::{part})+)"
     return re.sub(rf"(?i)(?<![\w:]){address}(?![\w:])", "ADDRESS", text)
 
 

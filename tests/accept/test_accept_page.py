@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tarfile
 from dataclasses import replace
@@ -108,3 +109,8 @@ def test_what_is_sent_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert word not in texts["acceptance/right/short.log"], word
     assert "run.root=x 12:30:05 test_a.py::test_b ::1" in texts["acceptance/right/short.log"]
     assert "127.0.0.1" in texts["acceptance/right/short.log"]
+    code = (
+        "from pathlib import Path; from kt_ray.accept.accept_page import anonymous; "
+        "line = '1:2:3:' + 200 * 'a' + 'z'; assert anonymous(line, Path('x'), {}) == line"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)  # no time that doubles per letter
