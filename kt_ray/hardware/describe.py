@@ -75,7 +75,8 @@ def this_host(root: str | Path = "/") -> Hardware:
         sockets = tuple(replace(s, cores=max(1, int(s.cores * quota / cores))) for s in sockets)
     if base != Path("/"):
         return Hardware("this host", sockets, (), cpu_isas(base))
-    gpus, sliced = (), ""
+    gpus: tuple[Gpu, ...] = ()
+    sliced = ""
     try:
         gpus = _gpus()
     except SlicedGpu as error:  # told where a GPU is wanted
