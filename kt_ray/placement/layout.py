@@ -103,7 +103,8 @@ def _noted(plan: Plan, reason: str) -> Plan:
 
 
 def _micro_batches(config: Config) -> int:
-    """Micro-batches of a step, all replicas; at auto each row could be one. Answers have no such end."""
+    """Micro-batches of a step, all replicas; at auto each row could be one. Answers have no such end, but for
+    those of plans that also have passes of training (mode=eval, which measures losses too)."""
     if generates(config):
         return sys.maxsize
     size = config.trainer.micro_batch_size
