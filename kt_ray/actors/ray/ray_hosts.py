@@ -77,7 +77,7 @@ def unfit(plan: Plan, host: int, node: RayNode, cpus: float, own: Sequence[tuple
         )
     if host and gpus and sight.hardware.sliced:
         return f"one of its cards is cut into slices (MIG): {sight.hardware.sliced}"
-    if host and sight.cards and _kinds(gpus) - _kinds(sight.cards):
+    if host and sight.cards and _lacks(gpus, sight.cards):
         return f"its GPUs are {_named(sight.cards)}, the plan needs {_named(gpus)}"
     planned_sockets, sockets = plan.hardware.on(host), sight.hardware.sockets
     if len(sockets) != len(planned_sockets):
@@ -98,13 +98,22 @@ def unfit(plan: Plan, host: int, node: RayNode, cpus: float, own: Sequence[tuple
     return _stranger(sight, own)
 
 
-def _kinds(gpus: Iterable[Gpu]) -> Counter[tuple[str, int]]:
-    """By name and memory."""
-    return Counter((gpu.name, gpu.memory_bytes) for gpu in gpus)
+def _lacks(planned: Iterable[Gpu], cards: Sequence[Gpu]) -> bool:
+    """Whether a planned GPU has no card of its name and at least its memory; a driver may reserve less."""
+
+    def sizes(gpus: Iterable[Gpu], name: str) -> list[int]:
+        return sorted((gpu.memory_bytes for gpu in gpus if gpu.name == name), reverse=True)
+
+    planned = tuple(planned)
+    for name in {gpu.name for gpu in planned}:
+        need, have = sizes(planned, name), sizes(cards, name)
+        if len(need) > len(have) or any(there < least for there, least in zip(have, need, strict=False)):
+            return True
+    return False
 
 
 def _named(gpus: Iterable[Gpu]) -> str:
-    kinds = _kinds(gpus).items()
+    kinds = Counter((gpu.name, gpu.memory_bytes) for gpu in gpus).items()
     return ", ".join(f"{count} × {name} of {gib(memory)}" for (name, memory), count in kinds)
 
 

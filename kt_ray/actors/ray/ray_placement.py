@@ -194,7 +194,7 @@ def by_gpu(plan: Plan, chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -
         gpus: bundle -> (Ray's id of its GPU, the GPU itself or None where it cannot be seen).
 
     Raises:
-        UserError: Ray reserved cards of another size than the plan's.
+        UserError: Ray reserved cards of another name than the plan's, or smaller ones.
     """
     planned = {
         gpu_name(host, f"cuda:{gpu.index}"): gpu
@@ -206,14 +206,15 @@ def by_gpu(plan: Plan, chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -
     bundle_of: dict[str, int] = {}
     for device in devices:
         gpu = planned[device]
-        for bundle in free:
-            card = gpus[bundle][1]
-            if chosen.host[bundle] != chosen.host[chosen.gpu[device]]:
-                continue
-            if card is None or (card.name, card.memory_bytes) == (gpu.name, gpu.memory_bytes):
-                bundle_of[device] = bundle
-                free.remove(bundle)
-                break
+        fitting = {
+            bundle: gpu.memory_bytes if card is None else card.memory_bytes
+            for bundle, (_, card) in ((bundle, gpus[bundle]) for bundle in free)
+            if chosen.host[bundle] == chosen.host[chosen.gpu[device]]
+            and (card is None or (card.name == gpu.name and card.memory_bytes >= gpu.memory_bytes))
+        }
+        if fitting:  # the smallest: another may need a larger one
+            bundle_of[device] = min(fitting, key=fitting.__getitem__)
+            free.remove(bundle_of[device])
         else:
             raise UserError(
                 "Ray reserved another GPU than the plan's",

@@ -100,6 +100,9 @@ def test_a_node_with_other_gpus_is_passed_over() -> None:
     hosts = choose(two, [with_cards("d", own), other, with_cards("e", own)], "d", [8, 8], OWN)
     assert [n.id for n in hosts.nodes] == ["d", "e"]
     assert "its GPUs are 1 × another of " in hosts.lines[-1]
+    more, less = (replace(own, memory_bytes=own.memory_bytes + (n << 20)) for n in (3, -3))
+    assert unfit(two, 1, with_cards("f", less, more), 8, OWN) is None  # another driver reserves less
+    assert "the plan needs 1 × " in (unfit(two, 1, with_cards("f", less), 8, OWN) or "")
     assert unfit(two, 1, with_cards("f"), 8, OWN) is None  # not known: Ray's count alone
     cut = replace(node("g", replace(HOST, sliced="GPU 1: A100")), gpus=1)
     assert "slices (MIG): GPU 1: A100" in (unfit(two, 1, cut, 8, OWN) or "")

@@ -118,6 +118,12 @@ def test_cards_of_different_size_go_to_the_workers_planned_for_them() -> None:
     with pytest.raises(UserError, match="another GPU") as caught:
         by_gpu(mixed, chosen, {0: ("2", small), 1: ("3", small)})
     assert "48 GB" in str(caught.value.where) and caught.value.remedy
+    # Another driver reserves less of them.
+    more = replace(small, memory_bytes=small.memory_bytes + (3 << 20))
+    assert by_gpu(mixed, chosen, {0: ("1", large), 1: ("0", more)}).of == swapped.of
+    named = replace(large, name=small.name)
+    alike = replace(mixed, hardware=replace(mixed.hardware, gpus=(small, named)))
+    assert by_gpu(alike, chosen, {0: ("0", named), 1: ("1", more)}).of == swapped.of
 
 
 LANE = {"gpu_resident": 2}
