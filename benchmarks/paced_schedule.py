@@ -257,14 +257,14 @@ class PacedLoop(LayerLoop):
     def _group(self, micro: MicroState) -> int:
         return next(g for g, state in enumerate(self.groups) if any(m is micro for m in state.micro))
 
-    def _run(self, layer: int, micro: MicroState, hidden: Tensor) -> Tensor:
+    def _called(self, layer: int, micro: MicroState, graph: Graph) -> Tensor:
         kind = "recompute" if torch.is_grad_enabled() else "forward"
         before, after = self._seconds(kind, layer, micro)
         name = f"{kind} {layer}.{self._group(micro)}"
         # After the layer's weights are asked for, which its hook does, and before its experts are.
         handle = self.model.layers[layer].register_forward_pre_hook(lambda *_: self._compute(before, name))
         try:
-            out = super()._run(layer, micro, hidden)
+            out = super()._called(layer, micro, graph)
         finally:
             handle.remove()
         self._compute(after, name)
@@ -286,9 +286,9 @@ class PacedLoop(LayerLoop):
         self._left = iter([sum(self._seconds("backward", layer, m)) for m in self.groups[group].micro])
         super().backward(layer, group)
 
-    def _differentiated(self, graph: Graph, *gradients: Any) -> Tensor:
+    def _differentiated(self, *args: Any) -> Tensor:
         self._compute(next(self._left), self._name)
-        return super()._differentiated(graph, *gradients)
+        return super()._differentiated(*args)
 
 
 def _micro(micro: MicroState) -> Micro:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -186,7 +187,7 @@ def _context(keys: Keys) -> int:
     rope, kinds = _rope(keys)
     factor, original = (rope.config.get(name) for name in ("factor", "original_max_position_embeddings"))
     if context and "yarn" in kinds and isinstance(factor, int | float) and isinstance(original, int):
-        return max(context, int(factor * original))
+        return max(context, int(factor * original)) if math.isfinite(factor) else context
     return context
 
 
