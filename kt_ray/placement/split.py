@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from kt_ray.config.schema import RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
+from kt_ray.placement.render import id_ranges
 
 Named = str | tuple[str, ...] | None  # a stage's device as rule.layers has it: one, one per replica, or none
 
@@ -75,7 +76,7 @@ def split_layers(
         )
     if not rule.layers:
         return LayerSplit(balance(), (None,) * n_stages)
-    split = _as_written(dims, rule, n_stages)
+    split = _as_written(dims, rule.layers, n_stages)
     for start, _ in split.ranges:
         for result in dims.handed:
             if result.crosses(start):
@@ -83,26 +84,13 @@ def split_layers(
                     "rule.layers parts layers from what they take",
                     f"a stage that begins at layer {start}; layers up to {result.last} take what layer "
                     f"{result.layer} computed",
-                    f"stages that begin at layers among {_listed(dims.cuts)}",
+                    f"stages that begin at layers among {id_ranges(dims.cuts)}",
                     "correct the entries, or set rule.layers=null for a balanced split",
                 )
     return split
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    """Numbers, neighbours as ranges."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
-
-
-def _as_written(dims: ModelDims, rule: RuleConfig, n_stages: int) -> LayerSplit:
-    entries = rule.layers
-    assert entries
+def _as_written(dims: ModelDims, entries: Sequence[Any], n_stages: int) -> LayerSplit:
     if isinstance(entries[0], Mapping) and "layers" not in entries[0]:
         return _patterns(dims, entries, n_stages)
     if isinstance(entries[0], int):

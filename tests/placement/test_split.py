@@ -112,6 +112,21 @@ def test_more_stages_than_layers() -> None:
         split_layers(small_dims(), rule(None), 5)
 
 
+@pytest.mark.parametrize("layers", [[1, 3], ["0-2", "3-3"]])
+def test_layers_stay_with_those_whose_results_they_take(layers: list[Any]) -> None:
+    """GLM-5.2: layers 1 and 3 take the choice of the index of the layer before."""
+    shared = small_dims("glm_moe_dsa")
+    with pytest.raises(UserError, match="parts layers from what they take") as caught:
+        split_layers(shared, rule(layers), 2)
+    assert str(caught.value.required).endswith("among 2")
+    with pytest.raises(
+        UserError, match="more pipeline stages than layers at which a stage may begin"
+    ) as more:
+        split_layers(shared, rule(None), 3)
+    assert more.value.remedy == "set rule.stages=2 or less"
+    assert split_layers(shared, rule([2, 2]), 2).ranges == ((0, 2), (2, 4))
+
+
 def test_no_layers_named_asks_for_the_balance() -> None:
     assert divide(small_dims(), rule(None), 2, lambda: ((0, 1), (1, 4))) == (((0, 1), (1, 4)), (None, None))
 

@@ -14,7 +14,7 @@ from kt_ray.dims.config_json import dims_from_config
 from kt_ray.hardware.machine import Gpu
 from kt_ray.placement.memory import GIB, worker_items
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.plan_types import Plan, WorkerPlan
+from kt_ray.placement.plan_types import Held, Plan, WorkerPlan
 from kt_ray.placement.stage_split import LayerSizes, Ranges, even_split, layer_sizes
 from kt_ray.placement.wave_tokens import load_of
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
@@ -58,6 +58,9 @@ def test_shares_are_even_and_small_devices_get_less() -> None:
     sizes = LayerSizes((5,) * 6, (0,) * 6, first=0, last=10)
     assert even_split(sizes, [40, 40]) == (0.5, ((0, 4), (4, 6)))
     assert even_split(sizes, [10, 40])[1] == ((0, 1), (1, 6))
+    assert even_split(dataclasses.replace(sizes, cuts=(1, 5)), [40, 40])[1] == ((0, 5), (5, 6))
+    with pytest.raises(ValueError, match="4 stages"):
+        even_split(dataclasses.replace(sizes, cuts=(1, 5)), [40] * 4)
     even = LayerSizes((1,) * 7, (0,) * 7)
     assert sorted(stop - start for start, stop in even_split(even, [9, 9, 9])[1]) == [2, 2, 3]
     for stages in (0, 7):
@@ -130,3 +133,17 @@ def test_where_the_largest_wave_fits_no_split_the_smallest_decides() -> None:
 def test_stages_on_the_cpu_get_equal_numbers_of_layers() -> None:
     plan = make_plan(small_dims(num_hidden_layers=30), make_config(rule={"stages": 4}), make_hardware())
     assert sorted(worker.layers[1] - worker.layers[0] for worker in plan.workers) == [7, 7, 8, 8]
+
+
+def test_what_layers_hand_on_is_counted_where_hidden_states_wait() -> None:
+    """Choices of 8 keys of layers 0 and 2, four bytes each; on the host one of them is at work here."""
+    dims = small_dims("glm_moe_dsa")
+    apart = dataclasses.replace(dims, handed=())
+    worker = WorkerPlan(0, 0, 0, (0, 4), "cuda:0", 1)
+    config = make_config(data={"max_length": 16}, trainer={"micro_batch_size": 1, "batch_size": 4})
+    for activations, item, count in (("group", "kept activations", 2), ("host", "hidden states", 2)):
+        load = load_of(config, 4, 1, Held("retain", activations))
+        found, without = (worker_items(d, config, load, worker, 1, "bfloat16")[item] for d in (dims, apart))
+        assert found - without == count * 8 * 4 * load.replica
+    here = [worker_items(d, config, load, worker, 1, "bfloat16")["kept activations"] for d in (dims, apart)]
+    assert here[0] - here[1] == 8 * 4 * load.replica
