@@ -4,8 +4,14 @@
     python benchmarks/joined_trainings.py --json out.json -- model=custom model.path=DIR
 
 A round is a pass with backward and an optimizer step of each of --trainings trainings, each with one row of
-so many tokens (--tokens: each number is measured), through the train server's backend in this process. A
-third way takes turns with these two: one training has all the rows, the least that joined passes can take.
+so many tokens (--tokens: each number is measured), through the train server's backend in this process. Ways
+that take turns:
+
+    one after the other
+    experts      joined, train_server.shared=experts
+    layers       joined, train_server.shared=layers
+    one training has all the rows in one micro-batch: the least that joined passes can take
+
 Records, medians over rounds:
 
     median_s  a whole round; tokens_per_s: of all trainings together
@@ -14,9 +20,11 @@ Records, medians over rounds:
               larger part of a pass
     ratio     by how much a way has more tokens/s than one after the other; ratio_of_passes,
               ratio_of_experts: of those seconds
+    loss_difference, norm_difference
+              from what a training has alone, relative, the largest of losses and of gradient norms
 
-Steps are of learning rate 0, so all rounds compute the same: losses and gradient norms of both ways must be
-equal to the bit.
+Steps are of learning rate 0, so all rounds compute the same: with shared experts losses and gradient norms
+must be equal to the bit to those of passes one after the other.
 """
 
 from __future__ import annotations
@@ -45,6 +53,7 @@ from kt_ray.config.compose import compose  # noqa: E402
 from kt_ray.data.tokenizer_files import load_tokenizer  # noqa: E402
 from kt_ray.placement.generation_memory import within_server  # noqa: E402
 from kt_ray.runs.generation import generation_of  # noqa: E402
+from kt_ray.runs.joined_waves import Mix  # noqa: E402
 from kt_ray.runs.prepare import prepare_model  # noqa: E402
 from kt_ray.runs.start_cluster import started  # noqa: E402
 from kt_ray.runs.train_backend import ClusterBackend  # noqa: E402
@@ -60,7 +69,8 @@ class Round(NamedTuple):
     all: float
     passes: float
     experts: float
-    found: list[float]
+    losses: list[float]
+    norms: list[float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 # Memory for rows of all trainings in one group.
                 f"data.max_length={max(args.tokens) + 1}",
                 f"trainer.batch_size={args.trainings}",
-                "trainer.micro_batch_size=1",
+                f"trainer.micro_batch_size={args.trainings}",
                 "rule.groups=1",
+                "train_server.shared=layers",
                 *args.overrides,
             ]
         )
@@ -119,12 +130,12 @@ def one_row(model: str, tokens: int, seed: int, backend: ClusterBackend) -> Pass
     return Pass(model, [Datum(ids[:-1], ids[1:], {"weights": weights})], TokenLoss("cross_entropy"))
 
 
-def one_round(backend: ClusterBackend, parts: Sequence[Sequence[Pass]]) -> Round:
+def one_round(backend: ClusterBackend, parts: Sequence[Sequence[Pass]], mix: Mix) -> Round:
     """Each part is passed joined, and then its trainings step."""
     losses: list[float] = []
     norms: list[float] = []
     in_passes, in_experts, begun = 0.0, 0.0, time.perf_counter()
-    run_pass = backend._cluster.run_pass
+    run_pass, own_mix = backend._cluster.run_pass, backend._mix
 
     def noted(spec: PassSpec) -> PassReport:
         nonlocal in_experts
@@ -134,6 +145,7 @@ def one_round(backend: ClusterBackend, parts: Sequence[Sequence[Pass]]) -> Round
         return report
 
     backend._cluster.run_pass = noted  # type: ignore[method-assign]
+    backend._mix = mix
     try:
         for part in parts:
             before = time.perf_counter()
@@ -141,8 +153,9 @@ def one_round(backend: ClusterBackend, parts: Sequence[Sequence[Pass]]) -> Round
             in_passes += time.perf_counter() - before
             norms += [backend.step(work.model, STILL)["grad_norm"] for work in part]
     finally:
+        backend._mix = own_mix
         del backend._cluster.run_pass
-    return Round(time.perf_counter() - begun, in_passes, in_experts, losses + norms)
+    return Round(time.perf_counter() - begun, in_passes, in_experts, losses, norms)
 
 
 def measured(
@@ -150,17 +163,18 @@ def measured(
 ) -> list[dict[str, Any]]:
     """The records of all ways, and a line about each."""
     rows = [datum for work in passes for datum in work.data]
-    ways = {
-        "one after the other": [[work] for work in passes],
-        "joined": [passes],
-        "one training": [[replace(passes[0], data=rows)]],
+    ways: dict[str, tuple[Sequence[Sequence[Pass]], Mix]] = {
+        "one after the other": ([[work] for work in passes], tuple),
+        "experts": ([passes], tuple),
+        "layers": ([passes], backend._mix),
+        "one training": ([[replace(passes[0], data=rows)]], tuple),
     }
     rounds: dict[str, list[Round]] = {name: [] for name in ways}
     for number in range(args.rounds + 1):  # the first is not counted
         for name in ways if number % 2 == 0 else reversed(ways):
-            rounds[name].append(one_round(backend, ways[name]))
-    both = rounds["one after the other"] + rounds["joined"]
-    (results,) = {tuple(one.found) for one in both}  # equal to the bit
+            rounds[name].append(one_round(backend, *ways[name]))
+    exact = [(one.losses, one.norms) for name in ("one after the other", "experts") for one in rounds[name]]
+    assert all(found == exact[0] for found in exact), "not equal to the bit"
     total, made = tokens * len(passes), dict[str, dict[str, Any]]()
     for name, of_way in rounds.items():
         seconds, in_passes, in_experts = (statistics.median(one[i] for one in of_way[1:]) for i in range(3))
@@ -175,8 +189,13 @@ def measured(
             "experts_s": in_experts,
             "tokens_per_s": total / seconds,
             "rounds": args.rounds,
-            "loss": results[0],
         }
+        if name != "one training":
+            found = of_way[-1].losses, of_way[-1].norms
+            for what, alone, now in zip(("loss", "norm"), exact[0], found, strict=True):
+                made[name][f"{what}_difference"] = max(
+                    abs(a - b) / abs(b) for a, b in zip(now, alone, strict=True)
+                )
     before = made["one after the other"]
     for name, record in made.items():
         ratios = [before[key] / record[key] for key in ("median_s", "pass_s", "experts_s")]
@@ -185,7 +204,8 @@ def measured(
         print(
             f"{len(passes)} x {tokens} tokens, {name}: {record['tokens_per_s']:.1f} tokens/s "
             f"({ratios[0]:.2f} times); passes {record['pass_s']:.2f} s ({ratios[1]:.2f} times), experts in "
-            f"them {record['experts_s']:.2f} s ({ratios[2]:.2f} times)",
+            f"them {record['experts_s']:.2f} s ({ratios[2]:.2f} times); norms differ by "
+            f"{record.get('norm_difference', 0):.1e}",
             flush=True,
         )
     return list(made.values())

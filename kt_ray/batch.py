@@ -36,6 +36,13 @@ class MicroBatch:
     loss_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     # whose LoRA these rows train: True = the present training's, a name = that of one of `PassSpec.joined`
     training: bool | str = True
+    # rows of several trainings, one part after another (kt_ray.data.batches.side_by_side); () = of one
+    parts: tuple[MicroBatch, ...] = ()
+
+    @property
+    def of_one_training(self) -> tuple[MicroBatch, ...]:
+        """Its parts, or itself."""
+        return self.parts or (self,)
 
     @property
     def tokens(self) -> int:

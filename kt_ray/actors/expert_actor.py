@@ -180,9 +180,12 @@ class ExpertActor(PlainActor):
         numbers: dict[bool | str, int] = {True: 0, **{name: i for i, name in enumerate(spec.joined, 1)}}
         groups = range(self.plan.groups) if spec.joined else ()
         micro = [[m for r in self._replicas for m in spec.wave[r][group]] for group in groups]
+        parts = [[part for m in own for part in m.of_one_training] for own in micro]
         return [
-            torch.tensor([numbers[m.training] for m in own for _ in range(m.tokens)], dtype=torch.int64)
-            for own in micro
+            torch.tensor(
+                [numbers[part.training] for part in own for _ in range(part.tokens)], dtype=torch.int64
+            )
+            for own in parts
         ]
 
     def _add_gradients(self, number: int, recorder: SpanRecorder, calls: Iterable[tuple[int, int]]) -> None:

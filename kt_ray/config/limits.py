@@ -46,6 +46,7 @@ WORDS: dict[str, tuple[str, ...]] = {
         *("compare", "train_server"),
     ),
     "plan.mode": ("train", "train_server"),
+    "train_server.shared": ("experts", "layers"),
     "model.build": ("demo_base", "demo", "mini"),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.attn_implementation": ("sdpa", "eager"),

@@ -376,6 +376,7 @@ class TrainServerConfig:
 
     adapters: int = 4
     trainings: int = 32
+    shared: str = "experts"
     directory: str | None = None
 
     @property

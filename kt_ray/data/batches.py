@@ -83,6 +83,52 @@ def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> Micr
     )
 
 
+def side_by_side(
+    micro: Sequence[MicroBatch], most_rows: int | None, most_positions: int, *, alike: bool
+) -> list[MicroBatch]:
+    """Micro-batches of several trainings as fewer that hold rows of several, widest first. One that finds no
+    other stays as it is.
+
+    Args:
+        most_rows, most_positions: of one, padding included; None = any number of rows.
+        alike: rows of one length only, for models that padding moves; else the narrowest are at least half as
+            wide as the widest.
+    """
+    chosen: list[list[MicroBatch]] = []
+    for one in sorted(micro, key=lambda m: -m.input_ids.shape[1]):  # stable
+        last = chosen[-1] if chosen else []
+        rows = sum(len(m.lengths) for m in (*last, one))
+        width = (last or [one])[0].input_ids.shape[1]
+        fits = rows <= (most_rows or rows) and rows * width <= most_positions
+        narrowest = width if alike else width / 2
+        if last and fits and one.input_ids.shape[1] >= narrowest:
+            last.append(one)
+        else:
+            chosen.append([one])
+    return [_of_several(parts) for parts in chosen]
+
+
+def _of_several(parts: Sequence[MicroBatch]) -> MicroBatch:
+    """One after another, padded to the widest; what a loss reads stays with the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.input_ids.shape[1] for part in parts)
+
+    def rows(name: str, pad: int) -> np.ndarray:
+        arrays = [getattr(part, name) for part in parts]
+        return np.concatenate(
+            [np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=pad) for array in arrays]
+        )
+
+    return MicroBatch(
+        rows("input_ids", 0),
+        rows("labels", IGNORE),
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.sample_ids for part in parts]),
+        parts=tuple(parts),
+    )
+
+
 def flat(units: Sequence[Row | Pair]) -> tuple[list[Row], int]:
     """(rows in order, a pair's chosen one first; rows per unit: 2 for pairs)."""
     rows = [row for u in units for row in ((u.chosen, u.rejected) if isinstance(u, Pair) else (u,))]

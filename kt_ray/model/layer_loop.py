@@ -24,7 +24,7 @@ hyper-connections.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import ClassVar, Protocol
@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kt_ray.batch import PassSpec, TokenLoss, Tops
+from kt_ray.batch import MicroBatch, PassSpec, TokenLoss, Tops
 from kt_ray.errors import BadStep
 from kt_ray.gpu_turns import turn
 from kt_ray.model.build import StageModel
@@ -205,22 +205,9 @@ class LayerLoop:
         grads, logits = [], []
         with self.clock.device("loss"):
             for micro, h in zip(state.micro, hidden, strict=True):
-                objective = spec.objective_of(micro.batch)
-                if isinstance(objective, TokenLoss):
-                    value, grad, logps_BS, top = token_loss(
-                        self.head, h, micro.batch, objective, scale, spec.return_top
-                    )
-                    state.token_logps.append(logps_BS)
-                    state.tops += [] if top is None else [top]
-                elif objective is not None or spec.return_logps:
-                    value, grad, logps_b = preference_loss(self.head, h, micro.batch, objective, self.train)
-                    state.logps.append(logps_b)
-                else:
-                    labels = torch.from_numpy(micro.batch.labels).to(self.device)
-                    value, grad = self.head.loss(h, labels, scale)
-                state.losses.append(value)
-                if grad is not None:
-                    grads.append(grad)
+                of_parts = [self._part_loss(state, *part, scale) for part in by_part(micro.batch, h)]
+                if self.train:
+                    grads.append(joined_parts([grad for grad in of_parts if grad is not None], h))
                 if spec.return_logits:
                     with torch.no_grad():
                         logits.append(self.head.logits(h.to(self.device)).float().cpu())
@@ -233,6 +220,27 @@ class LayerLoop:
         state.grads = grads if self.train else None
         state.logits = logits if spec.return_logits else None
         self.loss_sum += total
+
+    def _part_loss(
+        self, state: GroupState, batch: MicroBatch, h: Tensor, scale: float | None
+    ) -> Tensor | None:
+        """Notes the summed loss of rows of one training; its gradient at h, [b, s, H]."""
+        assert self.head is not None
+        objective = self.spec.objective_of(batch)
+        if isinstance(objective, TokenLoss):
+            value, grad, logps_BS, top = token_loss(
+                self.head, h, batch, objective, scale, self.spec.return_top
+            )
+            state.token_logps.append(logps_BS)
+            state.tops += [] if top is None else [top]
+        elif objective is not None or self.spec.return_logps:
+            value, grad, logps_b = preference_loss(self.head, h, batch, objective, self.train)
+            state.logps.append(logps_b)
+        else:
+            labels = torch.from_numpy(batch.labels).to(self.device)
+            value, grad = self.head.loss(h, labels, scale)
+        state.losses.append(value)
+        return grad
 
     def keeps(self, layer: int) -> bool:
         """Whether this pass comes back through a layer."""
@@ -518,7 +526,8 @@ class LayerLoop:
     def _use(self, layer: int, micro: MicroState) -> None:
         """A layer's LoRA is the one that a micro-batch trains."""
         if self.spec.joined:
-            self.adapters.switch(layer, micro.batch.training)
+            parts = tuple((part.training, len(part.lengths)) for part in micro.batch.parts)
+            self.adapters.switch(layer, parts or micro.batch.training)
 
     def _rows_of(self, micro: MicroState) -> AbstractContextManager[None]:
         """Inside, dropout knows the rows of what is computed."""
@@ -536,6 +545,23 @@ def valid_rows(
     if x_NH.shape[0] != micro.samples_N.numel():
         raise RuntimeError(f"the experts got {x_NH.shape[0]} rows for {micro.samples_N.numel()} positions")
     return micro.take(x_NH), micro.take(ids_NK), micro.take(weights_NK)
+
+
+def by_part(batch: MicroBatch, h: Tensor) -> list[tuple[MicroBatch, Tensor]]:
+    """The rows of each training, without what others' widths pad them with."""
+    parts = batch.of_one_training
+    rows = h.split([len(part.lengths) for part in parts])
+    return [(part, own[:, : part.input_ids.shape[1]]) for part, own in zip(parts, rows, strict=True)]
+
+
+def joined_parts(grads: Sequence[Tensor], h: Tensor) -> Tensor:
+    """Gradients at the rows of each training as one at h: zeros where they have no positions."""
+    if len(grads) == 1:
+        return grads[0]
+    joined = h.new_zeros(h.shape, dtype=grads[0].dtype)
+    for grad, rows in zip(grads, joined.split([len(grad) for grad in grads]), strict=True):
+        rows[:, : grad.shape[1]] = grad
+    return joined
 
 
 def answer_with(micro: MicroState, y_TH: Tensor) -> Handler:
@@ -570,8 +596,10 @@ def _not_finite(total: float, state: GroupState, group: int, spec: PassSpec) -> 
         if not all(bool(torch.isfinite(kept.take()).all()) for kept in state.layer_inputs[layer]):
             origin = f"layer {layer - 1} or before" if layer > 0 else "the embedding"
             break
-    bad = next((i for i, value in enumerate(state.losses) if not math.isfinite(value)), 0)
-    rows = f"rows {state.micro[bad].batch.named(spec.samples_per_row)}"
+    parts = [(i, part) for i, micro in enumerate(state.micro) for part in micro.batch.of_one_training]
+    of_losses = zip(parts, state.losses, strict=True)
+    bad, part = next((part for part, value in of_losses if not math.isfinite(value)), parts[0])
+    rows = f"rows {part.named(spec.samples_per_row)}"
     step = spec.step
     what = f"the loss of step {step + 1} is {total}; the step was not applied"
     return BadStep(

@@ -241,8 +241,12 @@ def inject_lora(
     return parameters
 
 
+Which = bool | str | tuple[tuple[bool | str, int], ...]
+
+
 class AdapterSwitch:
-    """Which adapter the LoRA modules of each layer use: the trained one (True), none (False), or a named."""
+    """Which adapter the LoRA modules of each layer use: the trained one (True), none (False), or a named; or,
+    of a batch of several trainings' rows, each training's and the number of its rows, in their order."""
 
     def __init__(self, layers: Mapping[int, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
         self._modules: dict[int, list[Any]] = {index: [] for index in layers}
@@ -260,7 +264,9 @@ class AdapterSwitch:
         self._values: dict[bool | str, Mapping[str, Tensor]] = {}
         self.find_trained()
         self._grads: dict[bool | str, Mapping[str, Tensor]] = {}
-        self._state: dict[int, bool | str] = dict.fromkeys(layers, True)
+        self._names = names
+        self._leaves: dict[tuple[bool | str, str], Tensor] = {}  # by adapter and parameter, with its gradient
+        self._state: dict[int, Which] = dict.fromkeys(layers, True)
         self._loaded: dict[int, bool | str] = dict.fromkeys(layers, True)
 
     def find_trained(self) -> None:
@@ -286,6 +292,7 @@ class AdapterSwitch:
         finally:
             self.switch_all(True)
             self._grads = {}
+            self._leaves.clear()
             for name in others:
                 self.drop(name)
 
@@ -301,14 +308,15 @@ class AdapterSwitch:
             for module in modules:
                 module.kept = None
 
-    def switch(self, layer: int, which: bool | str) -> None:
-        """Use an adapter from the next call of a layer on."""
+    def switch(self, layer: int, which: Which) -> None:
+        """Use an adapter from the next call of a layer on, or several (then, without dropout and DoRA)."""
         if self._state[layer] == which:
             return
         for module in self._modules[layer]:
             # not enable_adapters(): that sets requires_grad of the parameters, too
             module._disable_adapters = which is False
-        if which is not False and self._loaded[layer] != which:
+            module.shares = self._shares(module, which) if isinstance(which, tuple) else ()
+        if not isinstance(which, tuple) and which is not False and self._loaded[layer] != which:
             values, grads = self._values[which], self._grads.get(which)
             for name, parameter in self._parameters[layer].items():
                 parameter.data = values[name]
@@ -316,6 +324,21 @@ class AdapterSwitch:
                     parameter.grad = grads[name]
             self._loaded[layer] = which
         self._state[layer] = which
+
+    def _shares(self, module: Any, several: tuple[tuple[bool | str, int], ...]) -> tuple[Any, ...]:
+        """Of a module's input, whose rows are of these adapters."""
+        from kt_ray.model.lora_linear import Share
+
+        rows = sum(own for _, own in several)
+        sides = [self._names[id(side[ADAPTER].weight)] for side in (module.lora_A, module.lora_B)]
+        return tuple(Share(own, rows, *(self._leaf(which, name) for name in sides)) for which, own in several)
+
+    def _leaf(self, which: bool | str, name: str) -> Tensor:
+        """A parameter's value in an adapter, with the gradient to add to."""
+        if (which, name) not in self._leaves:
+            leaf = self._leaves[which, name] = self._values[which][name].detach().requires_grad_()
+            leaf.grad = self._grads[which][name]
+        return self._leaves[which, name]
 
     def switch_all(self, which: bool | str) -> None:
         """Use an adapter in all layers. Training needs True."""

@@ -13,6 +13,7 @@ Shapes: M tokens, K inputs, N outputs, r rank. What has the rank is held as [r, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import peft
@@ -22,6 +23,15 @@ from torch import Tensor, nn
 from kt_ray.gpu import product
 
 _ALL = slice(None)
+
+
+class Share(NamedTuple):
+    """An adapter's rows of an input: so many of `of`, which follow the shares' before it."""
+
+    rows: int
+    of: int
+    a: Tensor  # float32 [r, K], a leaf with the gradient to add to
+    b: Tensor  # [N, r]
 
 
 class Parts(NamedTuple):
@@ -45,25 +55,43 @@ class LoraLinear(peft.tuners.lora.Linear):
     rows: of the outputs, which the base layer gives, too (head_ranges.py).
     kept: by the address of A, parts of values that do not change meanwhile; None = they may
         (`AdapterSwitch.fixed`).
+    shares: adapters of inputs whose rows are of several trainings; () = all have the module's own.
     """
 
     multiplies = True
     rows = _ALL
     kept: dict[int, Parts] | None = None
+    shares: tuple[Share, ...] = ()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.disable_adapters or self.merged or args or kwargs or not multiplies_in_parts(x):
+        if self.disable_adapters or self.merged or args or kwargs:
             answer: Tensor = super().forward(x, *args, **kwargs)
             return answer
         (name,) = self.active_adapters
-        a: Tensor = self.lora_A[name].weight  # type: ignore[assignment]
-        b: Tensor = self.lora_B[name].weight  # type: ignore[assignment]
-        parts = self._parts(a, b, self.scaling[name])
-        if self.rows != _ALL:
-            b, parts = b[self.rows], Parts(parts.a, parts.b[:, self.rows])
-        scale, base = self.scaling[name], self.base_layer
-        y: Tensor = LoraFunction.apply(x, a, b, scale, base, self.multiplies, self.rows, parts)
-        return y
+        scale = self.scaling[name]
+        if not multiplies_in_parts(x):
+            if not self.shares:
+                return super().forward(x)
+            sides = [side for share in self.shares for side in (share.a, share.b)]
+            return SharesFunction.apply(x, scale, self.base_layer, self._sizes(x), *sides)
+        pairs: list[Any] = [(share.a, share.b) for share in self.shares]
+        adapters = []
+        for a, b in pairs or [(self.lora_A[name].weight, self.lora_B[name].weight)]:
+            parts = self._parts(a, b, scale)
+            if self.rows != _ALL:
+                b, parts = b[self.rows], Parts(parts.a, parts.b[:, self.rows])
+            adapters.append((a, b, parts))
+        return with_adapters(x, adapters, scale, self.base_layer, self.multiplies, self.rows, self._sizes(x))
+
+    def _sizes(self, x: Tensor) -> list[int]:
+        """How many of an input's rows [.., K] each adapter has: the batch's rows come first in its shape."""
+        inputs = x.numel() // x.shape[-1]
+        if not self.shares:
+            return [inputs]
+        each, rest = divmod(inputs, self.shares[0].of)
+        if rest:
+            raise RuntimeError(f"an adapted module got {inputs} rows for {self.shares[0].of} of a batch")
+        return [share.rows * each for share in self.shares]
 
     def _parts(self, a: Tensor, b: Tensor, scale: float) -> Parts:
         if self.kept is None:
@@ -78,47 +106,114 @@ def multiplies_in_parts(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
+def with_adapters(
+    x: Tensor,
+    adapters: Sequence[tuple[Tensor, Tensor, Parts]],
+    scale: float,
+    base: nn.Module,
+    multiplies: bool = True,
+    rows: slice = _ALL,
+    sizes: Sequence[int] = (),
+) -> Tensor:
+    """base(x) + scale B A x, bfloat16 [.., N], with x bfloat16 [.., K].
+
+    Args:
+        adapters: A [r, K] and B [N, r], float32, and their parts. sizes: how many of x's rows each has; () =
+            the one adapter has all.
+        multiplies, rows: see `LoraLinear`.
+    """
+    sides = [side for a, b, _ in adapters for side in (a, b)]
+    parts, sizes = [parts for *_, parts in adapters], list(sizes) or [x.numel() // x.shape[-1]]
+    y: Tensor = LoraFunction.apply(x, scale, base, multiplies, rows, sizes, parts, *sides)
+    return y
+
+
 class LoraFunction(torch.autograd.Function):
-    """base(x) + scale B A x, with x bfloat16, A [r, K] and B [N, r] float32. Keeps x and A x for backward,
-    and the parts of A and B."""
+    """See `with_adapters`. Keeps x and A x for backward, and the parts of A and B."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        a: Tensor,
-        b: Tensor,
         scale: float,
         base: nn.Module,
-        multiplies: bool = True,
-        rows: slice = _ALL,
-        parts: Parts | None = None,
+        multiplies: bool,
+        rows: slice,
+        sizes: list[int],
+        parts: list[Parts],
+        *sides: Tensor,
     ) -> Tensor:
         y: Tensor = base(x)
-        parts = Parts.of(a, b, scale) if parts is None else parts
-        h = _split(_contracted(parts.a[len(a) :], x.reshape(-1, x.shape[-1])), remainder=1)
-        if multiplies:
-            _add_expanded(y.view(-1, y.shape[-1]), h, parts.b)
-        ctx.save_for_backward(x, h, *parts)
-        ctx.scale, ctx.base, ctx.rows = scale, base, rows
+        kept: list[Tensor] = []
+        for number, (own, (a, b)) in enumerate(zip(_rows(x).split(sizes), parts, strict=True)):
+            h = _split(_contracted(a[len(a) // 3 :], own), remainder=1)
+            if multiplies:
+                _add_expanded(y.view(-1, y.shape[-1]).split(sizes)[number], h, b)
+            kept += [h, a, b]
+        ctx.save_for_backward(x, *kept)
+        ctx.scale, ctx.base, ctx.rows, ctx.sizes = scale, base, rows, sizes
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, h, *both = ctx.saved_tensors
-        parts, rank = Parts(*both), len(h) // 3
-        dy = grads[0].reshape(-1, grads[0].shape[-1])
-        dh = _split(_contracted(parts.b[rank:], dy), remainder=1)
-        dx = da = db = None
-        if ctx.needs_input_grad[0]:
-            dx = input_gradient(ctx.base, dy, ctx.rows)
-            _add_expanded(dx, dh, parts.a)
-            dx = dx.view(x.shape)
-        if ctx.needs_input_grad[1]:
-            da = _contracted(dh[: 2 * rank], x.reshape(-1, x.shape[-1]).T).mul_(ctx.scale)
-        if ctx.needs_input_grad[2]:
-            db = _contracted(h[: 2 * rank], dy.T).T  # of which A x has the scale
-        return dx, da, db, None, None, None, None, None
+        x, *kept = ctx.saved_tensors
+        dy, needed = _rows(grads[0]), ctx.needs_input_grad
+        dx = input_gradient(ctx.base, dy, ctx.rows) if needed[0] else None
+        of_sides: list[Tensor | None] = []
+        for number, rows in enumerate(zip(_rows(x).split(ctx.sizes), dy.split(ctx.sizes), strict=True)):
+            own, own_dy = rows
+            h, a, b = kept[3 * number : 3 * number + 3]
+            rank, da, db = len(h) // 3, None, None
+            dh = _split(_contracted(b[rank:], own_dy), remainder=1)
+            if dx is not None:
+                _add_expanded(dx.split(ctx.sizes)[number], dh, a)
+            if needed[7 + 2 * number]:
+                da = _contracted(dh[: 2 * rank], own.T).mul_(ctx.scale)
+            if needed[8 + 2 * number]:
+                db = _contracted(h[: 2 * rank], own_dy.T).T  # of which A x has the scale
+            of_sides += [da, db]
+        return None if dx is None else dx.view(x.shape), *(None,) * 6, *of_sides
+
+
+class SharesFunction(torch.autograd.Function):
+    """base(x) + scale B A x as PEFT has it, products of A and B in float32, with an adapter for each so many
+    rows of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: float, base: nn.Module, sizes: list[int], *sides: Tensor
+    ) -> Tensor:
+        y: Tensor = base(x)
+        total = _rows(y).to(sides[0].dtype, copy=True)
+        wide = _rows(x).to(total.dtype).split(sizes)
+        kept = []
+        for rows, out, a, b in zip(wide, total.split(sizes), sides[::2], sides[1::2], strict=True):
+            kept.append(rows @ a.T)
+            out.addmm_(kept[-1], b.T, alpha=scale)
+        ctx.save_for_backward(x, *kept, *sides)
+        ctx.scale, ctx.base, ctx.sizes = scale, base, sizes
+        return total.to(y.dtype).view(y.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sizes, scale = ctx.sizes, ctx.scale
+        x, kept, sides = ctx.saved_tensors[0], ctx.saved_tensors[1:], ctx.saved_tensors[1 + len(sizes) :]
+        dy = _rows(grads[0])
+        dx = input_gradient(ctx.base, dy) if ctx.needs_input_grad[0] else None
+        wide, wide_dy = (_rows(t).to(sides[0].dtype).split(sizes) for t in (x, dy))
+        of_sides: list[Tensor] = []
+        for number, (rows, own) in enumerate(zip(wide, wide_dy, strict=True)):
+            a, b = sides[2 * number : 2 * number + 2]
+            dh = (own @ b).mul_(scale)
+            if dx is not None:
+                dx.split(sizes)[number].add_(dh @ a)
+            of_sides += [dh.T @ rows, (own.T @ kept[number]).mul_(scale)]
+        return None if dx is None else dx.view(x.shape), None, None, None, *of_sides
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[.., n] as [M, n]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def input_gradient(base: Any, dy: Tensor, rows: slice = _ALL) -> Tensor:

@@ -171,7 +171,8 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
         f"{plan.tokens_per_step:,} tokens at most{_unnamed(config)}; {lora}",
     ]
     if config.trainings:
-        server, joined = config.train_server, "joined" if plan.joins_trainings else "not joined"
+        server = config.train_server
+        joined = f"joined in their {server.shared}" if plan.joins_trainings else "not joined"
         lines.append(
             f"server    {counted(server.adapters, 'training')} in memory of at most {server.trainings}, "
             f"whose passes are {joined}; {counted(server.samplers, 'sampler')}; "

@@ -12,18 +12,17 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.batch import IGNORE, WHOLE, LoraPart, MicroBatch, PassSpec, TokenLoss, Wave
-from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves, with_loss_inputs
 from kt_ray.data.row_types import Row
 from kt_ray.disk import write_atomic
@@ -33,9 +32,9 @@ from kt_ray.generate.requests import Request
 from kt_ray.model.lora_part import changes
 from kt_ray.optim.optimizers import AdamStep
 from kt_ray.placement.memory import checkpoint_bytes
-from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.disk_room import require_room
 from kt_ray.runs.generation import PreparedGeneration, Revivals, generator_on
+from kt_ray.runs.joined_waves import joined, mix_of, one_wave, room_for_several
 from kt_ray.runs.saving import lora_fields, write_adapter
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.reports import PassReport
@@ -106,7 +105,8 @@ class ClusterBackend:
         shutil.rmtree(directory, ignore_errors=True)  # of a server that was killed
         self._unpadded = unpadded
         self._numbers = itertools.count(1)  # of passes and of snapshots
-        self._room = _room_for_several(generation.config, generation.plan)
+        self._room = room_for_several(generation.config, generation.plan)
+        self._mix = mix_of(generation.config, generation.plan, unpadded=unpadded)
         self._trainings: dict[str, _Training] = {}
         self._present: str | None = SCRATCH  # None = what the actors hold is nobody's
         self._files: dict[str, Callable[[], Path]] = {}  # samplers from disk
@@ -395,13 +395,13 @@ class ClusterBackend:
     def _passed(self, passes: Sequence[Pass], kind: str) -> list[PassResult]:
         totals = [0.0] * len(passes)
         logprobs = [[np.zeros(0, dtype=np.float32)] * len(work.data) for work in passes]
-        for waves in _joined([self._waves(work.data) for work in passes], self._room):
+        for waves in joined([self._waves(work.data) for work in passes], self._room, self._mix):
             models = {passes[number].model: number for number in waves}
             present = self._present if self._present in models else next(iter(models))
             training = self._take_up(present)
             losses = {model: passes[number].loss for model, number in models.items()}
             loss = losses.pop(present)
-            wave = _side_by_side({model: waves[number] for model, number in models.items()}, present)
+            wave = one_wave({model: waves[number] for model, number in models.items()}, present, self._mix)
             spec = self._pass(wave, kind, loss, step=training.steps, joined=losses)
             report = self._cluster.run_pass(spec)
             for micro, value, values in self._micro(wave, report):
@@ -489,13 +489,15 @@ class ClusterBackend:
     def _micro(
         self, wave: Wave, report: PassReport
     ) -> Iterator[tuple[MicroBatch, float, tuple[np.ndarray, ...]]]:
-        """Every micro-batch, its loss and log-probabilities, and the most probable tokens where asked for."""
+        """Every training's micro-batches, each with its loss and log-probabilities, and the most probable
+        tokens where asked for."""
         for replica, rank in enumerate(self._cluster.coordinators):
             worker = report.workers[rank]
             for number, group in enumerate(wave[replica]):
-                for i, micro in enumerate(group):
+                parts = [part for micro in group for part in micro.of_one_training]
+                for i, part in enumerate(parts):
                     tops = worker.tops[number][i] if worker.tops else ()
-                    yield micro, worker.losses[number][i], (worker.token_logps[number][i], *tops)
+                    yield part, worker.losses[number][i], (worker.token_logps[number][i], *tops)
 
     # -- on disk ------------------------------------------------------------------------------
 
@@ -653,62 +655,6 @@ class _Session:
         for adapter in {request.adapter for request in requests}:
             self.backend.check(adapter)
         return list(self.generator.submit_all(requests, listeners))
-
-
-class Room(NamedTuple):
-    """Positions, padding included, that a pass of several trainings may have."""
-
-    group: int  # of a replica's group
-    replica: int
-
-
-def _room_for_several(config: Config, plan: Plan) -> Room:
-    """What the plan counts memory for."""
-    if not plan.joins_trainings:
-        return Room(0, 0)
-    micro = plan.micro_batch_rows * config.data.widest_row
-    return Room(math.ceil(plan.wave / plan.groups) * micro, plan.wave * micro)
-
-
-def _joined(waves: Sequence[Sequence[Wave]], room: Room) -> Iterator[dict[int, Wave]]:
-    """The waves of each training in their order, in as few passes as there is room for: waves of a pass by
-    number of their training. One alone always fits."""
-    left = [list(own) for own in waves]
-
-    def fits(chosen: Sequence[Wave]) -> bool:
-        for replicas in zip(*chosen, strict=True):  # of each wave one replica's groups
-            groups = [
-                sum(micro.input_ids.size for group in of_waves for micro in group)
-                for of_waves in zip(*replicas, strict=True)
-            ]
-            if max(groups) > room.group or sum(groups) > room.replica:
-                return False
-        return True
-
-    while any(left):
-        chosen: dict[int, Wave] = {}
-        for number, own in enumerate(left):
-            if own and (not chosen or fits([*chosen.values(), own[0]])):
-                chosen[number] = own.pop(0)
-        yield chosen
-
-
-def _side_by_side(waves: Mapping[str, Wave], present: str) -> Wave:
-    """One wave of several trainings': a group has what it has of each, so that each adds up as alone."""
-
-    def own(model: str, micro: MicroBatch) -> MicroBatch:
-        return micro if model == present else replace(micro, training=model)
-
-    each = [
-        [[[own(model, micro) for micro in group] for group in groups] for groups in wave]
-        for model, wave in waves.items()
-    ]
-    return tuple(
-        tuple(
-            tuple(micro for group in of_waves for micro in group) for of_waves in zip(*replicas, strict=True)
-        )
-        for replicas in zip(*each, strict=True)
-    )
 
 
 def _row(datum: Datum, index: int) -> Row:

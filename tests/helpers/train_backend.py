@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from kt_ray.batch import IGNORE, TokenLoss
+from kt_ray.batch import IGNORE, PassSpec, TokenLoss
 from kt_ray.config.compose import compose
 from kt_ray.data.row_types import Row
 from kt_ray.data.tokenizer_files import load_tokenizer
@@ -17,10 +18,18 @@ from kt_ray.runs.generation import generation_of
 from kt_ray.runs.prepare import prepare_model
 from kt_ray.runs.start_cluster import started
 from kt_ray.runs.train_backend import ClusterBackend
-from kt_ray.train_server.backend import AdamParams, Datum
+from kt_ray.train.reports import PassReport
+from kt_ray.train_server.backend import AdamParams, Datum, Pass
+from tests.helpers.devices import CARD
 
 ADAM = AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
 ENTROPY = TokenLoss("cross_entropy")
+LAYOUTS = {
+    "one": ("rule=cpu_1worker_1socket",),
+    "two": ("rule=cpu_2workers_2sockets",),
+    "replicas": ("rule=cpu_replicas_2",),
+    CARD: ("rule=cpu_1worker_1socket", "rule.device=cuda"),
+}
 
 
 @contextlib.contextmanager
@@ -59,3 +68,33 @@ def data_of(given: list[Row]) -> list[Datum]:
         )
         for row in given
     ]
+
+
+def passes_of(backend: ClusterBackend) -> list[PassSpec]:
+    """Those that the cluster is given from now on."""
+    seen: list[PassSpec] = []
+    run_pass = backend._cluster.run_pass
+
+    def noted(spec: PassSpec) -> PassReport:
+        seen.append(spec)
+        return run_pass(spec)
+
+    backend._cluster.run_pass = noted  # type: ignore[method-assign]
+    return seen
+
+
+def several() -> list[Pass]:
+    """Passes of three trainings with different rows, losses and numbers of waves."""
+    made = []
+    for seed, (model, count, loss) in enumerate(
+        (("a", 6, ENTROPY), ("b", 4, TokenLoss("importance_sampling")), ("c", 11, ENTROPY))
+    ):
+        data = data_of(rows(seed, count))
+        if loss is not ENTROPY:
+            zeros = [np.zeros(len(datum.tokens), dtype=np.float32) for datum in data]
+            data = [
+                replace(datum, inputs={**datum.inputs, "advantages": zero - 1, "logprobs": zero - 5})
+                for datum, zero in zip(data, zeros, strict=True)
+            ]
+        made.append(Pass(model, data, loss))
+    return made

@@ -9,6 +9,8 @@ import json
 import re
 import tempfile
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
 from kt_ray.checkpoint.non_experts import check_non_experts
 from kt_ray.config.schema import LoraConfig
+from kt_ray.data.batches import side_by_side
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.packable import packing_obstacle
 from kt_ray.errors import UserError
@@ -30,7 +34,7 @@ from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.eager_experts import Eager, EagerExchange
 from tests.helpers.exhaustive import spread
 from tests.helpers.families import LAYERS, dispatched, randomise, save_whole, write_config
-from tests.helpers.hf_reference import random_rows
+from tests.helpers.hf_reference import loss_tokens, micro_batch, random_rows
 from tests.helpers.stages import backward, forward, pass_spec
 
 HEAD = """# Families
@@ -113,11 +117,38 @@ def assert_equals_transformers(stages: list[Stage], reference: Eager) -> None:
     parameters = {name: p for stage in stages for name, p in stage.parameters.items()}
     want, grads = reference.run(ROWS, parameters, 4.0 / 2)
     assert loss == pytest.approx(want, rel=2e-5)
+    assert_gradients({name: p.grad for name, p in parameters.items()}, grads)
+
+
+def assert_gradients(found: Mapping[str, Any], grads: Mapping[str, Tensor]) -> None:
     assert grads and any(g.abs().max() > 0 for g in grads.values())
     for name, grad in grads.items():
-        got = parameters[name].grad
-        assert got is not None
-        assert float((got - grad).norm()) <= 2e-4 * float(grad.norm()) + 1e-7, name
+        assert float((found[name] - grad).norm()) <= 2e-4 * float(grad.norm()) + 1e-7, name
+
+
+def check_rows_of_several_trainings(stage: Stage, reference: Eager) -> None:
+    """One micro-batch of two trainings' rows: each gets the gradients that transformers has with its LoRA."""
+    stage.zero_grad()
+    own = {name: p.detach() for name, p in stage.parameters.items()}
+    other = {name: value.flip(-1) for name, value in own.items()}
+    grads = {name: torch.zeros_like(value) for name, value in other.items()}
+    shortest = min(len(row.ids) for row in ROWS)  # rows of one length, for families that padding moves
+    rows = [replace(row, ids=row.ids[:shortest], labels=row.labels[:shortest]) for row in ROWS]
+    each = {True: rows[:2], "other": rows[2:]}
+    parts = [replace(micro_batch(part), training=name) for name, part in each.items()]
+    (mixed,) = side_by_side(parts, None, 1 << 20, alike=True)
+    spec = replace(pass_spec(rows), wave=(((mixed,),),), joined={"other": None})  # type: ignore[dict-item]
+    with stage.adapters.lent({"other": (other, grads)}):
+        loops = forward([stage], spec, EagerExchange(reference.experts))  # type: ignore[arg-type]
+        backward([stage], loops)
+    found = {True: {name: p.grad for name, p in stage.parameters.items()}, "other": grads}
+    for name, adapters in ((True, own), ("other", other)):
+        loss, wanted = reference.run(each[name], adapters, 4.0 / 2)
+        assert loops[0].losses()[0][name == "other"] == pytest.approx(
+            loss * loss_tokens(each[name]), rel=2e-5
+        )
+        share = loss_tokens(each[name]) / spec.loss_tokens
+        assert_gradients(found[name], {key: share * grad for key, grad in wanted.items()})
 
 
 def check_packing_is_known(path: Path, stage: Stage) -> None:
@@ -143,6 +174,7 @@ def try_family(root: Path, model_type: str) -> tuple[str, str]:
     check_loaded_experts(path, stage, reference)
     assert_equals_transformers([stage], reference)
     check_packing_is_known(path, stage)
+    check_rows_of_several_trainings(stage, reference)
     dims = dims_from_dir(path)
     assert dims.affine == (None not in stage.scales.values())
     assert stage.state_shape == ((dims.hidden_streams,) if dims.hidden_streams > 1 else ()) + (32,)

@@ -13,7 +13,7 @@ from kt_ray.checkpoint.quantized_linear import QuantizedLinear
 from kt_ray.config.schema import LoraConfig
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.lora import AdapterSwitch, inject_lora
-from kt_ray.model.lora_linear import LoraFunction, LoraLinear, Parts
+from kt_ray.model.lora_linear import LoraLinear, Parts, with_adapters
 from kt_ray.native import ExpertMatrix
 
 EXACT = 2.0**-15  # of what the adapter adds, before anything is rounded to bfloat16
@@ -69,6 +69,10 @@ def rounded_parts(x: Tensor, a: Tensor, b: Tensor, scale: float = SCALE) -> Tens
     return scale * x.double() @ a.bfloat16().double().T @ b.double().T
 
 
+def one_adapter(x: Tensor, a: Tensor, b: Tensor, scale: float, base: nn.Module) -> Tensor:
+    return with_adapters(x, [(a, b, Parts.of(a, b, scale))], scale, base)
+
+
 def spread(*factors: Tensor) -> float:
     """Norm that a product of float64 matrices has on average over the signs of their elements."""
     product = factors[0].square()
@@ -87,7 +91,7 @@ def test_as_in_float64(kind: str, shape: tuple[int, ...], n_in: int, n_out: int,
     a, b = normal(1, rank, n_in).requires_grad_(), normal(2, n_out, rank).requires_grad_()
     x = normal(3, *shape, n_in).bfloat16().requires_grad_()
     dy = normal(4, *shape, n_out).bfloat16()
-    y = LoraFunction.apply(x, a, b, SCALE, base)
+    y = one_adapter(x, a, b, SCALE, base)
     assert y.dtype == torch.bfloat16 and y.shape == (*shape, n_out)
     dx, da, db = torch.autograd.grad(y, (x, a, b), dy)
     assert (dx.dtype, da.dtype, db.dtype) == (torch.bfloat16, torch.float32, torch.float32)
@@ -115,7 +119,7 @@ def test_what_is_added_has_15_bits(rank: int) -> None:
     x = normal(3, 64, 200).bfloat16()
     X, A, B = x.double(), a.double(), b.double()
     exact, limit = SCALE * X @ A.T @ B.T, EXACT * SCALE * spread(X, A.T, B.T)
-    y = LoraFunction.apply(x, a, b, SCALE, Nothing(200, 300, torch.float32))
+    y = one_adapter(x, a, b, SCALE, Nothing(200, 300, torch.float32))
     assert float((y.double() - exact).norm()) <= limit
     assert float((rounded_parts(x, a, b) - exact).norm()) > 10 * limit
 
@@ -125,7 +129,7 @@ def test_outputs_are_rounded_once() -> None:
     base, dy = Nothing(200, 300), normal(4, 64, 300).bfloat16()
     a, b = normal(1, 8, 200), normal(2, 300, 8)
     x = normal(3, 64, 200).bfloat16().requires_grad_()
-    y = LoraFunction.apply(x, a, b, SCALE, base)
+    y = one_adapter(x, a, b, SCALE, base)
     (dx,) = torch.autograd.grad(y, x, dy)
     forward, backward = (SCALE * t.double() for t in (x.detach(), dy))
     for found, exact, plain in (
@@ -143,14 +147,14 @@ def test_only_what_is_asked_for() -> None:
     base.input_gradient = None  # type: ignore[assignment, method-assign]
     a, b = normal(1, 2, 5).requires_grad_(), normal(2, 4, 2).requires_grad_()
     x = normal(3, 6, 5).bfloat16()
-    y = LoraFunction.apply(x, a, b, 1.0, base)
+    y = one_adapter(x, a, b, 1.0, base)
     y.backward(torch.ones_like(y))
     assert a.grad is not None and b.grad is not None and x.grad is None
-    frozen = LoraFunction.apply(x.requires_grad_(), a.detach(), b.detach(), 1.0, base_of("plain", 5, 4))
+    frozen = one_adapter(x.requires_grad_(), a.detach(), b.detach(), 1.0, base_of("plain", 5, 4))
     frozen.backward(torch.ones_like(frozen))
     assert x.grad is not None
     with torch.no_grad():
-        assert not LoraFunction.apply(x, a, b, 1.0, base).requires_grad
+        assert not one_adapter(x, a, b, 1.0, base).requires_grad
 
 
 def test_what_is_kept_for_backward() -> None:
@@ -165,7 +169,7 @@ def test_what_is_kept_for_backward() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        LoraFunction.apply(x, a, b, 1.0, base_of("plain", 50, 40), True, slice(None), parts)
+        with_adapters(x, [(a, b, parts)], 1.0, base_of("plain", 50, 40))
     own = [t for t in kept if t.data_ptr() not in {x.data_ptr(), *(part.data_ptr() for part in parts)}]
     assert [(tuple(t.shape), t.dtype) for t in own] == [((6, 6), torch.bfloat16)]
     assert [(tuple(t.shape), t.dtype) for t in parts] == [((6, n), torch.bfloat16) for n in (50, 40)]
@@ -314,6 +318,52 @@ def test_trainings_that_a_pass_joins(everywhere: list[Any], in_parts: bool) -> N
     assert all(p.grad is mine[name] for name, p in parameters.items())
     with pytest.raises(KeyError):
         switch.switch(0, "other")
+
+
+@pytest.mark.parametrize("kind", ["parts", "peft", "quantized"])
+def test_rows_of_several_trainings(everywhere: list[Any], monkeypatch: Any, kind: str) -> None:
+    """Of one input some rows are of each: as if every training's had come alone."""
+    dtype = torch.float32 if kind == "peft" else torch.bfloat16
+    x, dy = normal(3, 5, 9, 48).to(dtype), normal(11, 5, 9, 40).to(dtype)
+    if kind == "quantized":  # a CPU's path in bfloat16
+        monkeypatch.setattr(lora_linear, "multiplies_in_parts", lambda x: False)
+    layer, parameters = adapted(base_of("quantized" if kind == "quantized" else "plain", 48, 40).to(dtype))
+    module: Any = layer.q_proj
+    for p in parameters.values():
+        p.grad = torch.zeros_like(p)
+    other = {name: p.detach().flip(-1) for name, p in parameters.items()}
+    grads = {name: torch.zeros_like(value) for name, value in other.items()}
+    summed = [*(p.grad for p in parameters.values() if p.grad is not None), *grads.values()]
+    switch = AdapterSwitch({0: layer}, parameters)
+
+    def run(which: Any, rows: slice) -> tuple[Tensor, Tensor]:
+        switch.switch(0, which)
+        leaf = x[rows].clone().requires_grad_()
+        y = module(leaf)
+        torch.autograd.backward(y, dy[rows])
+        assert leaf.grad is not None
+        return y.detach(), leaf.grad
+
+    def gradients() -> list[Tensor]:
+        found = [t.clone() for t in summed]
+        for t in summed:
+            t.zero_()
+        return found
+
+    with switch.lent({"other": (other, grads)}):
+        shared = run((("other", 1), (True, 2), ("other", 2)), slice(None))
+        of_shared = gradients()
+        alone = [run("other", slice(1)), run(True, slice(1, 3)), run("other", slice(3, 5))]
+        of_alone = gradients()
+        switch.switch(0, ((True, 2), ("other", 1)))
+        with pytest.raises(RuntimeError, match="got 5 rows for 3 of a batch"):
+            module(x[:, 0])
+    close = {torch.bfloat16: 2 * HALF, torch.float32: 1e-6}[x.dtype]
+    for found, parts in zip(shared, zip(*alone, strict=True), strict=True):
+        assert float((found - torch.cat(parts)).float().norm()) <= close * float(found.float().norm())
+    for found, want in zip(of_shared, of_alone, strict=True):
+        assert float(want.norm()) > 0 and float((found - want).norm()) <= EXACT * float(want.norm())
+    assert module(x).dtype == x.dtype and not module.shares
 
 
 def test_the_rest_is_pefts(everywhere: list[Any]) -> None:

@@ -100,7 +100,10 @@ def test_a_train_server(capsys: pytest.CaptureFixture[str]) -> None:
     dims, hardware = model_dims(planned.model), hardware_for(planned)
     plans = [make_plan(dims, config, hardware) for config in (planned, served)]
     assert plans[0].budgets == plans[1].budgets
-    assert "whose passes are joined" in output(capsys, *where, *how, "rule.experts.stream=off")[1]
+    assert (
+        "whose passes are joined in their experts"
+        in output(capsys, *where, *how, "rule.experts.stream=off")[1]
+    )
     config = with_keys(planned, {"train_server.adapters": 16})
     found = {remedy.overrides for remedy in remedies(dims, config, hardware, {})}
     assert not make_plan(dims, config, hardware).fits and "train_server.adapters=8" in found

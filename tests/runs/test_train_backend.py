@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.batch import WHOLE, LoraPart, MicroBatch, PassSpec, TokenLoss, Wave
+from kt_ray.batch import WHOLE, LoraPart, PassSpec, TokenLoss
 from kt_ray.cpu_products import multiplies_bfloat16
 from kt_ray.data.batches import step_waves
 from kt_ray.demo.builder import ensure_demo_model
@@ -31,24 +31,13 @@ from kt_ray.serve.api_errors import ApiError
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.reports import PassReport
 from kt_ray.train.trainer import StepBatches, Trainer
-from kt_ray.train_server.backend import Datum, Pass, PassResult
+from kt_ray.train_server.backend import Datum
 from kt_ray.train_server.futures import Promises
 from kt_ray.train_server.work_queue import Work, WorkQueue
-from tests.helpers.devices import CARD, CUDA, by_name
-from tests.helpers.exhaustive import exhaustive
+from tests.helpers.devices import by_name
 from tests.helpers.float32_copy import in_float32
 from tests.helpers.generation import one_rounding
-from tests.helpers.train_backend import ADAM, ENTROPY, backend_on, data_of, rows
-
-LAYOUTS = {
-    "one": ("rule=cpu_1worker_1socket",),
-    "two": ("rule=cpu_2workers_2sockets",),
-    "replicas": ("rule=cpu_replicas_2",),
-    CARD: ("rule=cpu_1worker_1socket", "rule.device=cuda"),
-}
-
-
-COPIES = ("rule.replicas=2", "rule.attention_hosts=all", "rule.experts.copies=2")
+from tests.helpers.train_backend import ADAM, ENTROPY, LAYOUTS, backend_on, data_of, rows, several
 
 
 @pytest.fixture(scope="module")
@@ -569,108 +558,6 @@ def test_a_prompt_of_one_token_has_nothing_to_score(model: Path, tmp_path: Path)
         assert backend.score(False, [long[:1]], 0)[0].logprobs.shape == (0,)
 
 
-def passes_of(backend: ClusterBackend) -> list[PassSpec]:
-    """Those that the cluster is given from now on."""
-    seen: list[PassSpec] = []
-    run_pass = backend._cluster.run_pass
-
-    def noted(spec: PassSpec) -> PassReport:
-        seen.append(spec)
-        return run_pass(spec)
-
-    backend._cluster.run_pass = noted  # type: ignore[method-assign]
-    return seen
-
-
-def several() -> list[Pass]:
-    """Passes of three trainings with different rows, losses and numbers of waves."""
-    made = []
-    for seed, (model, count, loss) in enumerate(
-        (("a", 6, ENTROPY), ("b", 4, TokenLoss("importance_sampling")), ("c", 11, ENTROPY))
-    ):
-        data = data_of(rows(seed, count))
-        if loss is not ENTROPY:
-            zeros = [np.zeros(len(datum.tokens), dtype=np.float32) for datum in data]
-            data = [
-                replace(datum, inputs={**datum.inputs, "advantages": zero - 1, "logprobs": zero - 5})
-                for datum, zero in zip(data, zeros, strict=True)
-            ]
-        made.append(Pass(model, data, loss))
-    return made
-
-
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [
-        *(
-            ("two", "float32"),
-            exhaustive(("two", "bfloat16")),
-            ("replicas", "bfloat16"),
-            ("copies", "float32"),
-        ),
-        pytest.param(CARD, "bfloat16", marks=CUDA),
-    ],
-)
-def test_joined_passes_have_the_bits_of_each_alone(
-    model: Path, exact: Path, tmp_path: Path, layout: str, dtype: str
-) -> None:
-    layouts = {**LAYOUTS, "copies": ("rule=multi_node", "rule.device=cpu", *COPIES)}
-    how = (*layouts[layout], f"model.dtype={dtype}", "trainer.micro_batch_size=1", "data.max_length=128")
-    with backend_on(exact if dtype == "float32" else model, tmp_path, *how) as backend:
-        spec = passes_of(backend)
-        seen: dict[bool, list[Any]] = {}
-        counts = {}
-        for joins in (False, True):
-            found = seen[joins] = []
-            for seed, work in enumerate(several()):
-                backend.create(work.model, seed, WHOLE)
-            del spec[:]
-            for _ in range(2):  # values that a step has moved, too
-                if joins:
-                    found += backend.join(several())
-                else:
-                    found += [
-                        backend.run(work.model, work.data, work.loss, backward=True) for work in several()
-                    ]
-                counts[joins] = len(spec)
-                found += [backend.step(work.model, ADAM) for work in several()]
-            for work in several():
-                backend._take_up(work.model)
-                found.append(backend._cluster.parameters())
-                backend.forget(work.model)
-    assert counts[True] < counts[False]
-    for alone, joined in zip(seen[False], seen[True], strict=True):
-        if isinstance(alone, PassResult):
-            assert joined.loss == alone.loss
-            for one, other in zip(alone.logprobs, joined.logprobs, strict=True):
-                np.testing.assert_array_equal(one, other)
-        elif "grad_norm" in alone:
-            assert joined == alone and alone["grad_norm"] > 0
-        else:
-            assert all(torch.equal(joined[name], value) for name, value in alone.items())
-
-
-def test_a_joined_pass_that_fails_leaves_all_gradients_that_wait(model: Path, tmp_path: Path) -> None:
-    works = several()[:2]
-    lacking = [Datum(datum.tokens, datum.targets) for datum in works[1].data]  # no advantages
-    with backend_on(model, tmp_path, *LAYOUTS["two"], "trainer.batch_size=16") as backend:
-        norms = []
-        for disturbed in (False, True):
-            for seed, work in enumerate(works):
-                backend.create(work.model, seed, WHOLE)
-            backend.create("other", 3, WHOLE)
-            backend.join(works)
-            if disturbed:
-                backend._take_up("other")
-                with pytest.raises(ValueError, match="needs loss_inputs"):
-                    backend.join([works[0], replace(works[1], data=lacking)])
-            backend.join(works[::-1])
-            norms.append([backend.step(work.model, ADAM) for work in works])
-            for name in (*(work.model for work in works), "other"):
-                backend.forget(name)
-        assert norms[0] == norms[1]
-
-
 def test_a_training_on_disk_does_not_join(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -700,20 +587,3 @@ def test_a_training_on_disk_does_not_join(
             for work in works:
                 backend.forget(work.model)
         assert norms[0] == norms[1]
-
-
-def test_no_more_is_joined_than_the_plan_has_memory_for() -> None:
-    def wave(*positions: int) -> Wave:
-        """Of one replica: groups of one micro-batch each."""
-        made = [np.zeros((1, n), dtype=np.int64) for n in positions]
-        return (tuple((MicroBatch(ids, ids, np.array([ids.size]), np.zeros(1)),) for ids in made),)
-
-    waves = [[wave(5, 1), wave(2, 0)], [wave(4, 4)], [wave(3, 3)]]
-
-    def numbers(room: train_backend.Room) -> list[list[int]]:
-        return [list(joined) for joined in train_backend._joined(waves, room)]
-
-    assert numbers(train_backend.Room(100, 100)) == [[0, 1, 2], [0]]
-    assert numbers(train_backend.Room(8, 100)) == [[0, 2], [0, 1]]
-    assert numbers(train_backend.Room(100, 14)) == [[0, 1], [0, 2]]
-    assert numbers(train_backend.Room(0, 0)) == [[0], [0], [1], [2]]  # where lanes have one LoRA

@@ -1,0 +1,161 @@
+"""Passes of several trainings as one, and with train_server.shared=layers their rows beside each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kt_ray.batch import WHOLE, MicroBatch, Wave
+from kt_ray.demo.builder import ensure_demo_model
+from kt_ray.runs.joined_waves import Room, joined
+from kt_ray.train_server.backend import Datum, PassResult
+from tests.helpers.devices import CARD, CUDA
+from tests.helpers.exhaustive import exhaustive
+from tests.helpers.float32_copy import in_float32
+from tests.helpers.train_backend import ADAM, LAYOUTS, backend_on, passes_of, several
+
+COPIES = ("rule=multi_node", "rule.device=cpu", "rule.replicas=2", "rule.attention_hosts=all")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(ensure_demo_model("demo", 0, tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def exact(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return in_float32(model, tmp_path_factory.mktemp("exact") / "model")
+
+
+def wave(*positions: int) -> Wave:
+    """Of one replica: groups of one micro-batch each."""
+    made = [np.zeros((1, n), dtype=np.int64) for n in positions]
+    return (tuple((MicroBatch(ids, ids, np.array([ids.size]), np.zeros(1)),) for ids in made),)
+
+
+def test_no_more_is_joined_than_the_plan_has_memory_for() -> None:
+    waves = [[wave(5, 1), wave(2, 0)], [wave(4, 4)], [wave(3, 3)]]
+
+    def numbers(room: Room) -> list[list[int]]:
+        return [list(chosen) for chosen in joined(waves, room, tuple)]
+
+    assert numbers(Room(100, 100)) == [[0, 1, 2], [0]]
+    assert numbers(Room(8, 100)) == [[0, 2], [0, 1]]
+    assert numbers(Room(100, 14)) == [[0, 1], [0, 2]]
+    assert numbers(Room(0, 0)) == [[0], [0], [1], [2]]  # where lanes have one LoRA
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        *(
+            ("two", "float32"),
+            exhaustive(("two", "bfloat16")),
+            ("replicas", "bfloat16"),
+            ("copies", "float32"),
+        ),
+        pytest.param(CARD, "bfloat16", marks=CUDA),
+    ],
+)
+def test_joined_passes_have_the_bits_of_each_alone(
+    model: Path, exact: Path, tmp_path: Path, layout: str, dtype: str
+) -> None:
+    layouts = {**LAYOUTS, "copies": (*COPIES, "rule.experts.copies=2")}
+    how = (*layouts[layout], f"model.dtype={dtype}", "trainer.micro_batch_size=1", "data.max_length=128")
+    with backend_on(exact if dtype == "float32" else model, tmp_path, *how) as backend:
+        spec = passes_of(backend)
+        seen: dict[bool, list[Any]] = {}
+        counts = {}
+        for joins in (False, True):
+            found = seen[joins] = []
+            for seed, work in enumerate(several()):
+                backend.create(work.model, seed, WHOLE)
+            del spec[:]
+            for _ in range(2):  # values that a step has moved, too
+                if joins:
+                    found += backend.join(several())
+                else:
+                    found += [
+                        backend.run(work.model, work.data, work.loss, backward=True) for work in several()
+                    ]
+                counts[joins] = len(spec)
+                found += [backend.step(work.model, ADAM) for work in several()]
+            for work in several():
+                backend._take_up(work.model)
+                found.append(backend._cluster.parameters())
+                backend.forget(work.model)
+    assert counts[True] < counts[False]
+    for alone, together in zip(seen[False], seen[True], strict=True):
+        if isinstance(alone, PassResult):
+            assert together.loss == alone.loss
+            for one, other in zip(alone.logprobs, together.logprobs, strict=True):
+                np.testing.assert_array_equal(one, other)
+        elif "grad_norm" in alone:
+            assert together == alone and alone["grad_norm"] > 0
+        else:
+            assert all(torch.equal(together[name], value) for name, value in alone.items())
+
+
+def test_a_joined_pass_that_fails_leaves_all_gradients_that_wait(model: Path, tmp_path: Path) -> None:
+    works = several()[:2]
+    lacking = [Datum(datum.tokens, datum.targets) for datum in works[1].data]  # no advantages
+    with backend_on(model, tmp_path, *LAYOUTS["two"], "trainer.batch_size=16") as backend:
+        norms = []
+        for disturbed in (False, True):
+            for seed, work in enumerate(works):
+                backend.create(work.model, seed, WHOLE)
+            backend.create("other", 3, WHOLE)
+            backend.join(works)
+            if disturbed:
+                backend._take_up("other")
+                with pytest.raises(ValueError, match="needs loss_inputs"):
+                    backend.join([works[0], replace(works[1], data=lacking)])
+            backend.join(works[::-1])
+            norms.append([backend.step(work.model, ADAM) for work in works])
+            for name in (*(work.model for work in works), "other"):
+                backend.forget(name)
+        assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("layout", ["two", "replicas"])
+def test_rows_of_several_trainings_share_micro_batches(exact: Path, tmp_path: Path, layout: str) -> None:
+    """Each training's losses, log-probabilities and gradients are what it has alone, to rounding."""
+    smooth = replace(ADAM, learning_rate=1.0, eps=1.0)  # a step nearly as long as the gradient
+    how = (*LAYOUTS[layout], "train_server.shared=layers", "trainer.batch_size=48")
+    with backend_on(exact, tmp_path, *how) as backend:
+        spec = passes_of(backend)
+        seen: dict[bool, list[Any]] = {}
+        for joins in (False, True):
+            found = seen[joins] = []
+            for seed, work in enumerate(several()):
+                backend.create(work.model, seed, WHOLE)
+            for _ in range(2):  # B is zero before the first step
+                del spec[:]
+                if joins:
+                    found += backend.join(several())
+                else:
+                    for work in several():
+                        found.append(backend.run(work.model, work.data, work.loss, backward=True))
+                found += [backend.step(work.model, smooth)["grad_norm"] for work in several()]
+            of_pass = [micro for one in spec for groups in one.wave for group in groups for micro in group]
+            print([[m.input_ids.shape for m in g] for one in spec for gs in one.wave for g in gs])
+            assert any(len({part.training for part in micro.parts}) > 1 for micro in of_pass) == joins
+            for work in several():
+                backend._take_up(work.model)
+                found.append(backend._cluster.parameters())
+                backend.forget(work.model)
+    for alone, together in zip(seen[False], seen[True], strict=True):
+        if isinstance(alone, PassResult):
+            assert together.loss == pytest.approx(alone.loss, rel=1e-5)
+            for one, other in zip(alone.logprobs, together.logprobs, strict=True):
+                np.testing.assert_allclose(other, one, rtol=1e-5, atol=2e-5)
+        elif isinstance(alone, float):
+            assert together == pytest.approx(alone, rel=1e-4)
+        else:
+            for name, value in alone.items():
+                assert float((together[name] - value).norm()) <= 1e-4 * float(value.norm()), name
