@@ -10,6 +10,7 @@ from typing import Any
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_json
 
+_LARGEST = 690.0  # exp of it is below the largest number that kt_ray.parse takes, 1e300
 _SUM = {"nats": float, "tokens": int}
 LOSSES_FILE = "losses.json"  # beside predictions.jsonl; kt_ray.runs.held_out_loss says what is in it
 
@@ -32,12 +33,9 @@ class LossSum:
         return self.nats / self.tokens
 
 
-def perplexity(loss: float) -> float:
-    """exp of a mean loss in nats; infinite where that is beyond a double (a loss above 709)."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+def loss_figures(loss: float) -> dict[str, float]:
+    """A mean loss in nats and exp of it, the perplexity, which is left out where no file would hold it."""
+    return {"loss": loss} | ({"perplexity": math.exp(loss)} if loss < _LARGEST else {})
 
 
 def read_losses(directory: Path) -> dict[str, LossSum]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kt_ray.errors import UserError
 from kt_ray.evaluate.answer_file import AnswerFile, AnswerRow
 from kt_ray.evaluate.choice import argmax_letter, exact_match, extract_letter, label_letter, without_thinking
-from kt_ray.evaluate.loss_sums import LossSum, perplexity
+from kt_ray.evaluate.loss_sums import LossSum, loss_figures
 from kt_ray.evaluate.text_metrics import TEXT_METRICS, text_scores
 
 
@@ -69,7 +69,7 @@ def score(answers: AnswerFile, *, choice: str = "auto", letters: str = "ABCD") -
     losses = [row.loss for row in answers.rows if row.loss is not None]
     total = sum(losses, LossSum())
     if len(losses) == len(answers.rows) and total.tokens:
-        metrics = {"loss": total.loss, "perplexity": perplexity(total.loss), **metrics}
+        metrics = loss_figures(total.loss) | metrics
     return Scores(answers, metrics)
 
 

@@ -28,7 +28,7 @@ from kt_ray.evaluate.answer_file import (
     of_present_adapter,
     settings_beside,
 )
-from kt_ray.evaluate.loss_sums import perplexity, read_losses
+from kt_ray.evaluate.loss_sums import loss_figures, read_losses
 from kt_ray.evaluate.scores import score
 from kt_ray.evaluate.table import Comparison, compare
 from kt_ray.runs.rundir import plain, settings_of
@@ -223,7 +223,7 @@ def _losses(home: Path) -> tuple[dict[str, dict[str, float]], str]:
     """Loss and perplexity by side, and their source: losses.json, else the run's own figures."""
     measured = {side: total for side, total in read_losses(home).items() if total.tokens}
     if measured:
-        figures = {side: {"loss": s.loss, "perplexity": perplexity(s.loss)} for side, s in measured.items()}
+        figures = {side: loss_figures(total.loss) for side, total in measured.items()}
         tokens = max(total.tokens for total in measured.values())
         return figures, f"loss and perplexity are over the rows' {tokens} answer tokens"
     note = "loss and perplexity are the run's own held-out ones (metrics.jsonl), over its eval split"
@@ -245,4 +245,4 @@ def losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
     # LoRA begins without effect: before the first step the model is the base, but for a run from an adapter.
     by_side = {"base": None if config.get("lora.adapter") else 0, "adapter": step or None}
     losses = {side: evaluated[at] for side, at in by_side.items() if at in evaluated}
-    return {side: {"loss": loss, "perplexity": perplexity(loss)} for side, loss in losses.items()}
+    return {side: loss_figures(loss) for side, loss in losses.items()}

@@ -17,7 +17,7 @@ from kt_ray.evaluate.answer_file import (
     missing_answers,
     read_answers,
 )
-from kt_ray.evaluate.loss_sums import LossSum, perplexity, read_losses
+from kt_ray.evaluate.loss_sums import LossSum, loss_figures, read_losses
 from kt_ray.evaluate.scores import score
 from kt_ray.evaluate.table import compare, spread
 from kt_ray.evaluate.text_metrics import text_scores
@@ -226,7 +226,8 @@ def test_loss_weighs_by_tokens_and_needs_every_row():
 
 
 def test_perplexity_of_large_and_no_losses():
-    assert perplexity(1000.0) == math.inf
+    assert loss_figures(1000.0) == {"loss": 1000.0} and loss_figures(0.0)["perplexity"] == 1
+    assert loss_figures(689.9)["perplexity"] < 1e300  # as kt_ray.parse reads it back from eval.json
     with pytest.raises(ValueError, match="no tokens"):
         _ = LossSum().loss
 
