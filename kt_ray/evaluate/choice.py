@@ -22,24 +22,33 @@ _THINKING_BEGUN = re.compile(rf"<{_TAG}\s*\Z", re.IGNORECASE)
 
 # Between a statement and its letter: white space, brackets, emphasis.
 _BETWEEN = r"[\s(\[{<*_`\"'“‘:=]*"
-_IS = r"(?:\s+(?:is|are|would be|must be|should be)\b)?"
+_IS = (
+    r"(?:\s+to\s+(?:the|this)\s+\w+)?(?:\s+(?:is|are|would be|must be|should be)\b"
+    r"(?:\s+(?:(?:most\s+)?likely|probably|clearly|therefore|thus|hence|then|indeed|definitely)\b)?)?"
+)
 _STATEMENTS = (
     r"\\boxed\s*\{\s*(?:\\(?:text|mathrm|mathbf)\s*\{)?",
-    rf"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}{_BETWEEN}"
-    r"(?:(?:option|choice|letter)\s+[(\[*]*)?",
+    rf"<answer>{_BETWEEN}",
+    rf"(?<!wrong )(?<!incorrect )\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}"
+    rf"{_BETWEEN}(?:(?:option|choice|letter)\s+[(\[*]*)?",
     rf"\b(?:choose|pick|select|go with)\b(?:\s+(?:option|choice|answer))?{_BETWEEN}",
     rf"(?:答案|正确选项)(?:应该|应当|应)?(?:是|为|选择|选)?{_BETWEEN}",
     rf"(?<!不)(?<!不应)(?:选择|选)(?!项){_BETWEEN}",
 )
-# "option B is correct", and a small letter where nothing else can be meant.
-_JUDGED = r"(?i:\b(?:option|choice)\s+[(\[*]*)(%s)(?i:[)\]*]*\s+is\s+(?:the\s+)?(?:correct|right|best|true))"
+# A small letter where nothing else can be meant.
 _SMALL = r"(?im:\banswer\s*:\s*[(\[*]*)((?i:%s))[^\w\n]*$"
-_WRONG = r"[)\]*]*\s*(?:is (?:wrong|incorrect|false)|(?:是|项)?错)"
-# Two options in one breath settle nothing.
+_RIGHT = "correct|right|best|true|answer"
+# "option B is correct", "Therefore, B is the best choice"; of "vitamin B is best" nobody knows.
+_JUDGED = (
+    r"(?i:\b(?:option|choice|therefore|thus|hence|so|that|only|and|but)\s|[.,:;!?，。、；：]|^)\s*[(\[*]*"
+    rf"(%s)(?i:[)\]*]*\s+(?:is|would be|must be)\s+(?:the\s+)?(?:{_RIGHT}|most\s\w+)\b)"
+)
+_WRONG = rf"[)\]*]*\s*(?:is (?:wrong|incorrect|false|not (?:the )?(?:{_RIGHT}))|(?:是|项)?错)"
+_END = r"(?!\w|['’]\w)"  # of an option's letter
+# Two options in one breath settle nothing. "B is wrong" says something else.
 _SECOND = (
-    r"\s*(?:,|、|/|&|\band\b|\bor\b|和|或|与)\s*(?:and\s+|or\s+)?"
-    # "option B is wrong" says something else.
-    r"(?i:(?:option|choice|letter)\s+(?![(\[*]*\w[)\]*]*\s+(?:is|has|does|would)\b))?[(\[*]*%s(?![\w'’])"
+    r"[)\]*}]*\s*(?:,|、|/|&|\band\b|\bor\b|和|或|与)\s*(?:and\s+|or\s+)?(?i:(?:maybe|perhaps)\s+)?"
+    r"(?i:(?:option|choice|letter)\s+)?[(\[*]*%s(?!\w|['’]\w|[)\]*]*\s+(?:is|has|does|would)\b)"
 )
 # After these words (in small letters) a single "A" is an option; after others it is the article.
 _VERBS = ("is", "or", "and", "because", "since", "as", "but", "seems", "would", "must", "should", "for")
@@ -66,19 +75,19 @@ def opens_thought(prompt: str) -> bool:
 def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     """The option that a generated answer settles on; None = it names none, or several.
 
-    In this order: the last statement of the kind "the answer is (B)", "答案：B", "\\boxed{B}"; a letter
-    that begins the answer ("B", "(B)", "B. Paris", "**B**"); a letter alone on the last line; the only
-    option letter that stands alone anywhere and is not denied. Reasoning in <think> is left out. Options
-    are capital letters; a small one counts only where the whole answer, or all behind "answer:", is that
-    letter. An article ("A cat") or "I" is no option.
+    In this order: the last statement of the kind "the answer is (B)", "答案：B", "\\boxed{B}"; the only one
+    that is called right ("B is correct"); a letter that begins the answer ("B", "(B)", "B. Paris", "**B**"),
+    unless the first two options begin lines; a letter alone on the last line; the only option letter that
+    stands alone anywhere and is not denied. Reasoning in <think> is left out. Options are capital letters; a
+    small one counts only where the whole answer, or all behind "answer:", is that letter. An article ("A
+    cat") or "I" is no option.
     """
     text = _plain(without_thinking(text), keep_lines=True)
     known = _options(letters)
     bare = re.fullmatch(rf"[^\w]*({known})[^\w]*", text, re.IGNORECASE)
     if bare:
         return bare[1].upper()
-    patterns = [rf"(?i:{statement})({known})(?![\w'’])" for statement in _STATEMENTS]
-    patterns += [_JUDGED % known, _SMALL % known]
+    patterns = [rf"(?i:{statement})({known}){_END}" for statement in _STATEMENTS] + [_SMALL % known]
     stated = [
         match
         for pattern in patterns
@@ -88,13 +97,18 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     if stated:
         last = max(stated, key=lambda match: match.start(1))
         return None if re.match(_SECOND % known, text[last.end(1) :]) else last[1].upper()
-    first = re.match(rf"[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[–—]|\s*-\s|\s*\n)", text)
-    if first:
+    judged = {match[1] for match in re.finditer(_JUDGED % known, text, re.MULTILINE)}
+    if len(judged) == 1:
+        return judged.pop()
+    begun = rf"^[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[–—]|\s*-\s|\s*\n)"
+    first = re.match(begun, text)
+    listed = re.findall(begun, text, re.MULTILINE)[:2] == [*letters[:2]]
+    if first and not listed and not re.match(_SECOND % known, text[first.end(1) :]):
         return first[1]
     line = re.search(rf"\n[^\w\n]*({known})[^\w\n]*\Z", text)
     if line:
         return line[1]
-    denied = r"(?<!\bnot )(?<!n't )(?<!不是)(?<!不选)"
+    denied = r"(?<!\bnot )(?<!n't )(?<!not be )(?<!n't be )(?<!不是)(?<!不选)"
     alone = {
         match[1]
         for match in re.finditer(rf"(?<![A-Za-z0-9'’]){denied}({known})(?![A-Za-z0-9'’]|-\w|{_WRONG})", text)

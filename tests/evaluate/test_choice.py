@@ -45,7 +45,21 @@ ANSWERS = [
     *[(f"The answer is option A {more}", None) for more in ("and option C", "or option (B).")],
     ("Answers: option A, Option B", None),
     ("the answer is an option", None),
+    *[
+        (text, "B")
+        for text in ("<answer>B</answer>, as A fails", "The answer is 'B'", "The answer is B, C is wrong.")
+    ],
+    ("The correct answer to this question is most likely D. A is close.", "D"),
+    ("The answer is C. A is correct, which was not asked for.", "C"),
+    # called right
+    ("Therefore, C is correct. A and B are not.", "C"),
+    ("B is the best choice because A is too small.", "B"),
+    ("A is not correct. (B) is right.", "B"),
+    ("B. Vitamin C is the best, but A has none.", "B"),
+    ("A is correct. B is correct. C is not.\nC", "C"),
     # on the last line
+    ("A. 5\nB. 6\n\nB", "B"),
+    ("B. Rome\n\nA. is in France\nC. is in Spain", "B"),
     ("A and C are close. Let me see.\nB", "B"),
     # the only one
     ("It must be C", "C"),
@@ -63,6 +77,11 @@ ANSWERS = [
         (text, None)
         for text in ("Not A or B", "Both A and B", "the answers are A and C", "选A或B", "A or B?")
     ],
+    *[
+        (text, None)
+        for text in ("A, C and D are wrong, not B", "The answer is (A) or (B).", "A: Paris\nB: Rome\nRome.")
+    ],
+    ("The answer cannot be A. So it is C", "C"),
     *[(text, None) for text in ("The answer is not A", "It isn't A", "答案不是A", "E", "<think>B, surely")],
 ]
 
