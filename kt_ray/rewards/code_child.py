@@ -31,6 +31,10 @@ def main() -> None:
     sys.modules["answer"] = module  # dataclasses look there
     try:
         exec(compile(job["code"], "answer.py", "exec", dont_inherit=True), vars(module))
+        # What stands behind `if __name__ == "__main__"` in tests runs, in code not.
+        module.__name__, sys.modules["__main__"] = "__main__", module
+        if any("unittest" in test for test in job["tests"]):
+            _fail_with_unittest()
         for number, test in enumerate(job["tests"]):
             try:
                 exec(compile(test, "tests.py", "exec", dont_inherit=True), vars(module))
@@ -39,6 +43,28 @@ def main() -> None:
             write(report, f"{secret} {number}\n".encode())
     finally:
         leave(0)
+
+
+def _fail_with_unittest() -> None:
+    """A run of unittest raises unless it has tests that pass, and its main comes back: else a run that fails
+    would reach its end, and one that passes would not."""
+    import unittest
+
+    run = unittest.TextTestRunner.run
+
+    def checked(runner: unittest.TextTestRunner, suite: unittest.TestSuite) -> unittest.TestResult:
+        result = run(runner, suite)
+        if not result.testsRun or not result.wasSuccessful():
+            raise AssertionError
+        return result
+
+    class Main(unittest.TestProgram):
+        def runTests(self) -> None:
+            self.exit = False
+            super().runTests()
+
+    unittest.TextTestRunner.run = checked  # type: ignore[method-assign,assignment]
+    unittest.main = Main
 
 
 if __name__ == "__main__":

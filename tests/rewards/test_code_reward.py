@@ -54,6 +54,17 @@ def test_the_body_of_a_class_is_code_that_runs(reward: CodeReward) -> None:
     assert scores == [1.0, 0.0]
 
 
+def test_tests_may_be_programs(reward: CodeReward) -> None:
+    case = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        assert f(1) == 2\n"
+    guard = "if __name__ == '__main__':\n    "
+    run = "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))"
+    tests = [case + "unittest.main()", guard + "unittest.main(exit=False)", run, guard + "assert f(1) == 2"]
+    reward.check_row({"prompt": "p", "answer": tests}, "row 1")
+    code = "def f(x):\n    return x + {}\nif __name__ == '__main__':\n    raise ValueError"
+    assert [reward.score(code.format(more), tests) for more in (1, 2)] == [1.0, 0.0]
+    assert reward.score(code.format(1), "import unittest\nunittest.main()") == 0.0  # no test
+
+
 def test_the_share_of_passed_tests(reward: CodeReward) -> None:
     right, wrong = "assert add(1, 2) == 3", "assert add(1, 2) == 4"
     cases = {
