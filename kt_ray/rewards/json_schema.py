@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -37,7 +37,9 @@ class JsonSchema(Verifier):
             kind.check_schema(schema, format_checker=_formats(kind.FORMAT_CHECKER))
             specification = specification_with(kind.META_SCHEMA["$schema"], default=DRAFT202012)
             root = specification.create_resource(schema)
-            _check_references(root, Registry().resolver_with_root(root), specification, set())
+            # The library searches for unevaluated ones with re.
+            module = re if '"unevaluatedProperties"' in json.dumps(schema) else regex
+            _check(root, Registry().resolver_with_root(root), specification, set(), module.compile)
             validator.is_valid(None)
         except jsonschema.SchemaError as error:
             raise ValueError(f"no schema: {error.message[:200]} at {error.json_path}") from error
@@ -70,7 +72,13 @@ def _validator(schema: Any) -> Validator:
         raise ValueError(shown(schema))
     kind = validator_for(schema, default=jsonschema.Draft202012Validator)
     # The library's search has no time limit, and an empty registry keeps references from the network.
-    return extend(kind, {"pattern": _pattern, "multipleOf": _multiple_of})(schema, registry=Registry())
+    own = {
+        "pattern": _pattern,
+        "patternProperties": _pattern_properties,
+        "additionalProperties": _additional_properties,
+        "multipleOf": _multiple_of,
+    }
+    return extend(kind, own)(schema, registry=Registry())
 
 
 def _formats(known: jsonschema.FormatChecker) -> jsonschema.FormatChecker:
@@ -107,8 +115,33 @@ def _pattern(
         yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
-def _check_references(
-    schema: Resource[Any], resolver: Any, specification: Specification[Any], seen: set[int]
+def _pattern_properties(
+    validator: Validator, patterns: dict[str, Any], instance: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(instance, dict):
+        for pattern, inner in patterns.items():
+            for name, value in instance.items():
+                if finds(pattern, name, where="patternProperties"):
+                    yield from validator.descend(value, inner, path=name, schema_path=pattern)
+
+
+def _additional_properties(
+    validator: Validator, inner: Any, instance: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(instance, dict):
+        named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        for name, value in instance.items():
+            known = name in named or any(finds(one, name, where="patternProperties") for one in patterns)
+            if not known:
+                yield from validator.descend(value, inner, path=name)
+
+
+def _check(
+    schema: Resource[Any],
+    resolver: Any,
+    specification: Specification[Any],
+    seen: set[int],
+    compiled: Callable[[str], object],
 ) -> None:
     """Follows every reference that validation may follow: a name of its own ($id) changes what they mean.
 
@@ -119,13 +152,10 @@ def _check_references(
         return
     seen.add(id(schema.contents))
     named = schema.contents.get("patternProperties") if isinstance(schema.contents, dict) else None
-    names = [*named] if isinstance(named, dict) else []
-    if names and "additionalProperties" in schema.contents:
-        names.append("|".join(names))  # for which the library searches with all of them in one
-    for pattern in names:
+    for pattern in named if isinstance(named, dict) else ():
         try:
-            re.compile(pattern)  # which is what the library searches with
-        except (re.error, OverflowError) as error:
+            compiled(pattern)
+        except (re.error, regex.error, RecursionError, OverflowError) as error:
             raise ValueError(f"no schema: the name {pattern!r} in patternProperties: {error}") from error
     keys = ("$ref", "$dynamicRef") if isinstance(schema.contents, dict) else ()
     for reference in (schema.contents[key] for key in keys if isinstance(schema.contents.get(key), str)):
@@ -133,9 +163,9 @@ def _check_references(
             found = resolver.lookup(reference)
         except Unresolvable as error:
             raise ValueError(f"a reference to nothing inside of it: {reference}") from error
-        _check_references(specification.create_resource(found.contents), found.resolver, specification, seen)
+        _check(specification.create_resource(found.contents), found.resolver, specification, seen, compiled)
     for inner in schema.subresources():
-        _check_references(inner, resolver.in_subresource(inner), specification, seen)
+        _check(inner, resolver.in_subresource(inner), specification, seen, compiled)
 
 
 def _refuse(constant: str) -> None:
