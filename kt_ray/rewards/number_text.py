@@ -1,40 +1,80 @@
-r"""Numbers as people and models write them: 1,234.5, -$3, 1/2, \frac{1}{2}, 25 %, 1.2e-3, 3 × 10^5."""
+r"""Numbers as people and models write them: 1,234.5, -$3, 1/2, 1\frac{1}{2}, 25 %, 1.2e-3, 3 × 10^5, 2^3."""
 
 from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from dataclasses import dataclass
 
 _DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-# No part of a word (CO2), of a version (1.2.3) or of a range (10-12, whose hyphen is no sign).
+_RAISED = r"(?:\s?\^\s?|\*\*| \*\* )(?:\{[+-]?\d+\}|[+-]?\d+)"
+_POSITIVE = rf"{_DIGITS}(?:[eE][+-]?\d+)?(?:{_RAISED})?"
+_UNITS = {"%": 1e-2, "percent": 1e-2, "hundred": 1e2, "thousand": 1e3, "k": 1e3}
+_UNITS |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
+_SCALE = r"(?i:percent|hundred|thousand|million|billion|trillion)"
+# No part of a word (CO2), of a version (1.2.3), of an exponent (m^2) or of a range (10-12, whose hyphen is no
+# sign).
 _NUMBER = re.compile(
-    rf"(?<![A-Za-z0-9_.])(?P<sign>(?:(?<![\w)])[+-])?)\s?[$€£¥]?(?P<digits>{_DIGITS})(?P<exponent>[eE][+-]?\d+)?"
-    r"(?:\s?(?:×|\\times|\*|·|\\cdot)\s?10\s?(?:\^|\*\*)\s?\{?(?P<power>[+-]?\d+)\}?)?"
-    rf"(?:\s?/\s?(?P<divisor>{_DIGITS}(?:[eE][+-]?\d+)?))?(?P<percent>\s?\\?%|\s?percent\b)?"
+    r"(?<![A-Za-z0-9_.^])(?<!\^\{)(?<!\^-)(?<!\^\{-)(?P<sign>(?:(?<![\w)])[+-])?)\s?[$€£¥]?"
+    rf"(?P<whole>(?:\d{{1,3}} {{1,2}}(?=\d+\s?/\s?\d))?)(?P<positive>{_POSITIVE})"
+    r"(?:\s?(?:×|\\times|\*|·|\\cdot|x)\s?10\s?(?:\^|\*\*)\s?\{?(?P<power>[+-]?\d+)\}?)?"
+    rf"(?:\s?/\s?(?P<divisor>-?{_POSITIVE}))?"
+    rf"(?P<unit>\s?\\?%|\s{{0,2}}{_SCALE}\b|k\b|)"
 )
-# 10^6 by itself; behind a sign of multiplication it is a part of _NUMBER.
-_POWER = re.compile(
-    r"(?P<times>(?:×|\\times|\*|·|\\cdot)\s?)?(?<![\w.,^*])10\s?(?:\^|\*\*)\s?"
-    r"(?P<brace>\{)?(?P<power>[+-]?\d++)(?(brace)\})(?!\.?\d)"
-)
+_FULL_WIDTH = {0xFF01 + place: chr(0x21 + place) for place in range(94)} | {ord("，"): ", "}
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SUPERSCRIPT = re.compile("⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_VULGAR = {ord(one): " " + unicodedata.normalize("NFKC", one).replace("⁄", "/") for one in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _BULLET = re.compile(r"(?<=\n)([ \t]*)-[ \t]+")  # of a list in Markdown: its hyphen is no sign
-_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3})")
-_WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}((?:\s*\^\s*\{?-?\d\}?)?)")
-# What makes another number of one: 3\pi, \sqrt{16}.
-_SYMBOL = re.compile(r"\\(?:pi|sqrt|log|ln|sin|cos|tan|infty|theta)(?![a-z])|[π√∞]")
+_MINUS = re.compile(r"−|(?:–|(?<![\d)] )\b(?i:minus|negative) )(?=[$€£¥]?\d)")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|[\u00a0\u2009\u202f])(?=\d{3})")
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d|,\d|\s?/)")
+_SPACE = re.compile(r"\\(?:[;: ]|left(?![a-z])|right(?![a-z]))|~")
+_WORDS = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}((?:\s*\^\s*\{?-?\d\}?)?)"
+)
+_KEPT_WORDS = re.compile(rf"\s*(?:{_SCALE}|or|and)\b")
+# Behind a number, but no part of it: powers of units, degrees, the base of a numeral.
+_LENGTH = r"(?:[cdkm]?m|ft|feet|in|inch(?:es)?|yd|yards?|mi|miles?|units?|met(?:er|re)s?)"
+_NO_PART = re.compile(
+    rf"(?<=\d)(\s?{_LENGTH}(?:/(?:{_LENGTH}|s))?)\s?\^\s?(?:\{{-?\d\}}|-?\d)"
+    r"|\^\s?(?:\{\s?\\circ\s?\}|\\circ(?![a-z]))|\^\{\s*\}|(?<=\d)_\{\d+\}"
+)
+_FRACTION = re.compile(r"\\[cdt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+# What makes another number of one, or no number: 3\pi, \sqrt{16}, 2x, x + 1, 1/n, 5!, x > 5, ±5, |-5|.
+_LETTER = r"[abeinqrxyz](?![A-Za-z\d])"
+_SYMBOL = re.compile(
+    r"\\(?:pi|sqrt|log|ln|sin|cos|tan|infty|theta|pm|mp|leq?|geq?|lt|gt|neq?|[lr]floor|[lr]ceil)(?![a-z])"
+    r"|[π√∞±≤≥≠]|(?<![A-Za-z])(?:pi(?![A-Za-z])|(?:sqrt|log|ln|sin|cos|tan)\s?[_^(\d])"
+    rf"|\d{_LETTER}|\d\s[xyz]\b|[\d)]\s?[-+*/·×]\s?{_LETTER}|(?<![A-Za-z\\]){_LETTER}\s?[-+*/·×]\s?[\d(]"
+    r"|(?<![</\w])[A-Za-z]\s?[<>]=?\s?-?\d|\d\s?[<>]=?\s?[A-Za-z]\b(?!>)|\A[^A-Za-z]*\d!|-\s?\(|\|"
+)
+_EQUALS = re.compile(r"=|≈|\\approx(?![a-z])")
+_SEVERAL = re.compile(r"=[^=]*(?:[,;]|\b(?:or|and)\b)\s*[A-Za-z]\w{0,9}\s*=")  # x = 5 or x = 7
+_BRACKETS = re.compile(
+    r"\s*(?:\(.*,.*\)|\[.*,.*\]|\\\{.*,.*\\\})\s*", re.DOTALL
+)  # a pair, an interval, a set
 # A sum is taken whole, and only then looked at for its sign: to try it from each of its digits would take as
 # long as the square of its length.
-_RAISED = r"\s?\^\s?\{?\d+\}?"
-_TERM = rf"[$€£¥]?{_DIGITS}%?"
-_SUM = re.compile(
-    rf"(?:(?P<root>\\sqrt\s?\{{{_DIGITS}\}})|{_TERM}(?P<raised>{_RAISED})?)"
-    rf"(?P<more>\s*(?:[-+*/×÷·]|\\times|\\cdot|\\div)\s*{_TERM}(?:{_RAISED})?)*(?P<equals>\s*=)?"
+_OPERATOR = (
+    r"(?:[-+*/×÷·]|\\times(?![a-z])|\\cdot(?![a-z])|\\div(?![a-z])|(?:of|times|plus|minus)\b|x(?![A-Za-z]))"
 )
-_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
-_BRACE = re.compile(r"\\boxed\s*\{|\\?[{}]")
+_BESIDE = rf"\){{0,3}}%?(?:(?: (?!{_OPERATOR})[A-Za-z]+){{1,3}}(?=\s*(?:{_OPERATOR}|[=)])))?\){{0,3}}"
+_TERM = rf"\({{0,3}}[$€£¥]?(?:\d+ (?=\d+/\d))?{_DIGITS}%?"
+_SUM = re.compile(
+    rf"(?:(?P<root>\\sqrt\s?\{{{_DIGITS}\}})|{_TERM}(?P<raised>{_RAISED})?){_BESIDE}"
+    rf"(?P<more>\s*{_OPERATOR}\s*{_TERM}(?:{_RAISED})?{_BESIDE})*(?P<equals>\s*(?:=|≈|\\approx\b|equals\b))?"
+)
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\?[{}]")
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _HASHES = re.compile(r"####([^\n]*)")
-_STATEMENT = re.compile(r"\banswers?\b[ \t*_]*(?:is|are|[:=])([^\n]*)", re.IGNORECASE)
+_STATEMENT = re.compile(
+    r"(?:\banswers?\b(?: to (?:the|this|your) \w+)?[ \t*_]*"
+    r"(?:is|are|was|equals|(?:would|should|must|will) be|[:=])|答案[*_]*(?:应该|应当|应)?[是为:])([^\n]*)",
+    re.IGNORECASE,
+)
+_NEXT_LINE = re.compile(r"\s*([^\n]*)")
 
 
 @dataclass(frozen=True)
@@ -42,21 +82,23 @@ class Number:
     """A number in a text.
 
     Attributes:
-        value: without its percent sign.
-        percent: whether it has one.
+        value: without the word or sign behind it.
+        factor: which that stands for: 0.01 of "%", 1e6 of "million".
     """
 
     value: float
-    percent: bool = False
+    factor: float = 1.0
 
 
-def same_number(a: Number, b: Number) -> bool:
+def same_number(stated: Number, expected: Number) -> bool:
     """Whether they are equal, up to 1e-6 of the larger unless both are whole. Against a plain number, 25 % is
-    25 and 0.25."""
-    values = [b.value]
-    if a.percent != b.percent:
-        values = [b.value, b.value * 100 if a.percent else b.value / 100]
-    return any(_same(a.value, value) for value in values)
+    25 and 0.25, and a stated "3 million" is 3 and 3,000,000."""
+    if stated.factor == expected.factor:
+        return _same(stated.value, expected.value)
+    plain = 1.0 in (stated.factor, expected.factor) and expected.factor <= 1.0
+    return (plain and _same(stated.value, expected.value)) or _same(
+        stated.value * stated.factor, expected.value * expected.factor
+    )
 
 
 def _same(a: float, b: float) -> bool:
@@ -70,15 +112,18 @@ def stated_number(text: str) -> Number | None:
 
     The first of these that the text has, each the last of its kind: \boxed{x}, <answer>x</answer>, a line
     "#### x", "answer is x" (also "answer: x", "answer is 2 + 3 = x"), any number. A box or tag without
-    exactly one number has none, and one with a root or \pi neither.
+    exactly one number has none, and one with a root, \pi or a letter to be multiplied neither.
     """
     text = _plain(text)
     marked, content = _marked(text)
     if marked:
         return _only(content)
-    for content in reversed(_STATEMENT.findall(text)):
-        if numbers := _numbers(_SUM.sub(_without_sum, content)):
+    for statement in reversed(list(_STATEMENT.finditer(text))):
+        if numbers := _numbers(_SUM.sub(_without_sum, statement[1])):
             return numbers[0]
+        line = _NEXT_LINE.match(text, statement.end())
+        if line and not re.search(r"\w", statement[1]) and (number := _alone(line[1])):
+            return number
     numbers = _numbers(text)
     return numbers[-1] if numbers else None
 
@@ -95,16 +140,22 @@ def _marked(text: str) -> tuple[bool, str]:
     boxes = _boxes(text)
     if boxes:
         return True, boxes[-1]
-    before, tag, _ = text.rpartition("</answer>")
-    _, opening, content = before.rpartition("<answer>")
-    if tag and opening:
-        return True, content
+    closing = None
+    for tag in reversed(list(_TAG.finditer(text))):
+        if closing and not tag[1]:
+            return True, text[tag.end() : closing.start()]
+        closing = closing or (tag if tag[1] else None)
     for line in reversed(_HASHES.findall(text)):  # a heading of Markdown ("#### Step 3") is no answer
-        content = line.strip(" \t*_.$")
-        match = _NUMBER.fullmatch(content)
-        if match and _value(match) is not None:
-            return True, content
+        if _alone(line):
+            return True, line.strip(" \t*_.$")
     return False, ""
+
+
+def _alone(line: str) -> Number | None:
+    """The number that a line consists of, with marks of LaTeX and Markdown around it."""
+    match = _NUMBER.fullmatch(line.strip(" \t*_.$[]\\"))
+    numbers = _of_match(match) if match else []
+    return numbers[0] if len(numbers) == 1 else None
 
 
 def _boxes(text: str) -> list[str]:
@@ -121,20 +172,22 @@ def _boxes(text: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """One way of writing minus signs, separators of thousands, fractions and 10^6; without LaTeX's units and
-    the hyphens of lists."""
-    text = _BULLET.sub(r"\1", text)
-    text = _THOUSANDS.sub(",", text.replace("\u2212", "-").replace("\\!", ""))
-    text = text.replace("\\,", "").replace("\\$", "$")
-    text = _POWER.sub(lambda match: match[0] if match["times"] else f"1e{match['power']}", text)
+    """One way of writing minus signs, separators of thousands, fractions and powers; without LaTeX's units
+    and the hyphens of lists."""
+    text = text.translate(_FULL_WIDTH | _VULGAR)
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = _MINUS.sub("-", _BULLET.sub(r"\1", text))
+    text = _THOUSANDS.sub(",", text.replace("\\!", ""))
+    text = _SPACE.sub(" ", text.replace("\\,", "").replace("\\$", "$"))
     text = _WORDS.sub(_without_unit, text)
+    text = _NO_PART.sub(lambda match: match[1] or "", text)
     return _FRACTION.sub(_slash, text)
 
 
 def _without_unit(match: re.Match[str]) -> str:
-    """A number in \\text stays, words go."""
-    number = _NUMBER.fullmatch(match[1].strip(" *_.$")) is not None
-    return f" {match[1]} " if number and not match[2] else " "
+    """A number in \\text stays, as do words that belong to one; others go."""
+    kept = _NUMBER.match(match[1].strip(" *_.$")) or _KEPT_WORDS.match(match[1])
+    return f" {match[1].strip()} " if kept and not match[2] else " "
 
 
 def _without_sum(match: re.Match[str]) -> str:
@@ -145,27 +198,46 @@ def _without_sum(match: re.Match[str]) -> str:
 
 def _slash(match: re.Match[str]) -> str:
     space = " " if match.start() and match.string[match.start() - 1].isdigit() else ""
-    return f"{space}{match[1] or match[3]}/{match[2] or match[4]}"
+    return f"{space}{match[1] or match[2] or ''}/{match[3] or match[4] or ''}"
 
 
 def _only(text: str) -> Number | None:
-    content = text.rpartition("=")[2]
-    numbers = _numbers(content)
-    return numbers[0] if len(numbers) == 1 and not _SYMBOL.search(content) else None
+    if _SEVERAL.search(text) or _BRACKETS.fullmatch(text):
+        return None
+    text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
+    for side in reversed(_EQUALS.split(text)):
+        numbers = _numbers(side)
+        if len(numbers) > 1 or _SYMBOL.search(side) or "^" in _NUMBER.sub("", side):
+            return None
+        if numbers:
+            return numbers[0]
+    return None
 
 
 def _numbers(text: str) -> list[Number]:
-    found = ((match, _value(match)) for match in _NUMBER.finditer(text))
-    return [Number(value, bool(match["percent"])) for match, value in found if value is not None]
+    return [number for match in _NUMBER.finditer(text) for number in _of_match(match)]
 
 
-def _value(match: re.Match[str]) -> float | None:
-    """None: not finite."""
+def _of_match(match: re.Match[str]) -> list[Number]:
+    """Of "1 1/2" one number, of "1 3/2" two; none where one is not finite."""
     try:
-        value = float(match["digits"].replace(",", "") + (match["exponent"] or ""))
-        value *= 10.0 ** int(match["power"] or 0)
+        value = _positive(match["positive"]) * 10.0 ** int(match["power"] or 0)
         if match["divisor"]:
-            value /= float(match["divisor"].replace(",", ""))
+            value /= _positive(match["divisor"])
     except (OverflowError, ZeroDivisionError, ValueError):
-        return None
-    return (-value if match["sign"] == "-" else value) if math.isfinite(value) else None
+        return []
+    values = [value]
+    if match["whole"]:
+        whole = float(match["whole"])
+        values = [whole + value] if 0 < value < 1 else [whole, value]
+    values[0] = -values[0] if match["sign"] == "-" else values[0]
+    factor = _UNITS.get(match["unit"].strip(" \\\t\n").lower(), 1.0)
+    return [Number(value, factor) for value in values] if all(map(math.isfinite, values)) else []
+
+
+def _positive(text: str) -> float:
+    """Of digits with an exponent, or raised to a power; a minus sign may stand before them."""
+    digits, *power = re.split(r"\s?\^\s?|\s?\*\*\s?", text)
+    value = abs(float(digits.replace(",", "")))
+    value = value ** int(power[0].strip("{}")) if power else value
+    return -value if text.startswith("-") else value

@@ -115,7 +115,61 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         (r"\boxed{\text{42}}", 42, 1),
         (r"\boxed{3\pi}", 3, 0),
         (r"\boxed{\sqrt{16}}", 16, 0),
+        *[
+            (rf"\boxed{{{no}}}", 5, 0)
+            for no in ("5x", "x + 5", "1/x + 5", "x^5", "5^n", "5!", "x > 5", r"\pm 5")
+        ],
+        *[(rf"\boxed{{{no}}}", 5, 0) for no in (r"x = 3 \text{ or } x = 5", "x=3, y=5", "-(5)", "|5|")],
+        (r"\boxed{(1,200)}", 1200, 0),
+        (r"\boxed{5 = x}", 5, 1),
+        (r"\boxed{\sqrt{2} \approx 1.41}", 1.41, 1),
+        (r"\fbox{5} in 3 steps", 5, 1),
+        ("<Answer>5</Answer> in 3 steps", 5, 1),
+        ("The answer would be 5 in 3 steps", 5, 1),
+        ("The answer to the question is 5, in 3 steps", 5, 1),
+        ("The answer is:\n$$5$$\nThis took 3 steps", 5, 1),
+        ("Answer:\n1. We add.\nSo it is 5", 5, 1),
+        ("答案是5。共3步", 5, 1),
+        ("The answer is 6 x 7 = 42.", 42, 1),
+        ("The answer is (48 clips + 24 clips) / 2 = 36 clips", 36, 1),
+        ("The answer is 25% of 80 = 20", 20, 1),
+        ("The answer is 42 (6 * 7 = 42)", 42, 1),
         # Ways of writing.
+        *[
+            (more, 1.5, 1)
+            for more in (
+                "1 1/2",
+                r"1\frac{1}{2}",
+                r"\boxed{1 \frac12}",
+                "1½",
+                r"\cfrac{3}2",
+                r"\frac{-3}{-2}",
+            )
+        ],
+        ("-1 1/2", -1.5, 1),
+        ("In 2024 3/4", 0.75, 1),
+        *[
+            (f"It is {unit}.", 12, 1)
+            for unit in ("12 m^2", "12 m²", r"12\text{ m/s}^2", r"12\mathrm{\,m\,s^{-1}}")
+        ],
+        *[
+            (rf"\boxed{{{unit}}}", 12, 1)
+            for unit in ("12 cm^2", r"\text{12 apples}", r"12^{\circ}", "12_{10}")
+        ],
+        (r"\boxed{2^{10}}", 1024, 1),
+        ("2³", 8, 1),
+        ("3 x 10⁸", 3e8, 1),
+        ("**42** 5", 5, 1),
+        (r"\boxed{10 000}", 10000, 1),
+        *[(f"{minus}42", -42, 1) for minus in ("–", "minus ", "negative ")],
+        ("5 minus 3", 3, 1),
+        ("$3 million", 3e6, 1),
+        ("$3 million", 3, 1),
+        ("3", "3 million", 0),
+        ("3 million", "3 billion", 0),
+        ("3k", 3000, 1),
+        ("１２％", 0.12, 1),
+        (r"\boxed{12\text{ percent}}", 0.12, 1),
         ("-3", -3, 1),
         ("−3", -3, 1),
         ("The answer is:\n\n- 42", 42, 1),
@@ -165,7 +219,7 @@ def test_numeric(text: str, answer: Any, expected: float) -> None:
     assert reward("numeric", text, answer) == expected
 
 
-@pytest.mark.parametrize("repeated", ["3", "1 + ", "a < b "])
+@pytest.mark.parametrize("repeated", ["3", "1 + ", "a < b ", "1 1/", "(1 a"])
 def test_an_answer_without_end_is_judged_at_once(repeated: str) -> None:
     """Models that repeat themselves do so to their last token; a tenth of a second, not a minute."""
     began = time.monotonic()
@@ -220,6 +274,7 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("numeric", True, "True"),
         ("numeric", math.inf, "inf"),
         ("numeric", r"\sqrt{2}", "sqrt"),
+        ("numeric", "2x", "'2x'"),
         ("json_schema", "{", "Expecting"),
         ("json_schema", [1], "[1]"),
         ("json_schema", {"type": "number?"}, "no schema: 'number?'"),
