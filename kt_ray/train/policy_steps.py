@@ -311,10 +311,22 @@ class Policy:
         return figures | ({"kl": float(np.concatenate(kls).mean())} if kls else {})
 
     def held_out_reward(self, prompts: Sequence[Row]) -> tuple[float, int]:
-        """Mean reward of the greedy answers, and of how many."""
+        """Mean reward of the greedy answers, and of how many.
+
+        Raises:
+            UserError: none has one.
+        """
         rewards = np.array([rollout.reward for rollout in self._rollouts.most_probable(prompts)])
         known = rewards[~np.isnan(rewards)]
-        return (float(known.mean()) if len(known) else float("nan")), len(known)
+        if not len(known):
+            raise UserError(
+                "no answer to a held-out prompt got a reward",
+                where=f"reward={self.config.reward}",
+                observed=f"{len(rewards)} answers, all without one",
+                remedy="look at what the reward wants of these rows (data.eval_path, data.eval_fraction), or "
+                "set trainer.eval_every=0",
+            )
+        return float(known.mean()), len(known)
 
 
 def _seed(*counters: int) -> int:

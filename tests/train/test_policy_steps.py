@@ -264,3 +264,8 @@ def test_a_round_serves_its_steps(tmp_path: Path, flushed: set[int]) -> None:
 
 def test_held_out_rewards_leave_out_what_has_none() -> None:
     assert policy(config(), Answers()).held_out_reward(prompts(0) + prompts(2)) == (0.75, 2)
+    answers = Answers()
+    answers.most_probable = lambda prompts: answers.sample([(prompts[0], 0)], 0)  # type: ignore[method-assign]
+    answers.rewards = [math.nan]
+    with pytest.raises(UserError, match="no answer to a held-out prompt got a reward"):
+        policy(config(), answers).held_out_reward(prompts(0))
