@@ -47,7 +47,8 @@ class Verifier(ABC):
         answer = row.get("answer")
         try:
             if answer is None:
-                raise ValueError(f"the columns {', '.join(map(str, row)) or 'none'}")
+                columns = f"the columns {', '.join(map(str, row)) or 'none'}"
+                raise ValueError("an `answer` that is empty" if "answer" in row else columns)
             self.check_answer(answer)
         except ValueError as error:
             raise UserError(

@@ -332,6 +332,8 @@ def test_a_row_that_cannot_be_judged_is_refused(name: str, answer: Any, said: st
 def test_a_row_without_an_answer_is_refused() -> None:
     with pytest.raises(UserError, match="found the columns prompt, label; required a column `answer`"):
         load_reward("numeric").check_row({"prompt": "p", "label": 3}, "row 1")
+    with pytest.raises(UserError, match="found an `answer` that is empty; required a column `answer`"):
+        load_reward("numeric").check_row({"prompt": "p", "answer": None}, "row 1")
 
 
 @pytest.mark.parametrize("text", ["numerics", "", "file.txt:f", "file.py:", "file.py:a b", ":f"])
