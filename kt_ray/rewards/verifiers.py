@@ -85,7 +85,10 @@ class ExactMatch(Verifier):
 
     def score(self, text: str, answer: Any) -> float:
         text = without_thinking(text)
-        return float(any(exact_match(text, str(one)) for one in _several(answer)))
+        accepted = [str(one) for one in _several(answer)]
+        # A column of numbers that lacks one holds 7.0.
+        accepted += [str(int(one)) for one in _several(answer) if isinstance(one, float) and one.is_integer()]
+        return float(any(exact_match(text, one) for one in accepted))
 
 
 class Regex(Verifier):

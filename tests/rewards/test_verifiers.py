@@ -29,6 +29,7 @@ def reward(name: str, text: str, answer: Any) -> float:
         ("paris", "Paris", 0),
         ("Lyon", ["Paris", "Lyon"], 1),
         ("7", 7, 1),
+        *[(text, 7.0, 1) for text in ("7", "7.0")],
         ("<think>Lyon?</think>\nParis", "Paris", 1),
         ("Lyon? It is not.</think>Paris", "Paris", 1),
         ("<think>Paris", "Paris", 0),
