@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -80,7 +81,9 @@ class ExactMatch(Verifier):
 
     def check_answer(self, answer: Any) -> None:
         for one in _several(answer):
-            if not isinstance(one, str | int | float) or isinstance(one, bool) or not str(one).strip():
+            text = isinstance(one, str) and one.strip()
+            number = isinstance(one, int) and not isinstance(one, bool)
+            if not (text or number or (isinstance(one, float) and math.isfinite(one))):
                 raise ValueError(shown(one))
 
     def score(self, text: str, answer: Any) -> float:

@@ -29,6 +29,7 @@ def reward(name: str, text: str, answer: Any) -> float:
         ("paris", "Paris", 0),
         ("Lyon", ["Paris", "Lyon"], 1),
         ("7", 7, 1),
+        ("1" + "0" * 400, 10**400, 1),
         *[(text, 7.0, 1) for text in ("7", "7.0")],
         ("<think>Lyon?</think>\nParis", "Paris", 1),
         ("Lyon? It is not.</think>Paris", "Paris", 1),
@@ -267,6 +268,7 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
     [
         ("exact_match", "  ", "found ' '"),
         ("exact_match", [], "an empty list"),
+        ("exact_match", math.nan, "found nan"),
         ("exact_match", {"a": 1}, "found {'a': 1}"),
         ("regex", "(", "'(': "),
         ("regex", 3, "found 3"),
