@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -110,6 +111,10 @@ class CodeReward(Verifier):
             raise ValueError("an empty list")
         if _only_define(statements):  # which any code would pass
             raise ValueError(f"{shown(answer)}: it defines functions and calls none, so it tests nothing")
+        if absent := [name for name in _imported(statements) if not _is_there(name)]:  # no code would pass
+            raise ValueError(
+                f"{shown(answer)}: it imports {absent[0]}, no module here (the answer is `answer`)"
+            )
 
     def score(self, text: str, answer: Any) -> float:
         text = without_thinking(text)
@@ -266,6 +271,19 @@ def _runs(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Expr):
         return not isinstance(statement.value, ast.Constant)
     return not isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass)
+
+
+def _imported(statements: Sequence[ast.stmt]) -> list[str]:
+    """Modules that the statements themselves import, not those inside of a `try` or a function."""
+    names = [alias.name for one in statements if isinstance(one, ast.Import) for alias in one.names]
+    return names + [one.module or "" for one in statements if isinstance(one, ast.ImportFrom)]
+
+
+@functools.cache
+def _is_there(module: str) -> bool:
+    """Whether the child can import a module, as far as can be known without importing it."""
+    root = module.partition(".")[0]
+    return root in ("answer", "__main__", "") or importlib.util.find_spec(root) is not None
 
 
 def _tests(answer: Any) -> list[Any]:

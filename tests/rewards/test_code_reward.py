@@ -70,6 +70,7 @@ def test_the_share_of_passed_tests(reward: CodeReward) -> None:
     cases = {
         (ADD, right): 1.0,
         (ADD, wrong): 0.0,
+        (ADD, f"from answer import add\n{right}"): 1.0,
         (ADD, f"{right}\n{wrong}"): 0.0,
         (ADD, (right, wrong, "raise SystemExit", right)): 0.5,
         ("def add(a, b): return a + b", right): 1.0,

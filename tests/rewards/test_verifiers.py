@@ -313,6 +313,7 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("json_schema", {"$ref": "#"}, "without end"),
         ("code", "assert (", "'assert (': "),
         ("code", [" "], "found ' '"),
+        ("code", ["import math", "from solution.of import f\nassert f(1)"], "imports solution.of, no module"),
         ("code", "METADATA = {}\n\ndef check(f):\n    assert f(1) == 2", "calls none, so it tests nothing"),
         ("code", ["import math", "def test():\n    assert f(1) == 2"], "calls none, so it tests nothing"),
         ("code", "class Error(Exception):\n    pass\n\ndef test():\n    assert f(1) == 2", "tests nothing"),
