@@ -97,7 +97,11 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     if stated:
         last = max(stated, key=lambda match: match.start(1))
         return None if re.match(_SECOND % known, text[last.end(1) :]) else last[1].upper()
-    judged = {match[1] for match in re.finditer(_JUDGED % known, text, re.MULTILINE)}
+    judged = {
+        match[1]
+        for match in re.finditer(_JUDGED % known, text, re.MULTILINE)
+        if not _is_word(text, match.end(1), match[1])
+    }
     if len(judged) == 1:
         return judged.pop()
     begun = rf"^[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[–—]|\s*-\s|\s*\n)"

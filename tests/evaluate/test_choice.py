@@ -100,6 +100,7 @@ def test_a_prompt_opens_a_thought_at_its_end_only(mark):
 def test_other_letters():
     assert extract_letter("The answer is E", "ABCDE") == "E"
     assert extract_letter("I would say so", "ABCDEFGHI") is None
+    assert extract_letter("C, so I must be right", "ABCDEFGHI") == "C"
     assert extract_letter("The answer is I.", "ABCDEFGHI") == "I"
 
 
