@@ -60,7 +60,8 @@ def test_tests_may_be_programs(reward: CodeReward) -> None:
     run = "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))"
     tests = [case + "unittest.main()", guard + "unittest.main(exit=False)", run, guard + "assert f(1) == 2"]
     reward.check_row({"prompt": "p", "answer": tests}, "row 1")
-    code = "def f(x):\n    return x + {}\nif __name__ == '__main__':\n    raise ValueError"
+    own = "from unittest import TestCase\nclass Own(TestCase):\n    def test(self):\n        assert False\n"
+    code = own + "def f(x):\n    return x + {}\nif __name__ == '__main__':\n    raise ValueError"
     assert [reward.score(code.format(more), tests) for more in (1, 2)] == [1.0, 0.0]
     assert reward.score(code.format(1), "import unittest\nunittest.main()") == 0.0  # no test
 
