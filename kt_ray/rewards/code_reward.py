@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import secrets
 import select
 import shutil
@@ -68,6 +69,10 @@ _SAME = f"import json\nassert json.__file__ == {json.__file__!r}"
 _INSTALLED = "from importlib.util import find_spec\nassert find_spec('numpy')"
 
 
+_NAME = re.compile(r"[^\W\d]\w*")
+_DEFINED = re.compile(r"^(?:(?:async[ ]+)?def|class)[ ]+(\w+)", re.MULTILINE)
+
+
 @dataclass(frozen=True)
 class Limits:
     """What one answer may use."""
@@ -82,6 +87,8 @@ class Limits:
 
 class CodeReward(Verifier):
     """The share of the tests that the text's last Python block (or the whole text) passes; nan = none ran.
+
+    The last that defines a function or class which the tests name, if there is one.
 
     Raises:
         UserError: no Python can be started here.
@@ -118,8 +125,13 @@ class CodeReward(Verifier):
 
     def score(self, text: str, answer: Any) -> float:
         text = without_thinking(text)
-        code = last_block(text, "python", "py", "python3")
         tests = _tests(answer)
+        named = set(_NAME.findall("\n".join(tests)))
+
+        def defines(block: str) -> bool:  # an example of its use often follows
+            return not named.isdisjoint(_DEFINED.findall(block))
+
+        code = last_block(text, "python", "py", "python3", wanted=defines)
         code = text if code is None else code
         passed = run_tests(code, tests, self._limits, self._launcher, self._workers)
         return NO_REWARD if passed is None else len(passed) / len(tests)

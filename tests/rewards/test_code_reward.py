@@ -75,6 +75,8 @@ def test_the_share_of_passed_tests(reward: CodeReward) -> None:
         (ADD, f"{right}\n{wrong}"): 0.0,
         (ADD, (right, wrong, "raise SystemExit", right)): 0.5,
         ("def add(a, b): return a + b", right): 1.0,
+        (f"{ADD}\nUse it:\n```python\nadded = add(1, 2)\n```\n", right): 1.0,
+        (f"{ADD}\nOr not:\n```python\ndef add(a, b): pass\n```\n", right): 0.0,
         ("I cannot.", right): 0.0,
         ("<think>" + ADD, right): 0.0,
     }
