@@ -7,6 +7,7 @@ without a word.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -51,7 +52,10 @@ COLUMNS = (
 _QUESTIONS = ("prompt", "completion", "text", "chosen", "rejected")
 _LIST_OF = {"messages": "messages", "sharegpt": "conversations"}  # format: key of its turns
 _LISTS = (*_LIST_OF.values(), "history")
-_TURNS = {*_LIST_OF.values(), "prompt", "completion", "chosen", "rejected"}  # which may be lists of turns
+_EITHER = ("prompt", "completion", "chosen", "rejected")  # a text or a list of turns
+_TURNS = {*_LIST_OF.values(), *_EITHER}  # which may be lists of turns
+# How such a list begins that a table holds as text: JSON's, or what Python prints of it.
+_TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content|from|value)\1\s*:""")
 
 
 class Parser:
@@ -170,6 +174,17 @@ class Parser:
                     result[name] = parse_json(value)
                 except ValueError as error:
                     raise wrong(name, value, where, "a list (as JSON)") from error
+        for name in _EITHER:
+            value = result.get(name)
+            if isinstance(value, str) and _TURNS_AS_TEXT.match(value):
+                raise bad_row(
+                    f"{name} is a text that holds turns: they would be read as they are written there",
+                    where,
+                    kind(value),
+                    "a text, or a list of turns",
+                    "write the rows as .jsonl with a list there; where a text is meant, make it the content "
+                    "of a message",
+                )
         if inner:
             for name in _TURNS & result.keys():
                 result[name] = _inner_keys(result[name], inner)

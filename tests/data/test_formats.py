@@ -87,6 +87,14 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         ["does not end with an answer"],
     ),
     "blank answer": (chat(("user", "q"), ("assistant", "")), ["answer is empty", "messages[2]"]),
+    "turns in a cell": (
+        {"prompt": "q", "chosen": '[{"role": "assistant", "content": "a"}]', "rejected": "b"},
+        ["chosen is a text that holds turns", "make it the content of a message"],
+    ),
+    "turns as Python prints them": (
+        {"prompt": "[{'from': 'human', 'value': 'q'}]", "completion": "a"},
+        ["prompt is a text that holds turns"],
+    ),
     "tool calls": (
         {
             "messages": [
