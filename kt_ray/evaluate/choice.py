@@ -18,7 +18,9 @@ from kt_ray.errors import UserError
 _TAG = r"(?:\w{1,20}:)?think(?:ing)?(?::\w{1,20})?>"
 _THINKING = re.compile(rf"<{_TAG}.*?(?:</{_TAG}|\Z)", re.DOTALL | re.IGNORECASE)
 _THINKING_ENDS = re.compile(f"</{_TAG}", re.IGNORECASE)  # which the prompt has opened
-_THINKING_BEGUN = re.compile(rf"<{_TAG}\s*\Z", re.IGNORECASE)
+# How prompts end that open one, other models' marks among them: see kt_ray.generate.detokenize.
+_MARKS = r"\[THINK\]|<\|START_THINKING\|>|<\|think\|>|<\|open\|>think<\|sep\|>"
+_THINKING_BEGUN = re.compile(rf"(?:<{_TAG}|{_MARKS})\s*\Z", re.IGNORECASE)
 
 # Between a statement and its letter: white space, brackets, emphasis.
 _BETWEEN = r"[\s(\[{<*_`\"'“‘:=]*"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 _UNFINISHED = "�"  # what a tokenizer makes of bytes that are no whole character, or none yet
@@ -15,14 +16,30 @@ _LONGEST_CONTEXT = 64  # tokens that are decoded again for the next one, if none
 # Harmony's tokens (gpt-oss): a message is <|start|>ROLE<|channel|>CHANNEL<|message|>TEXT.
 CHANNEL = "<|channel|>"
 _START, _CONSTRAIN, _MESSAGE = "<|start|>", "<|constrain|>", "<|message|>"
+# Kimi-K3's: <|open|>TAG<|sep|>TEXT<|close|>TAG<|sep|>.
+_OPEN, _CLOSE, _SEP = "<|open|>", "<|close|>", "<|sep|>"
+# Solar-Open's: <|begin|>ROLE<|think|>TEXT<|end|><|begin|>ROLE<|content|>TEXT.
+_BEGIN, _THINK, _CONTENT, _CALLS, _END = "<|begin|>", "<|think|>", "<|content|>", "<|tool_calls|>", "<|end|>"
+_DIALECTS = ((_START, CHANNEL, _MESSAGE), (_OPEN, _CLOSE, _SEP), (_BEGIN, _THINK, _CONTENT, _CALLS, _END))
+_HEADERS_BEGIN = (_START, CHANNEL, _OPEN, _CLOSE, _BEGIN)
+_HEADERS_END = (_MESSAGE, _SEP, _THINK, _CONTENT, _CALLS)
 _LONGEST_HEADER = 64  # tokens; what goes on is no header
+
+# What is given out for tokens that stand alone: those around thoughts of Mistral, Cohere and Gemma, and those
+# around answers of Cohere.
+_INSTEAD = {
+    **dict.fromkeys(("<think>", "[THINK]", "<|START_THINKING|>", "<|channel>"), "<think>"),
+    **dict.fromkeys(("</think>", "[/THINK]", "<|END_THINKING|>", "<channel|>"), "</think>"),
+    **dict.fromkeys(("<|START_TEXT|>", "<|END_TEXT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"), ""),
+}
 
 
 class TextStream:
     """The text of one answer, piece by piece, in whole characters: bytes that make none are left out.
 
-    Of Harmony's messages the headers are no text, and those of the channel `analysis` stand in <think>, as
-    other models write what they think. A header that names a tool stays: it is part of the call.
+    What a model thinks stands in <think>, whatever its own marks are. Of Harmony's messages the headers are
+    no text, and those of the channel `analysis` are thoughts. A header that names a tool stays: it is part of
+    the call, as are Kimi-K3's tags of calls, which are given out as <TAG> and </TAG>.
 
     Args:
         tokenizer: of the model; None = there is no text.
@@ -54,7 +71,7 @@ class TextStream:
         self._settled = len(self._ids)  # tokens before this one are decoded for good
         self._context = 0  # decoding begins here: some tokenizers drop the first token's space
         self._held = ""  # decoded, but may be the beginning of a stop string
-        self._marks = _marks(tokenizer)  # token id -> one of Harmony's tokens
+        self._marks = self._known_marks()  # token id -> one of _DIALECTS' tokens, or of _INSTEAD's
         self._header: list[int] | None = None  # tokens of the header that is being read
         self._thinking = False  # whether a <think> is open
         # The prompt holds the role of the first message, so a tool that is named behind it comes as text.
@@ -74,9 +91,14 @@ class TextStream:
             piece, self.stopped = self.end(), True
             return piece
         mark = self._marks.get(token, "")
-        if mark == _MESSAGE and self._header is not None:
-            return self._end_header(self._header)
-        if mark in (_START, CHANNEL) and self._header is None:
+        if mark in _INSTEAD:
+            return self._end_message(_INSTEAD[mark])
+        # Of Solar-Open's first header the prompt holds the beginning.
+        if mark in _HEADERS_END and (self._header is not None or mark not in (_MESSAGE, _SEP)):
+            return self._end_header(self._header or [], mark)
+        if mark == _END:
+            return self._end_message()
+        if mark in _HEADERS_BEGIN and self._header is None:
             self._header = [token]
             return self._end_message()
         if self._header is not None and len(self._header) < _LONGEST_HEADER:
@@ -105,18 +127,25 @@ class TextStream:
         self._held = ""
         return piece
 
-    def _end_message(self) -> str:
-        """The rest of a message's text: what follows is decoded apart from it."""
+    def _end_message(self, more: str = "") -> str:
+        """The rest of a message's text and `more` behind it: what follows is decoded apart from it."""
         rest, thinking = self._unsettled(), self._thinking
         self._ids, self._settled, self._context, self._thinking = [], 0, 0, False
         so_far = f"{self.text}{self._held}{rest}"
         self._addressed, self._first = self._first and so_far.lstrip().startswith("to="), False
-        return self._give(rest + ("</think>" if thinking else ""))
+        return self._give(rest + ("</think>" if thinking else more))
 
-    def _end_header(self, header: list[int]) -> str:
-        """What a header adds to the text."""
+    def _end_header(self, header: list[int], mark: str) -> str:
+        """What a header adds to the text; `mark` ends it."""
         self._header = None
         role, _, channel = self._decode(header, special=True).partition(CHANNEL)
+        if mark == _SEP:
+            closes, tag = role.startswith(_CLOSE), role.removeprefix(_OPEN).removeprefix(_CLOSE)
+            inside = tag.split(" ")[0] in ("message", "response")
+            return "" if inside else self._give(f"</{tag}>" if closes else f"<{tag}>")
+        if mark != _MESSAGE:
+            rest, self._thinking = self._end_message(), mark == _THINK
+            return rest + self._give({_THINK: "<think>", _CALLS: _CALLS}.get(mark, ""))
         self._thinking = channel.startswith("analysis")
         # A call has one text, wherever its header names the tool.
         role, channel = role.removeprefix(_START).removeprefix("assistant"), channel.replace(_CONSTRAIN, "")
@@ -146,6 +175,19 @@ class TextStream:
         before = self._decode(self._ids[self._context : self._settled])
         return self._decode(self._ids[self._context :])[len(before) :]
 
+    def _known_marks(self) -> dict[int, str]:
+        """Token id -> mark: the dialects of which the tokenizer has all tokens, and what stands alone."""
+        if self._tokenizer is None:
+            return {}
+        names, unknown = itertools.chain(_INSTEAD, *_DIALECTS), (None, self._tokenizer.unk_token_id)
+        named = {name: self._tokenizer.convert_tokens_to_ids(name) for name in names}
+        ids = {name: id for name, id in named.items() if id not in unknown}
+        # <think> is text of itself in most tokenizers, and decoded with what stands before it.
+        known = [name for name in _INSTEAD if name in ids and self._decode([ids[name]]) != _INSTEAD[name]]
+        for dialect in _DIALECTS:
+            known += dialect if ids.keys() >= {*dialect} else ()
+        return {ids[name]: name for name in known}
+
     def _decode(self, ids: list[int], special: bool = False) -> str:
         if self._tokenizer is None or not ids:
             return ""
@@ -160,13 +202,3 @@ def _special(tokenizer: Any, stop: tuple[str, ...]) -> frozenset[int]:
         return frozenset()
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset(id for id, token in added.items() if token.special and token.content in stop)
-
-
-def _marks(tokenizer: Any) -> dict[int, str]:
-    """Token id -> Harmony's token, if the tokenizer has all of them."""
-    names = (_START, CHANNEL, _MESSAGE)
-    if tokenizer is None:
-        return {}
-    ids = [tokenizer.convert_tokens_to_ids(name) for name in names]
-    known = all(id is not None and id != tokenizer.unk_token_id for id in ids)
-    return dict(zip(ids, names, strict=True)) if known else {}

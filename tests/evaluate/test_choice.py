@@ -91,6 +91,11 @@ def test_extract_letter(text, letter):
     assert extract_letter(text) == letter
 
 
+@pytest.mark.parametrize("mark", ["[THINK]", "<|START_THINKING|>", "<|open|>think<|sep|>"])
+def test_a_prompt_opens_a_thought_in_other_marks(mark):
+    assert opens_thought(f"Who?{mark}") and not opens_thought(f"{mark}Who?")
+
+
 @pytest.mark.parametrize("mark", ["<think>\n", "<thinking>", "<mm:think>", "<think:opensource>"])
 def test_a_prompt_opens_a_thought_at_its_end_only(mark):
     assert opens_thought(f"Who?{mark}")

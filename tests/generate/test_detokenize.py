@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -151,7 +152,7 @@ class Harmony(Bytes):
     }
 
     def convert_tokens_to_ids(self, token: str) -> int:  # type: ignore[override]
-        return {name: id for id, name in self.special.items()}[token]
+        return {name: id for id, name in self.special.items()}.get(token)  # type: ignore[return-value]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True, **_: object) -> str:
         special = {} if skip_special_tokens else self.special
@@ -196,6 +197,47 @@ def test_a_thought_comes_piece_by_piece_and_stop_strings_end_it() -> None:
     assert stream.stopped and stream.text == "<think>so</think>no. "
     _, stream = harmony("BanalysisCa halt bDAassistantBfinalCno.", ("halt",))
     assert stream.stopped and stream.text == "<think>a "
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ("[THINK]why?[/THINK]no.", "<think>why?</think>no."),  # as Ministral
+        ("<|START_THINKING|>why?<|END_THINKING|><|START_TEXT|>no.<|END_TEXT|>", "<think>why?</think>no."),
+        ("<|channel>why?<channel|>no.", "<think>why?</think>no."),  # as Gemma 4
+        ("<think>why?</think>no.", "<think>why?</think>no."),
+        ("why?</think>no.", "why?</think>no."),
+        (
+            # as Kimi-K3, whose prompt opens the thought
+            "why?<|close|>think<|sep|><|open|>response<|sep|>no.<|close|>response<|sep|><|close|>message<|sep|>",
+            "why?</think>no.",
+        ),
+        (
+            '<|open|>think<|sep|><|close|>think<|sep|><|open|>call tool="f"<|sep|>1<|close|>call<|sep|>',
+            '<think></think><call tool="f">1</call>',
+        ),
+        ("<|think|>why?<|end|><|begin|>assistant<|content|>no.", "<think>why?</think>no."),  # as Solar-Open
+        ("<|content|>no.", "no."),
+        ("<|think|>why?<|end|><|begin|>assistant<|tool_calls|>f", "<think>why?</think><|tool_calls|>f"),
+    ],
+)
+@pytest.mark.parametrize("special", [True, False])
+def test_what_a_model_thinks_stands_in_think(said: str, text: str, special: bool) -> None:
+    names = re.findall(r"<\|\w+\|>|\[/?THINK\]|</?think>|<\|channel>|<channel\|>", said)
+    solar = ("<|begin|>", "<|think|>", "<|content|>", "<|tool_calls|>", "<|end|>")
+    known = {*names, *(("<|open|>",) if "<|sep|>" in names else ()), *(solar if names[0] in solar else ())}
+
+    class Tokens(Harmony):
+        special: ClassVar = dict(enumerate(sorted(known), start=256))
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True, **_: object) -> str:
+            return super().decode(ids, skip_special_tokens and special)
+
+    of = {name: id for id, name in Tokens.special.items()}
+    pattern = "|".join(map(re.escape, names)) + "|."
+    ids = [id for part in re.findall(pattern, said) for id in ([of[part]] if part in of else part.encode())]
+    stream = TextStream(Tokens())
+    assert "".join([*map(stream.add, ids), stream.end()]) == stream.text == text
 
 
 class Marked(Bytes):
