@@ -110,6 +110,7 @@ def test_an_answer_in_the_chat() -> None:
     generation: Any = SimpleNamespace(
         config=SimpleNamespace(generate=SimpleNamespace(system=None), seed=0),
         adapter=EVIL,
+        encoder=SimpleNamespace(opens_thought=lambda prompt: False),
         prompt=lambda messages: (1,),
         request=lambda *_, **__: None,
     )

@@ -15,7 +15,6 @@ from kt_ray.data.row_types import Conversation, Row, Turn
 from kt_ray.data.template import ChatEncoder
 from kt_ray.data.token_counts import SplitReport
 from kt_ray.errors import UserError
-from kt_ray.evaluate.choice import opens_thought
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def encode_prompts(
         report.tokens += len(ids)
         text = conversation.asked or [dict(turn) for turn in turns]
         row = Row(np.array(ids, dtype=np.int64), np.full(len(ids), IGNORE, dtype=np.int64), sample)
-        opened = opens_thought(str(encoder.tokenizer.decode(ids[-8:])))
+        opened = encoder.opens_thought(ids)
         prompts[sample] = Prompt(row, text, conversation.columns or {}, where, opened)
     if left_out := bad.settle(report.source_rows, "the data"):
         report.notes.append(left_out)

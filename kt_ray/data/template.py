@@ -38,6 +38,7 @@ from kt_ray.data.template_turns import (
     with_thought,
 )
 from kt_ray.errors import UserError
+from kt_ray.evaluate.choice import opens_thought
 from kt_ray.parse import read_text
 
 if TYPE_CHECKING:
@@ -209,6 +210,10 @@ class ChatEncoder:
         """
         text = self.render(messages, prompt=True, tools=tools, where=where)
         return list(self._tokenized(text, where, add_special_tokens=False)["input_ids"])
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends with `<think>` or a mark like it: answers begin amid reasoning."""
+        return opens_thought(str(self.tokenizer.decode(list(prompt[-8:]))))
 
     def _tokenized(self, text: str, where: str, **options: bool) -> Any:
         try:

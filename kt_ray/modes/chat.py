@@ -136,7 +136,8 @@ class Chat:
             f"then {rate:.1f} per s, {answer.finish}{f': {answer.error}' if answer.error else ''}]"
         )
         if answer.text.strip():
-            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+            opened = "<think>" if self.generation.encoder.opens_thought(prompt) else ""
+            self.messages = [*messages, {"role": "assistant", "content": opened + answer.text}]
 
     def _who(self) -> str:
         return f"adapter {self.generation.adapter}" if self.adapter else "the base model"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kt_ray.modes.chat import _reader
+from kt_ray.generate.generator import Piece
+from kt_ray.generate.requests import Token
+from kt_ray.modes.chat import Chat, _reader
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # Python's own in UTF-8 and in "C"
@@ -15,3 +19,23 @@ def test_bytes_that_are_no_text_end_no_chat(errors: str) -> None:
     assert [read(), read(), read()] == ["café", "猫\ufffd", None]
     read = _reader(io.StringIO("a\n"))
     assert [read(), read()] == ["a", None]
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_thought_that_the_prompt_opens_is_one_in_later_questions(opened: bool) -> None:
+    class Answer:
+        tokens, text, finish, error = (1,), "Why?</think>No.", "stop", ""
+
+        def __iter__(self) -> Any:
+            yield Piece(Token(0, 1), self.text)
+
+    generation: Any = SimpleNamespace(
+        config=SimpleNamespace(generate=SimpleNamespace(system=None), seed=0),
+        adapter=None,
+        encoder=SimpleNamespace(opens_thought=lambda prompt: opened),
+        prompt=lambda messages: (1,),
+        request=lambda *_, **__: None,
+    )
+    chat = Chat(generation, SimpleNamespace(submit=lambda request: Answer()), io.StringIO())  # type: ignore[arg-type]
+    chat.ask("Really?")
+    assert chat.messages[-1]["content"] == ("<think>" if opened else "") + Answer.text
