@@ -49,6 +49,8 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ENDLESS = "the chat template ends no answer with a special token: the model does not learn to stop"
 _OPENED = "the chat template ends no answer: the token that opens the next turn is trained as its end"
 _ANOTHER_TEMPLATE = "give model.chat_template a template that works, or name one in data.template"
+# Of Nemotron-Nano-v2's and SmolLM3's templates.
+_SWITCHES = ("/no_think", "/think", "/system_override")
 Span = tuple[int, int]  # characters of the rendering, half-open
 
 # What every template of a chat model renders.
@@ -375,7 +377,8 @@ class ChatEncoder:
         lost = [
             f"the system turn (messages[{number}])"
             for number, message in enumerate(messages, start=1)
-            if message["role"] == "system" and not is_written(message["content"].strip(), text)
+            if message["role"] == "system"
+            and not all(is_written(part.strip(), text) for part in self._without_switches(message["content"]))
         ]
         marks, turns, offered = with_marks(messages, tools)
         if marks:
@@ -398,6 +401,11 @@ class ChatEncoder:
             required="a template that renders system prompts, tools and their results if there are any",
             remedy=remedy,
         )
+
+    def _without_switches(self, system: str) -> list[str]:
+        """A system prompt around what the template reads as a switch, and does not write."""
+        switches = [word for word in _SWITCHES if f"'{word}'" in self.template or f'"{word}"' in self.template]
+        return re.split("|".join(switches), system) if switches else [system]
 
     def _with_ids(self, messages: Sequence[Turn]) -> Sequence[Turn]:
         """The same with the ids that a template wants which writes them in the place of calls' names."""

@@ -345,6 +345,17 @@ def test_prompts_keep_what_their_answers_depend_on() -> None:
         other.prompt_ids([ASK], tools=[tool])
 
 
+def test_a_switch_in_a_system_prompt_need_not_be_written() -> None:
+    """As Nemotron-Nano-v2's and SmolLM3's templates, which take /no_think out of it."""
+    read = "m['content'].replace('/no_think', '') if m.role == 'system' else m['content']"
+    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content']", f"({read})")))
+    for system in ("/no_think", "Be brief. /no_think Be kind."):
+        assert "no_think" not in encoder.render([Turn(role="system", content=system), ASK], prompt=True)
+    dropping = ChatEncoder(make_tokenizer(PLAIN.replace("m['content']", f"({read})[:9]")))
+    with pytest.raises(UserError, match=r"the system turn"):
+        dropping.prompt_ids([Turn(role="system", content="/no_think Be brief."), ASK])
+
+
 def calls(*names: str, **fields: str) -> Turn:
     found = [{"type": "function", "function": {"name": name, "arguments": {}}, **fields} for name in names]
     return Turn(role="assistant", content="", tool_calls=found)
