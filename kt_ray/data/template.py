@@ -15,7 +15,7 @@ import datetime
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,10 @@ from kt_ray.data.template_turns import (
     call_of,
     forms,
     is_written,
+    naming_id,
     plain_turns,
+    short_id,
+    some_id,
     with_ids,
     with_marks,
     with_thought,
@@ -269,10 +272,14 @@ class ChatEncoder:
             self._check_rendered(text, form, tools, where, prompt=True)
         return text
 
-    def _forms(self, messages: Sequence[Turn]) -> list[Sequence[Turn]]:
+    def _forms(self, messages: Sequence[Turn]) -> Iterator[Sequence[Turn]]:
         """The forms in which the template may take them, the likeliest first."""
         found = forms(messages)
-        return found[::-1] if len(found) > 1 and self._prints_arguments else found
+        if len(found) > 1 and self._prints_arguments:
+            found = found[::-1]
+        yield from found
+        if len(found) > 1:  # the template may refuse the ids of the row's calls, or want some
+            yield from (self._identified(form, short_id) for form in found)
 
     @cached_property
     def _prints_arguments(self) -> bool:
@@ -404,31 +411,42 @@ class ChatEncoder:
 
     def _without_switches(self, system: str) -> list[str]:
         """A system prompt around what the template reads as a switch, and does not write."""
-        switches = [word for word in _SWITCHES if f"'{word}'" in self.template or f'"{word}"' in self.template]
+        switches = [
+            word for word in _SWITCHES if f"'{word}'" in self.template or f'"{word}"' in self.template
+        ]
         return re.split("|".join(switches), system) if switches else [system]
 
     def _with_ids(self, messages: Sequence[Turn]) -> Sequence[Turn]:
-        """The same with the ids that a template wants which writes them in the place of calls' names."""
-        if not any(message.get("tool_calls") for message in messages) or not self._writes_ids:
+        """The same with the ids that a template wants which writes those of calls."""
+        if not any(message.get("tool_calls") for message in messages) or not self._written_ids:
             return messages
-        turns = with_ids(messages)
+        return self._identified(messages, naming_id if self._written_ids == "as names" else some_id)
+
+    def _identified(
+        self, messages: Sequence[Turn], id_of: Callable[[dict[str, Any], int], str]
+    ) -> Sequence[Turn]:
+        turns = with_ids(messages, id_of)
         if [turn.get("tool_calls") for turn in turns] != [message.get("tool_calls") for message in messages]:
-            self._note("calls get ids as the model writes them (functions.NAME:0)")
+            what = (
+                "as the model writes them (functions.NAME:0)" if id_of is naming_id else "of nine characters"
+            )
+            self._note(f"calls get ids {what}")
         return turns
 
     @cached_property
-    def _writes_ids(self) -> bool:
-        """Whether the template writes the ids of calls, but not their names."""
-        called: Turn = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [call_of("mark_of_a_name", "mark_of_an_id")],
-        }
-        for form in forms([_SIMPLEST[0], called]):
-            with contextlib.suppress(Exception):  # it may want other turns than these
-                text = self._rendered(form, prompt=False, tools=None)
-                return "mark_of_an_id" in text and "mark_of_a_name" not in text
-        return False
+    def _written_ids(self) -> str:
+        """How the template writes the ids of calls: "as names", in their place, "beside" them, "" = not."""
+        for id in ("mark_of_an_id", "mark0f1id"):  # some take no other than nine letters and digits
+            called: Turn = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [call_of("mark_of_a_name", id)],
+            }
+            for form in forms([_SIMPLEST[0], called]):
+                with contextlib.suppress(Exception):  # it may want other turns than these
+                    text = self._rendered(form, prompt=False, tools=None)
+                    return "" if id not in text else "beside" if "mark_of_a_name" in text else "as names"
+        return ""
 
     def _note_left_out(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
         """Note a template that leaves out of trained answers what was thought, or said before a call."""

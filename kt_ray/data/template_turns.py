@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+import string
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kt_ray.data.row_types import Conversation, Turn
@@ -59,30 +61,52 @@ def call_of(name: str, id: str) -> dict[str, Any]:
     return {"type": "function", "id": id, "function": {"name": name, "arguments": {}}}
 
 
-def with_ids(messages: Sequence[Turn]) -> list[Turn]:
-    """For templates that write ids in the place of calls' names, as Kimi's does: of an id without the name
-    becomes functions.NAME:0, counted over the conversation as the model does. Results follow their calls."""
+def with_ids(messages: Sequence[Turn], id_of: Callable[[dict[str, Any], int], str]) -> list[Turn]:
+    """The same with the ids of calls that `id_of` gives for each and its number in the conversation, and with
+    its call's in each result. Results follow their calls."""
     turns: list[Turn] = []
     new: dict[str, str] = {}
     asked: list[str] = []  # ids of calls that have no result yet
+    names: dict[str, str] = {}
     numbers = itertools.count()
     for message in messages:
         if calls := message.get("tool_calls"):
             asked = []
             for call, number in zip(calls, numbers, strict=False):
-                own, name = call.get("id", ""), call["function"]["name"]
-                asked.append(own if re.search(_word(name), own) else f"functions.{name}:{number}")
-                new[own] = asked[-1]
+                asked.append(id_of(call, number))
+                new[call.get("id", "")] = asked[-1]
+                names[asked[-1]] = call["function"]["name"]
             named = [{**call, "id": id} for call, id in zip(calls, asked, strict=True)]
             message = {**message, "tool_calls": named}
         elif message["role"] == "tool":
-            own = message.get("tool_call_id", "")
-            by_name = [id for id in asked if re.search(_word(message.get("name", "")), id)]
+            own, name = message.get("tool_call_id", ""), message.get("name", "")
+            by_name = [id for id in asked if names[id] == name]
             id = new.get(own, own) if own else next(iter([*by_name, *asked]), "")
             asked = [other for other in asked if other != id]
             message = {**message, "tool_call_id": id} if id else message
         turns.append(message)
     return turns
+
+
+def naming_id(call: dict[str, Any], number: int) -> str:
+    """For templates that write ids in the place of calls' names, as Kimi's does: functions.NAME:0, as the
+    model has it, unless the call's own has the name in it."""
+    own, name = call.get("id", ""), call["function"]["name"]
+    return own if re.search(_word(name), own) else f"functions.{name}:{number}"
+
+
+def short_id(call: dict[str, Any], number: int) -> str:
+    """Nine letters and digits, which look drawn but are a function of the call, unless its own id is such."""
+    if re.fullmatch("[A-Za-z0-9]{9}", call.get("id", "")):
+        return str(call["id"])
+    digest = hashlib.sha256(json.dumps([number, call["function"]], ensure_ascii=False).encode()).digest()
+    letters = string.ascii_letters + string.digits
+    return "".join(letters[byte % len(letters)] for byte in digest[:9])
+
+
+def some_id(call: dict[str, Any], number: int) -> str:
+    """The call's own id, or a short one."""
+    return str(call.get("id") or short_id(call, number))
 
 
 def with_marks(

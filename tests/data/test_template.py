@@ -422,6 +422,27 @@ def test_calls_get_the_ids_that_kimi_writes() -> None:
     assert "functions" not in by_name.render([ASK, one]) and not by_name.notes
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_calls_have_ids_where_a_template_writes_them_beside_the_names(strict: bool) -> None:
+    """As Mistral's, which takes none but those of nine letters and digits, and Solar-Open's."""
+    wanted = "{% if (c.id | length) != 9 %}{{ raise_exception('nine') }}{% endif %}" if strict else ""
+    of_result = "{% if m.role == 'tool' %}{{ '<of>' + m.tool_call_id }}{% endif %}"
+    of_call = "{{ '<call>' + c.id | string + '<name>' + c.function.name }}"
+    written = "{% for c in m.tool_calls or [] %}" + wanted + of_call + "{% endfor %}" + of_result
+    encoder = ChatEncoder(
+        make_tokenizer(PLAIN.replace("m['content'] + ", f"m['content'] }}}}{written}{{{{ "))
+    )
+    found = re.findall(r"<(?:call|of)>(\w+)", encoder.render([ASK, calls("a", "b"), RESULT, RESULT, SAID]))
+    assert found[:2] == found[2:] and len({*found}) == 2 and all(len(id) == 9 for id in found)
+    assert encoder.notes == ["calls get ids of nine characters"]
+    ids, labels = encoder.encode(Conversation((ASK, calls("a", "b"), RESULT, RESULT, SAID), 0, "line 1"))
+    assert found[1] + "<name>b" in trained_texts(encoder.tokenizer, ids, labels)[0]
+    for own, kept in ((calls("a", id="call_12345"), not strict), (calls("a", id="abcDEF123"), True)):
+        result = Turn(role="tool", content="fog", tool_call_id=own["tool_calls"][0]["id"])
+        found = re.findall(r"<(?:call|of)>(\w+)", encoder.render([ASK, own, result]))
+        assert found[0] == found[1] and (found[0] == result["tool_call_id"]) == kept
+
+
 def test_the_next_turn_ends_an_answer_that_nothing_else_ends() -> None:
     """As GLM's: the model says <|user|> when it has answered, and <|observation|> when it has called."""
     template = (
