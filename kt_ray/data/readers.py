@@ -308,12 +308,15 @@ def _split_key(key: str) -> str:
 
 def _read(path: Path, on_bad: Callable[[UserError], None] | None) -> Iterator[tuple[str, Any]]:
     suffix = path.suffix.lower()
-    if (content := content_of_file(path)).startswith("a Git LFS pointer"):  # else it is a text as any other
+    # Else it is a text as any other, which a .txt file of a page is, too.
+    known = ("a Git LFS pointer", "zeros", *(() if suffix in TEXT_SUFFIXES else ("a web page",)))
+    if (content := content_of_file(path)).startswith(known):
+        pull = "run git lfs pull in that directory, or " if "LFS" in content else ""
         raise UserError(
             "the data file is not what its name says",
             where=str(path),
             observed=content,
-            remedy="run git lfs pull in that directory, or download the file again",
+            remedy=f"{pull}download the file again",
         )
     if suffix in TABLES:
         yield from _read_table(path, suffix[1:])

@@ -85,6 +85,8 @@ BAD = {
     "excel": ("a.csv", "sep=;\na;b\n1;2\n", ["by another character", "sep=;"]),
     "a pointer": ("a.txt", LFS, ["not what its name says", "a Git LFS pointer", "git lfs pull"]),
     "a pointer to a table": ("a.parquet", LFS, ["not what its name says", "a Git LFS pointer"]),
+    "a web page": ("a.csv", "<!DOCTYPE html>\n<html>\n", ["not what its name says", "a web page"]),
+    "zeros": ("a.txt", "\0" * 9, ["not what its name says", "never written"]),
     "a number": ("a.json", "3", ["must hold a list", "int"]),
     "empty": ("a.jsonl", "", ["holds no rows"]),
     "blank": ("a.jsonl", "\n \n", ["holds no rows"]),
