@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 VERSION = 7  # of the encoding: raise it when the same input gives other tokens
 WORTH = 2_000  # fewer rows are tokenised in about a second
+_ABANDONED = 24 * 3600  # seconds after which an unfinished file is one of a run that was killed
 Tokens = list[tuple[np.ndarray, np.ndarray]]  # ids and labels of each row
 
 
@@ -119,6 +121,10 @@ class TokenCache:
             self._shrink(f"{key}.npz")
 
     def _shrink(self, keep: str) -> None:
+        for path in self.directory.glob("*.part"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < time.time() - _ABANDONED:
+                    path.unlink()
         files = []
         for path in self.directory.glob("*.npz"):
             with contextlib.suppress(OSError):  # another run may delete it meanwhile

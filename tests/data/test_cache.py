@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -118,6 +119,14 @@ def test_the_longest_unused_go_when_the_limit_is_reached(tmp_path: Path) -> None
     cache(tmp_path, 0.0).write("e", rows)
     assert cache(tmp_path, 0.0).read("a", 100) is None
     assert not (tmp_path / "e.npz").exists()
+
+
+def test_files_that_a_killed_run_left_unfinished_go(tmp_path: Path) -> None:
+    for name, hours in (("of a killed run.part", 25), ("of a run that goes on.part", 1)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - 3600 * hours,) * 2)
+    cache(tmp_path).write("key", random_rows(3))
+    assert {path.name for path in tmp_path.iterdir()} == {"key.npz", "of a run that goes on.part"}
 
 
 def test_a_place_that_cannot_be_written_costs_only_the_cache(tmp_path: Path) -> None:
