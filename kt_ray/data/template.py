@@ -51,6 +51,10 @@ _DATE_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"\\]*)"|'([^'\\]*)')\s*\)"""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ENDLESS = "the chat template ends no answer with a special token: the model does not learn to stop"
 _OPENED = "the chat template ends no answer: the token that opens the next turn is trained as its end"
+_AMID = (
+    "some answers begin amid a token that holds the end of their prompt, too (a blank, say): in generation "
+    "the prompt is tokenized alone, so that they begin otherwise; let such prompts end without it"
+)
 _ANOTHER_TEMPLATE = "give model.chat_template a template that works, or name one in data.template"
 # Of Nemotron-Nano-v2's and SmolLM3's templates.
 _SWITCHES = ("/no_think", "/think", "/system_override")
@@ -149,6 +153,10 @@ class ChatEncoder:
         ids, begin, end = self._located(text, conversation.where)
         starts = [start for start, _ in spans]
         joined = [start for start in starts if ((begin < start) & (end > start)).any()]
+        if joined and not self._splits_anywhere and _AMID not in self.notes:
+            alone = self._located(text[: joined[0]], conversation.where)[0]
+            if not np.array_equal(alone, ids[: len(alone)]):
+                self._note(_AMID)
         if joined and self._splits_anywhere:
             borders = [0, *joined, len(text)]
             parts = [self._located(text[a:b], conversation.where, a) for a, b in itertools.pairwise(borders)]

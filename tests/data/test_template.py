@@ -281,6 +281,25 @@ def test_tokens_that_reach_over_the_border_belong_to_the_answer() -> None:
     assert (labels != IGNORE).tolist() == [False] * 3 + [True] * 3
 
 
+def test_an_answer_that_generation_begins_otherwise_is_told() -> None:
+    """Where texts tokenized apart are no longer one text: two blanks are one token."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<s>": 0, "</s>": 1, "▁": 2, "▁▁": 3, "a": 4, "▁a": 5, "Q": 6}
+    core = Tokenizer(models.BPE(vocabulary, [("▁", "▁"), ("▁", "a")]))
+    parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    core.normalizer = normalizers.Sequence(parts)
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    encoder = ChatEncoder(tokenizer, name="plain")
+    for prompt, answer in (("Q", "a"), ("Q", " a")):
+        encoder.encode(conversation(prompt, answer))
+    assert not encoder.notes
+    encoder.encode(conversation("Q ", " a"))
+    assert [note for note in encoder.notes if "begin amid a token" in note]
+
+
 def test_a_prompt_is_never_in_one_token_with_its_answer() -> None:
     """Qwen3-Thinking's prompt ends with a line break, and an answer without a thought begins with one."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
