@@ -240,7 +240,7 @@ def _inner_keys(given: Any, inner: Mapping[str, str]) -> Any:
 
 
 def _with_system(messages: list[Turn], system: str | None) -> list[Turn]:
-    if system and messages[0]["role"] != "system":
+    if system and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, Turn(role="system", content=system))
     return messages
 
@@ -289,17 +289,17 @@ def _turns_with_system(row: dict[str, Any], where: str, name: str) -> list[Turn]
     keys = SHAREGPT if name == "conversations" else OPENAI
     if isinstance(first, dict) and "from" not in first and "role" in first:
         keys = OPENAI  # "conversations" of role and content are common
-    return _with_system(turns(given, where, name, keys), _own_system(row))
+    return _with_system(turns(given, where, name, keys), _own_system(row, where))
 
 
 def _answered(row: dict[str, Any], prompt: list[Turn], where: str, name: str) -> list[Turn]:
     """The row's prompt with the answer under `name`, which may hold the prompt itself."""
-    return _with_system(answer_of(row[name], prompt, where, name), _own_system(row))
+    return _with_system(answer_of(row[name], prompt, where, name), _own_system(row, where))
 
 
-def _own_system(row: dict[str, Any]) -> str | None:
-    own = row.get("system")
-    return own if isinstance(own, str) and own.strip() else None
+def _own_system(row: dict[str, Any], where: str) -> str | None:
+    own = _text(row, "system", where, optional=True)
+    return own if own.strip() else None
 
 
 def _prompt_of(row: dict[str, Any], where: str, format: str) -> list[Turn]:
@@ -397,8 +397,7 @@ _PARSE: dict[str, Callable[[dict[str, Any], str], list[list[Turn]]]] = {
 
 
 def _system(row: dict[str, Any], where: str) -> list[Turn]:
-    system = _text(row, "system", where, optional=True)
-    return [Turn(role="system", content=system)] if system else []
+    return _with_system([], _own_system(row, where))
 
 
 def _text(row: dict[str, Any], key: str, where: str, *, optional: bool = False) -> str:

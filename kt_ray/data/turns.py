@@ -77,6 +77,7 @@ def answer_of(given: Any, prompt: Sequence[Turn], where: str, name: str) -> list
     else:
         if not isinstance(given, str):
             raise wrong(name, given, where, "a string or a list of messages")
+        _check_place("assistant", "an answer", prompt, where, name)
         result = [*prompt, turn("assistant", given, where, name)]
     require_answer(result, where)
     return result
@@ -119,16 +120,7 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
             raise missing(f"{place}.{key}", message, where, f'{{"{role_key}": …, "{text_key}": …}}')
     given = message[role_key]
     role = ROLES.get(given, "") if isinstance(given, str) else ""
-    expected = _expected(before)
-    if role not in expected:
-        raise UserError(
-            "roles are out of order" if role else "unknown role",
-            where=f"{where}, {place}",
-            observed=given,
-            required=" or ".join(expected),
-            remedy="reorder, merge or delete messages: a row is [system,] user, assistant, user, …; "
-            "tool turns follow an answer that calls tools",
-        )
+    _check_place(role, given, before, where, place)
     content = _content(message.get(text_key), where, f"{place}.{text_key}", empty=bool(calls))
     if given == "function_call":
         calls, content = _decoded(content, where, place), ""
@@ -140,16 +132,32 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
     for key in ("name", "tool_call_id"):
         if role == "tool" and isinstance(message.get(key), str):
             result[key] = message[key]  # type: ignore[literal-required]
-    thoughts = (message.get(key) for key in _THOUGHTS if role == "assistant")
-    thought = next((text for text in thoughts if isinstance(text, str) and text.strip()), None)
-    if thought is not None:
-        result["reasoning_content"] = thought
+    for key in _THOUGHTS if role == "assistant" else ():
+        thought = message.get(key)
+        if not isinstance(thought, str | bool | None):  # a switch is none
+            raise wrong(f"{place}.{key}", thought, where, "a string")
+        if isinstance(thought, str) and thought.strip():
+            result.setdefault("reasoning_content", thought)
     weight = message.get("weight")
     if weight is not None and role == "assistant":
         if weight not in (0, 1):
             raise wrong(f"{place}.weight", weight, where, "0 (not trained) or 1")
         result["weight"] = int(weight)
     before.append(result)
+
+
+def _check_place(role: str, given: object, before: Sequence[Turn], where: str, place: str) -> None:
+    """Refuse a turn that may not follow those before it. `given`: its role as the row has it."""
+    expected = _expected(before)
+    if role not in expected:
+        raise UserError(
+            "roles are out of order" if role else "unknown role",
+            where=f"{where}, {place}",
+            observed=given,
+            required=" or ".join(expected),
+            remedy="reorder, merge or delete messages: a row is [system,] user, assistant, user, …; "
+            "tool turns follow an answer that calls tools",
+        )
 
 
 def _expected(before: Sequence[Turn]) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ def test_messages() -> None:
 def test_a_default_system_prompt_goes_where_there_is_none() -> None:
     rows = chat(("user", "q"), ("assistant", "a")), chat(("system", "own"), ("user", "q"), ("assistant", "a"))
     assert [row[0] for row in turns(*rows, system="default")] == [("system", "default"), ("system", "own")]
+    assert turns({**GOOD, "system": " "}, system="default")[0][0] == ("system", "default")
 
 
 def test_rows_are_numbered_in_source_order() -> None:
@@ -87,6 +88,27 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         ["does not end with an answer"],
     ),
     "blank answer": (chat(("user", "q"), ("assistant", "")), ["answer is empty", "messages[2]"]),
+    "an answer behind an answer": (
+        {"prompt": chat(("user", "q"), ("assistant", "a"))["messages"], "completion": "b"},
+        ["roles are out of order", "completion; found an answer; required user"],
+    ),
+    "an answer to no question": (
+        {"prompt": chat(("system", "s"))["messages"], "completion": "b"},
+        ["roles are out of order", "completion; found an answer; required user"],
+    ),
+    "a list of thoughts": (
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "a", "thinking": ["t"]},
+            ]
+        },
+        ["messages[2].thinking has the wrong type", "a list ['t']"],
+    ),
+    "a list of system prompts": (
+        {**chat(("user", "q"), ("assistant", "a")), "system": ["s"]},
+        ["system has the wrong type", "a list ['s']"],
+    ),
     "turns in a cell": (
         {"prompt": "q", "chosen": '[{"role": "assistant", "content": "a"}]', "rejected": "b"},
         ["chosen is a text that holds turns", "make it the content of a message"],
@@ -272,7 +294,14 @@ def test_verdicts(row: Any, label: bool) -> None:
         ({**chat(*QA), **SHAREGPT}, ["messages", "sharegpt"]),
         ({**PROMPT, **GOOD}, ["alpaca", "prompt_completion"]),
         ({**PAIR, "completion": "a"}, ["preference", "prompt_completion"]),
-        ({**PAIR, **chat(*QA)}, ["preference", "messages"]),
+        (
+            {
+                "chosen": chat(*QA)["messages"],
+                "rejected": chat(QA[0], ("assistant", "b"))["messages"],
+                **chat(*QA),
+            },
+            ["preference", "messages"],
+        ),
         ({**PAIR, "label": True}, ["preference", "kto"]),
     ],
 )
