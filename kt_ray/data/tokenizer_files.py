@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kt_ray.data import tiktoken_file
 from kt_ray.errors import UserError
-from kt_ray.parse import read_json
+from kt_ray.parse import check_shape, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -64,7 +64,19 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
             required="a fast tokenizer (tokenizer.json)",
             remedy="save its tokenizer.json into that directory, or set model.tokenizer to one that has it",
         )
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _template_of_processor(Path(directory).expanduser())
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _template_of_processor(directory: Path) -> str | None:
+    """The chat template that a multimodal release, as Qwen3-Omni's, has for its processor alone."""
+    file = directory / "chat_template.json"
+    if not file.is_file():
+        return None
+    what, remedy = "the processor's chat_template.json", "copy chat_template.json of the release there again"
+    found = read_json(file, what, remedy).get("chat_template")
+    return cast("str | None", check_shape(found, str, file, what, remedy, "chat_template"))
 
 
 def _unknown_config(path: Path) -> PreTrainedConfig | None:

@@ -62,6 +62,21 @@ def test_a_type_of_model_that_transformers_does_not_know(tmp_path: Path) -> None
         load_tokenizer(str(tmp_path))
 
 
+def test_the_chat_template_may_be_the_processors_alone(tmp_path: Path) -> None:
+    """As Qwen3-Omni's; kt_ray's default one would stand in for it."""
+    make_tokenizer(None).save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    file = tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages }}"
+    make_tokenizer("own").save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template == "own"
+    (tmp_path / "chat_template.jinja").unlink()
+    file.write_text("{}")
+    with pytest.raises(UserError, match=r"chat_template\.json.*copy chat_template\.json"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_ids_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
     check_vocabulary(10**9, str(tmp_path))  # no config.json: the checkpoint reader says so
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
