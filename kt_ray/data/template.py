@@ -228,6 +228,19 @@ class ChatEncoder:
         """Whether a prompt ends with `<think>` or a mark like it: answers begin amid reasoning."""
         return opens_thought(str(self.tokenizer.decode(list(prompt[-8:]))))
 
+    def ends_thoughts(self, token: int) -> bool:
+        """Whether the template writes this token between a thought and its answer."""
+        answer: Turn = {
+            **_SIMPLEST[1],
+            "content": "mark_of_an_answer",
+            "reasoning_content": "mark_of_a_thought",
+        }
+        with contextlib.suppress(Exception):  # it may want other turns than these
+            text = self._render([_SIMPLEST[0], answer])
+            between, answered, _ = text.partition("mark_of_a_thought")[2].partition("mark_of_an_answer")
+            return bool(answered) and str(self.tokenizer.decode([token])) in between
+        return False
+
     def _tokenized(self, text: str, where: str, **options: bool) -> Any:
         try:
             return self.tokenizer(text, verbose=False, **options)

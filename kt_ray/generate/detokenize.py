@@ -49,7 +49,7 @@ class TextStream:
 
     Attributes:
         text: given out so far.
-        stopped: whether a stop string was found.
+        stopped: whether a stop string was found, or (of Solar-Open) another's message.
     """
 
     def __init__(
@@ -145,6 +145,9 @@ class TextStream:
             return "" if inside else self._give(f"</{tag}>" if closes else f"<{tag}>")
         if mark != _MESSAGE:
             rest, self._thinking = self._end_message(), mark == _THINK
+            if role.removeprefix(_BEGIN).strip() not in ("", "assistant"):  # another speaks
+                rest, self.stopped = rest + self.end(), True
+                return rest
             return rest + self._give({_THINK: "<think>", _CALLS: _CALLS}.get(mark, ""))
         self._thinking = channel.startswith("analysis")
         # A call has one text, wherever its header names the tool.

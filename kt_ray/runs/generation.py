@@ -219,7 +219,9 @@ def _end_tokens(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
             tokens.update(check_shape(listed, [int], path, name, remedy, "eos_token_id"))
     if encoder.tokenizer.eos_token_id is not None:
         tokens.add(int(encoder.tokenizer.eos_token_id))
-    if (last := _last_of_answer(encoder)) is not None:
+    last = _last_of_answer(encoder)
+    # Solar-Open's ends messages, thoughts among them; of its answers another's message is the end, too.
+    if last is not None and not (tokens and encoder.ends_thoughts(last)):
         tokens.add(last)
     tokens.update(encoder.tokenizer.added_tokens_encoder[token] for token in encoder.openings.values())
     return tuple(sorted(tokens))

@@ -217,7 +217,7 @@ def test_a_thought_comes_piece_by_piece_and_stop_strings_end_it() -> None:
             '<think></think><call tool="f">1</call>',
         ),
         ("<|think|>why?<|end|><|begin|>assistant<|content|>no.", "<think>why?</think>no."),  # as Solar-Open
-        ("<|content|>no.", "no."),
+        ("<|content|>no.<|end|><|begin|>user<|content|>why?", "no."),  # which is another's
         ("<|think|>why?<|end|><|begin|>assistant<|tool_calls|>f", "<think>why?</think><|tool_calls|>f"),
     ],
 )

@@ -35,6 +35,19 @@ def test_the_end_of_an_answer_is_found(tmp_path: Path, name: str) -> None:
     assert _end_tokens(str(tmp_path), ChatEncoder(tokenizer)) == (end,)
 
 
+def test_a_token_that_ends_thoughts_ends_no_answer_where_another_does(tmp_path: Path) -> None:
+    """As Solar-Open's, which ends each message: generation would end with the thought."""
+    thought = "{% if m.reasoning_content %}{{ m.reasoning_content + '<|end|>' }}{% endif %}"
+    template = (
+        "{% for m in messages %}{{ '<|begin|>' }}" + thought + "{{ m.content + '<|end|>' }}{% endfor %}"
+    )
+    tokenizer = make_tokenizer(template, eos_token="<|flush|>", extra_special_tokens=["<|begin|>", "<|end|>"])
+    assert _end_tokens(str(tmp_path), ChatEncoder(tokenizer)) == (tokenizer.eos_token_id,)
+    tokenizer.eos_token = None
+    ends = _end_tokens(str(tmp_path), ChatEncoder(tokenizer))
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<|end|>"]
+
+
 def test_what_opens_the_next_turn_ends_answers_that_the_template_does_not_end(tmp_path: Path) -> None:
     """As GLM's: `<|observation|>` after a call, which is what training taught."""
     template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
