@@ -321,7 +321,7 @@ class ChatEncoder:
         self, messages: Sequence[Turn], prompt: bool, tools: Sequence[dict[str, Any]] | None
     ) -> str:
         text = self.tokenizer.apply_chat_template(
-            plain_turns(messages),
+            self._plain(messages),
             chat_template=self._bounded,
             tools=list(tools) if tools else None,
             tokenize=False,
@@ -329,6 +329,24 @@ class ChatEncoder:
         )
         str(text).encode("utf-8")  # raises on half a surrogate pair, which no tokenizer takes
         return str(text)
+
+    def _plain(self, messages: Sequence[Turn]) -> list[dict[str, Any]]:
+        thought = any("reasoning_content" in message for message in messages)
+        return plain_turns(messages, in_parts=thought and self._thoughts_in_parts)
+
+    @cached_property
+    def _thoughts_in_parts(self) -> bool:
+        """Whether the template reads thoughts as parts of an answer's content (Mistral's), not beside it."""
+        answer: Turn = {**_SIMPLEST[1], "reasoning_content": "mark_of_a_thought"}
+        for in_parts in (False, True):
+            turns = plain_turns([_SIMPLEST[0], answer], in_parts)
+            with contextlib.suppress(Exception):  # it may want other turns than these
+                text = self.tokenizer.apply_chat_template(turns, chat_template=self._bounded, tokenize=False)
+                if (
+                    "mark_of_a_thought" in text and "'type'" not in text
+                ):  # of which it prints what it is given
+                    return in_parts
+        return False
 
     def _takes_the_simplest(self) -> bool:
         """Whether it renders a plain question and answer.
@@ -488,7 +506,7 @@ class ChatEncoder:
 
         names: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         rendered: Any = render_jinja_template(
-            conversations=[plain_turns(self._with_ids(conversation.messages))],
+            conversations=[self._plain(self._with_ids(conversation.messages))],
             tools=list(conversation.tools) if conversation.tools else None,
             chat_template=self._bounded,
             return_assistant_tokens_mask=True,

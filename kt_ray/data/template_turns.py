@@ -15,15 +15,20 @@ from kt_ray.data.row_types import Conversation, Turn
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
-def plain_turns(messages: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Messages as templates take them: a thought under each name that they read."""
-    plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
-    return [
-        {**dict.fromkeys(("thinking", "reasoning"), m["reasoning_content"]), **m}
-        if "reasoning_content" in m
-        else m
-        for m in plain
-    ]
+def plain_turns(messages: Sequence[Turn], in_parts: bool = False) -> list[dict[str, Any]]:
+    """Messages as templates take them: a thought under each name that they read, or in the content."""
+    return [_with_names(message, in_parts) for message in messages]
+
+
+def _with_names(message: Turn, in_parts: bool) -> dict[str, Any]:
+    plain: dict[str, Any] = {key: value for key, value in message.items() if key != "weight"}
+    thought = plain.get("reasoning_content")
+    if thought is None:
+        return plain
+    if in_parts:
+        text = [{"type": "text", "text": plain["content"]}] if plain["content"] else []
+        plain["content"] = [{"type": "thinking", "thinking": thought}, *text]
+    return {**dict.fromkeys(("thinking", "reasoning"), thought), **plain}
 
 
 def forms(messages: Sequence[Turn]) -> list[Sequence[Turn]]:

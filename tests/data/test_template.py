@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -159,6 +159,20 @@ def test_a_thought_written_into_an_earlier_answer_may_go() -> None:
     encoder = ChatEncoder(make_tokenizer(SPLITTING))
     assert spoken(encoder, ASK, WRITTEN, ASK, SAID) == ["Tilda." + END, SAID["content"] + END]
     assert [note for note in encoder.notes if "leaves out thoughts" in note]
+
+
+@pytest.mark.parametrize("given", [{"reasoning_content": "Who?"}, {"content": "<think>Who?</think>Tilda."}])
+def test_a_thought_may_be_a_part_of_the_content(given: dict[str, str]) -> None:
+    """As Mistral's templates read it, and no other."""
+    parts = (
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{% if part.type == 'thinking' %}{{ '[THINK]' + part.thinking + '[/THINK]' }}{% else %}"
+        "{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    )
+    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content'] + ", f"'' }}}}{parts}{{{{ ")))
+    thought = cast(Turn, {**SAID, **given})
+    assert spoken(encoder, ASK, thought) == [f"[THINK]Who?[/THINK]{SAID['content']}{END}"]
+    assert not encoder.notes
 
 
 def test_the_block_of_a_thought_may_stay_without_it() -> None:
