@@ -488,7 +488,7 @@ class ChatEncoder:
         return ""
 
     def _note_left_out(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
-        """Note a template that leaves out of trained answers what was thought, or said before a call."""
+        """Note a template that leaves out of trained answers what was thought or said, or changes it."""
         answers = [with_thought(m) for m in conversation.messages if m["role"] == "assistant"]
         for answer, wanted in zip(answers, trained, strict=True):
             if wanted and not is_written(answer.get("reasoning_content", "").strip(), said):
@@ -496,9 +496,13 @@ class ChatEncoder:
                     "the chat template leaves out thoughts (reasoning_content) of answers, which are trained "
                     "without them"
                 )
-            texted = wanted and answer.get("tool_calls")
-            if texted and not is_written(answer["content"].strip(), said):
-                self._note("the chat template leaves out texts before calls, which are trained without them")
+            if wanted and not is_written(answer["content"].strip(), said):
+                self._note(
+                    "the chat template leaves out texts before calls, which are trained without them"
+                    if answer.get("tool_calls")
+                    else "the chat template writes answers otherwise than their rows, or a part of them "
+                    "only: look at them in mode=preview"
+                )
 
     def _marked_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Spans as the template's {% generation %} blocks give them."""

@@ -580,6 +580,14 @@ def test_a_text_that_the_template_leaves_out_before_a_call_is_told() -> None:
     ]
 
 
+def test_an_answer_that_the_template_writes_otherwise_is_told() -> None:
+    """As those do that take what stands before a </think> for a thought."""
+    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content']", "m['content'].split('</think>')[-1]")))
+    assert spoken(encoder, ASK, SAID) == [SAID["content"] + END] and not encoder.notes
+    assert spoken(encoder, ASK, {**SAID, "content": "Why?</think>No."}) == ["No." + END]
+    assert [note for note in encoder.notes if "writes answers otherwise than their rows" in note]
+
+
 def test_what_a_template_writes_as_json_is_not_left_out() -> None:
     said = "{{ m.content | tojson }}{{ m.reasoning_content | tojson if m.reasoning_content }}"
     call = said + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
