@@ -89,10 +89,12 @@ def _preview(row: Row, tokenizer: PreTrainedTokenizerFast, what: str = "") -> Pr
     for _, length in row.documents or ((row.sample_id, len(ids)),):
         if start:
             segments.append((SEPARATOR, False))
-        pairs = zip(ids[start : start + length], marks[start : start + length], strict=True)
-        for trained, run in groupby(pairs, key=lambda pair: pair[1]):
-            part = [token for token, _ in run]
-            text = tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            segments.append((str(text), bool(trained)))
+        document, shown, stop = ids[start : start + length], "", 0
+        for trained, run in groupby(marks[start : start + length]):
+            stop += len(list(run))
+            # with what stands before it: some tokenizers drop the space that a text begins with
+            whole = str(tokenizer.decode(document[:stop], clean_up_tokenization_spaces=False))
+            segments.append((whole[len(shown) :], bool(trained)))
+            shown = whole
         start += length
     return PreviewRow(row.sample_id, len(ids), row.trained, tuple(segments), what)

@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import Config, TrainerConfig
 from kt_ray.data import load_data, preview_rows, print_preview
+from kt_ray.data.row_types import Row
 from kt_ray.errors import UserError
 from kt_ray.modes import preview
 
@@ -36,6 +38,18 @@ def test_segments_join_to_the_row_and_mark_the_answer(bundle: Any) -> None:
     assert row.plain().count("[[") == 1
     assert row.plain().index("assistant\n[[") < row.plain().index("<|im_end|>]]")
     assert f"row 0: {len(bundle.train[0].input_ids)} tokens, {bundle.train[0].trained} trained" == row.title
+
+
+def test_the_space_that_an_answer_begins_with_is_shown() -> None:
+    """A tokenizer of SentencePiece's kind drops it where a text begins."""
+
+    class Words:
+        def decode(self, ids: list[int], **_: object) -> str:
+            return "".join(f" {id}" for id in ids).removeprefix(" ")
+
+    row = Row(np.array([1, 2, 3]), np.array([-100, 2, -100]), 0)
+    (shown,) = preview_rows([row], Words())  # type: ignore[arg-type]
+    assert shown.plain() == "1[[ 2]] 3"
 
 
 def test_colour_on_a_terminal_and_brackets_elsewhere(bundle: Any) -> None:
