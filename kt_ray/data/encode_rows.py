@@ -89,16 +89,16 @@ def encode_rows(
 ) -> list[Any]:
     """Rows of at most data.max_length tokens, or pairs of such rows, counted into `report`.
 
-    Rows are cut at the end; a pair that loses an answer is dropped. Raw text is cut into rows instead: it
-    loses nothing but what overflow=drop says.
+    Rows are cut at the end; a pair that loses an answer, or what its answers differ in, is dropped. Raw text
+    is cut into rows instead: it loses nothing but what overflow=drop says.
 
     Args:
         spare: sample ids that no row has, for the second row on that a text is cut into.
         every_token: train all of a row, not its answers only.
 
     Raises:
-        UserError: rows that the encoder refused or without a trained token before cutting, unless
-            data.bad_rows=skip; nothing left.
+        UserError: rows that the encoder refused, without a trained token or pairs of the same tokens before
+            cutting, unless data.bad_rows=skip; nothing left.
     """
     kept: list[Row | Pair] = []
     faults: dict[str, UserError] = {}  # by the row's place: a weight takes rows several times
@@ -125,6 +125,16 @@ def encode_rows(
                 remedy="fill or delete that row, or check the chat template with mode=preview",
             )
             continue
+        if _alike(sides):
+            faults[conversation.where] = UserError(
+                "chosen and rejected are the same as the chat template writes them",
+                where=conversation.where,
+                observed=f"{len(sides[0].input_ids)} tokens, the same in both",
+                required="two different answers",
+                remedy="correct or delete that row, or give model.chat_template or data.template one that "
+                "writes what they differ in",
+            )
+            continue
         good.add(conversation.where)
         report.source_rows += 1
         report.longest = max(report.longest, *(len(row.input_ids) for row in sides))
@@ -139,7 +149,7 @@ def encode_rows(
             rows = [_cut(row, 0, data.max_length) for row in unit]
             too_long = any(len(row.input_ids) > data.max_length for row in unit)
             dropped = too_long and data.overflow == "drop"
-            if dropped or not all(row.trained for row in rows):
+            if dropped or not all(row.trained for row in rows) or _alike(rows):
                 report.dropped_long += dropped
                 report.dropped_no_answer += not dropped
                 rows = [_cut(row, 0, 0) for row in unit]  # all is lost
@@ -167,6 +177,11 @@ def encode_rows(
             remedy=f"set data.max_length={report.longest}",
         )
     return kept
+
+
+def _alike(sides: Sequence[Row]) -> bool:
+    """Whether they are a pair of which nothing can be learned."""
+    return len(sides) == 2 and np.array_equal(sides[0].input_ids, sides[1].input_ids)
 
 
 def _pieces(row: Row, length: int, spare: Iterator[int]) -> list[Row]:

@@ -13,7 +13,8 @@ class SplitReport:
     rows: int = 0  # rows kept
     truncated: int = 0  # kept rows that were cut to max_length
     dropped_long: int = 0  # rows left out because they are longer than max_length (data.overflow=drop)
-    dropped_no_answer: int = 0  # rows left out because cutting took every trained token
+    # rows left out because cutting took every trained token, or what the answers of a pair differ in
+    dropped_no_answer: int = 0
     tokens: int = 0  # tokens of the kept rows, after cutting
     trained: int = 0  # tokens among them that contribute to the loss
     tokens_lost: int = 0  # tokens cut or dropped
@@ -35,7 +36,10 @@ class SplitReport:
             (self.cut_texts, f"texts cut into rows of at most {max_length:,} tokens"),
             (self.truncated, f"rows cut to {max_length:,} tokens, answers cut short"),
             (self.dropped_long, f"rows dropped, longer than {max_length:,} tokens"),
-            (self.dropped_no_answer, f"rows dropped, no answer within {max_length:,} tokens"),
+            (
+                self.dropped_no_answer,
+                f"rows dropped, no answer (of a pair: none, or no difference) within {max_length:,} tokens",
+            ),
         )
         lines += [f"{name}: {count:,} {what}" for count, what in counts if count]
         if self.tokens_lost:

@@ -282,13 +282,21 @@ def test_a_pair_that_loses_an_answer_is_dropped_whole(config: Build, tmp_path: P
         {"prompt": "q", "chosen": "a", "rejected": "b"},
         {"prompt": "q" * 90, "chosen": "a", "rejected": "b"},
         {"prompt": "p", "chosen": "a", "rejected": "b" * 90},
+        {"prompt": "p", "chosen": "b" * 90 + "a", "rejected": "b" * 91},
     ]
     path = lines(tmp_path / "a.jsonl", *rows)
     for overflow, kept in (("truncate", [0, 2]), ("drop", [0])):
         bundle = load_data(config(path=path, max_length=80, overflow=overflow), "", 0, ("pairs",))
         assert [pair.chosen.sample_id // 2 for pair in bundle.train] == kept
-        assert bundle.report.train.source_rows == 3
-        assert bundle.report.train.dropped_long + bundle.report.train.dropped_no_answer == 3 - len(kept)
+        assert bundle.report.train.source_rows == 4
+        assert bundle.report.train.dropped_long + bundle.report.train.dropped_no_answer == 4 - len(kept)
+
+
+def test_a_pair_that_the_template_makes_alike_is_a_bad_row(config: Build, tmp_path: Path) -> None:
+    answers = [{"role": "assistant", "content": "a", "reasoning_content": thought} for thought in "bc"]
+    path = lines(tmp_path / "a.jsonl", {"prompt": "q", "chosen": answers[:1], "rejected": answers[1:]})
+    with pytest.raises(UserError, match=r"the same as the chat template writes them.*line 1"):
+        load_data(config(path=path), "", 0, ("pairs",))
 
 
 def test_verdicts(config: Build, tmp_path: Path) -> None:
