@@ -75,7 +75,7 @@ def sources_of(data: DataConfig) -> list[Source]:
     """The data sets that a configuration names.
 
     Raises:
-        UserError: it names none.
+        UserError: it names none, or a subset of local files.
     """
     shared = {
         "format": data.format,
@@ -86,11 +86,11 @@ def sources_of(data: DataConfig) -> list[Source]:
     }
     if data.sources is not None:
         return [
-            Source(**{**shared, **source, "key": f"data.sources[{number}].path"})
+            _with_subset(Source(**{**shared, **source, "key": f"data.sources[{number}].path"}))
             for number, source in enumerate(data.sources)
         ]
     if data.path is not None:
-        return [Source(data.path, **shared)]  # type: ignore[arg-type]
+        return [_with_subset(Source(data.path, **shared))]  # type: ignore[arg-type]
     if data.builtin == "demo":
         return [Source(str(builtin_data("demo")), system=data.system, format=data.format)]
     raise UserError(
@@ -100,6 +100,21 @@ def sources_of(data: DataConfig) -> list[Source]:
         required="a file, a directory, hf://owner/name, or data.builtin=demo",
         remedy="set data.path=<file>, or take data=demo",
     )
+
+
+def _with_subset(source: Source) -> Source:
+    """The source, if it can have the subset that it names: of a local directory all files would be read."""
+    paths = [source.path] if isinstance(source.path, str) else source.path
+    if source.subset is not None and not any(map(is_hub, paths)):
+        key = source.key.removesuffix("path") + "subset"
+        raise UserError(
+            "subsets are those of a data set on the hub",
+            where=f"{source.key}={source.name}",
+            observed=f"{key}={source.subset}",
+            required="hf://owner/name",
+            remedy=f"set {key}=null, and name the files or the directory of the subset in {source.key}",
+        )
+    return source
 
 
 def eval_source(data: DataConfig) -> Source:

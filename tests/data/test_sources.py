@@ -82,6 +82,17 @@ def test_each_source_has_its_own_options(tmp_path: Path) -> None:
     assert count_rows(data) == 5
 
 
+def test_a_subset_of_local_files_is_refused() -> None:
+    """All of a cloned data set's subsets would be read."""
+    for named in (
+        DataConfig(path="clone", subset="main"),
+        DataConfig(sources=[{"path": "a", "subset": "main"}]),
+    ):
+        with pytest.raises(UserError, match=r"those of a data set on the hub.*subset=main"):
+            sources_of(named)
+    assert sources_of(DataConfig(path="hf://owner/name", subset="main"))[0].subset == "main"
+
+
 def test_raw_text_counts_by_its_bytes(tmp_path: Path) -> None:
     """A book is one row of its source, and many of an epoch."""
     (tmp_path / "book.txt").write_text("x" * 10_000)
