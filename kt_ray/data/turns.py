@@ -217,8 +217,8 @@ def _call(call: Any, where: str, place: str) -> dict[str, Any]:
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise wrong(f"{place}.tool_calls", call, where, '{"function": {"name": …, "arguments": …}}')
     arguments = inner.get("arguments", inner.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = _decoded(arguments, where, f"{place}.tool_calls")
+    if isinstance(arguments, str):  # OpenAI's API has "" where there are none
+        arguments = _decoded(arguments, where, f"{place}.tool_calls") if arguments.strip() else None
     if arguments is not None and not isinstance(arguments, dict):
         raise wrong(f"{place}.tool_calls.arguments", arguments, where, "an object")
     _check_json(arguments, where, f"{place}.tool_calls.arguments")

@@ -401,6 +401,8 @@ def test_tool_turns() -> None:
     same, _ = parse(sharegpt)
     assert same.tools == found.tools
     assert same.messages[1]["tool_calls"][0]["function"] == found.messages[1]["tool_calls"][0]["function"]
+    row["messages"][1]["tool_calls"] = [{"function": {"name": "sum", "arguments": ""}}]  # type: ignore[index]
+    assert parse(row)[0].messages[1]["tool_calls"][0]["function"] == {"name": "sum", "arguments": {}}
     row["messages"][1]["tool_calls"] = [{"function": {"name": "sum", "arguments": "{"}}]  # type: ignore[index]
     with pytest.raises(UserError, match=r"messages\[2\]\.tool_calls is not valid JSON.*line 1"):
         parse(row)
