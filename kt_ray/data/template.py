@@ -606,8 +606,8 @@ class ChatEncoder:
     def _later(self, text: str, start: int, answer: str, message: Turn) -> int:
         """Where an answer ends of which something changed as turns followed; -1: that cannot be told.
 
-        What stood before it may go (a channel, a <think> block or what was in it), and another special token
-        may end it, which then is none of the model's.
+        What stood before it may go (a channel, a <think> block or what was in it), or behind it, and another
+        special token may end it, which then is none of the model's.
         """
         kept, ending = answer, self._ending(answer)
         if ending:
@@ -617,12 +617,17 @@ class ChatEncoder:
         later = text[start : start + len(kept)]
         same = next((i for i, (a, b) in enumerate(zip(kept, later, strict=False)) if a != b), len(later))
         rest = (i for i in range(same, len(kept)) if text.startswith(kept[i:], start + same))
-        stop = start + same + len(kept) - next(rest, len(kept))
-        if not all(part in text[start:stop] for part in said):
-            return -1
-        if text.startswith(ending, stop):
-            return stop + len(ending)
-        return stop if any(text.startswith(token, stop) for token in self._special) else -1
+        first = start + same + len(kept) - next(rest, len(kept))
+        # Something behind the text may have gone, too, which begins as the token that follows now.
+        longest = max(map(len, self._special), default=0)
+        for stop in (first, *range(start + same, max(start, start + same - longest), -1)):
+            there = [text.count(part, start, stop) for part in said]
+            if all(there) and (stop == first or there == [kept.count(part) for part in said]):
+                if text.startswith(ending, stop):
+                    return stop + len(ending)
+                if any(text.startswith(token, stop) for token in self._special):
+                    return stop
+        return -1
 
     def _ending(self, answer: str) -> str:
         """The special token that ends an answer; "" = none."""

@@ -147,6 +147,13 @@ def test_another_token_that_ends_earlier_answers_is_not_the_models() -> None:
     assert spoken(last, ASK, SAID, ASK, SAID) == [final + "<|return|>"]
 
 
+def test_what_stands_behind_an_answer_may_go_once_others_follow() -> None:
+    """Though it begins as the token does that then follows."""
+    more = "('<more>' if loop.last and m['role'] == 'assistant' else '')"
+    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("+ '<|im_end|>", f"+ {more} + '<|im_end|>")))
+    assert spoken(encoder, ASK, SAID, ASK, SAID) == ["Tilda." + END, "Tilda.<more>" + END]
+
+
 # As Qwen3's, which finds <think> in the text of an answer itself.
 SPLITTING = THINKING.replace(
     "{{ m['content'] }}",
