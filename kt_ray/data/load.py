@@ -148,6 +148,11 @@ def read_split(
     parts = read_sources(sources_of(data), data.limit, skip)
     rows = [row for part in parts for row in part.rows]
     notes = [*left_out(data), *(part.left_out for part in parts if part.left_out)]
+    notes += [
+        f"{part.source.name}: raw text has no turns, and so no system prompt (data.system)"
+        for part in parts
+        if part.format == "text" and part.source.system
+    ]
     if data.eval_path is None:
         train, held_out = split(rows, data.eval_fraction, seed)
         return parts, train, held_out, notes

@@ -316,8 +316,10 @@ def test_long_texts_are_cut_into_rows_and_lose_nothing(config: Build, tmp_path: 
     assert ids[0] == 0 and ids[4] == 1 and ids[5] == 2 and len(set(ids)) == 7
     assert bundle.report.train.tokens_lost == 0
     assert "2 texts cut into rows" in "\n".join(bundle.report.lines())
-    dropped = load_data(config(path=path, max_length=32, overflow="drop"), "", 0)
+    assert not bundle.report.notes
+    dropped = load_data(config(path=path, max_length=32, overflow="drop", system="Be brief."), "", 0)
     assert [row.sample_id for row in dropped.train] == [1]
+    assert dropped.report.notes == ["a.jsonl: raw text has no turns, and so no system prompt (data.system)"]
 
 
 def test_pre_training_trains_every_token_of_rows_with_turns(config: Build, tmp_path: Path) -> None:
