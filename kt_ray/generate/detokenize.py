@@ -200,8 +200,11 @@ class TextStream:
 
 
 def _special(tokenizer: Any, stop: tuple[str, ...]) -> frozenset[int]:
-    """The stop strings that are special tokens, as ids: these are no text, in which they could be found."""
+    """The stop strings that are special tokens or marks, as ids: these are no text, in which they could be
+    found."""
     if not stop or tokenizer is None:
         return frozenset()
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(id for id, token in added.items() if token.special and token.content in stop)
+    stops = {id: token for id, token in added.items() if token.content in stop}
+    marks = {*itertools.chain(_INSTEAD, *_DIALECTS)}
+    return frozenset(id for id, token in stops.items() if token.special or token.content in marks)

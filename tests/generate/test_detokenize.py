@@ -268,6 +268,17 @@ def test_a_special_token_that_is_a_stop_string_ends_the_text(stop: tuple[str, ..
     assert stream.stopped == (expected != "ab <tool>c")
 
 
+def test_a_mark_that_is_a_stop_string_ends_the_text() -> None:
+    """Though it is no special token: it would be given out as </think>."""
+
+    class Thinks(Harmony):
+        special: ClassVar = {256: "[THINK]", 257: "[/THINK]"}
+        added_tokens_decoder: ClassVar = {id: AddedToken(name) for id, name in special.items()}
+
+    stream = TextStream(Thinks(), ("[/THINK]",))
+    assert "".join(map(stream.add, [256, *b"why?", 257, *b"no."])) == "<think>why?" and stream.stopped
+
+
 def test_end_tokens_are_no_text() -> None:
     out, _ = pieces("ab$", skip=(ord("$"),))
     assert "".join(out) == "ab"
