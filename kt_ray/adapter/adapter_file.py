@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, converts_keys, module_name
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.names import one_expert
+from kt_ray.checkpoint.names import fused_release, one_expert
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_header, read_tensor
 from kt_ray.config.lora_patterns import first_meaning
 from kt_ray.parse import check_shape, read_json
@@ -54,6 +55,9 @@ _SHAPE = {
     "target_parameters?": [str],
 }
 _TYPES = ("F32", "BF16", "F16", "F64")
+# Before 0.19.1 PEFT took the first axis after E of a fused parameter for A and the last for B, whichever of
+# them is the input; 0.19.0 did the opposite. 0.18 is the first to say which PEFT it was.
+_OLD_PEFT = re.compile(r"0\.(18\.|19\.0)")
 _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
 
 
@@ -154,7 +158,7 @@ class Lora:
                 pair = lora._pair(module, a, b, lora._named(module))
                 lora.linear[module] = replace(pair, magnitude=magnitude)
         for prefix, wrappers in wrapped.items():
-            lora._add_fused(prefix, wrappers)
+            lora._add_fused(prefix, wrappers, model_type)
         return lora
 
     def check_finite(self) -> None:
@@ -242,12 +246,40 @@ class Lora:
         scale = alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
         return Pair(module, a, b, rank, scale, experts)
 
-    def _add_fused(self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]]) -> None:
+    def _add_fused(
+        self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]], model_type: str
+    ) -> None:
+        self._refuse_turned(prefix, wrappers, model_type)
         for role, module in self._roles(prefix, wrappers).items():
             a, b = wrappers[module]
             named = f"{prefix}.{role}_proj"
             count = a.shape[0] // self._setting(named)[0]
             self.fused[prefix, role] = self._pair(module, a, b, named, count)
+
+    def _refuse_turned(
+        self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]], model_type: str
+    ) -> None:
+        """Refuse A and B in each other's place: by the shapes of two, or by the PEFT that wrote one."""
+        version, release = str(self.config.get("peft_version") or ""), fused_release(model_type)
+        first_is_input = release is not None and release.transposed  # there 0.18 was right
+        turned = bool(model_type and _OLD_PEFT.match(version))
+        turned = turned and not (first_is_input and version.startswith("0.18."))
+        sizes = [(a.shape[1], b.shape[0]) for a, b in wrappers.values()]
+        for (a, b), (a2, b2) in permutations(sizes) if len(sizes) == 2 else ():  # of gate_up, and of down
+            if (a, b) == (b2, 2 * a2):
+                turned = False
+            elif (a, b) == (2 * b2, a2):
+                turned = True
+        if turned:
+            raise damaged(
+                "adapter's fused expert matrices A and B have each other's place, as PEFT before 0.19.1 "
+                "stored them",
+                f"{self.path}, {prefix}",
+                "; ".join(f"{m} A {list(a.shape)}, B {list(b.shape)}" for m, (a, b) in wrappers.items())
+                + (f"; peft_version {version}" if version else ""),
+                "A [E*r, in] and B [out, r*E], as PEFT 0.19.1 and later store them",
+                "merge it with the PEFT that wrote it (merge_and_unload), or train it again",
+            )
 
     def _roles(self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]]) -> dict[str, str]:
         """Which wrapper adapts gate_up (or up) and which down: by shapes, or the only one configured."""

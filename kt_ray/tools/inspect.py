@@ -143,6 +143,8 @@ def _checkpoint_takes(index: CheckpointIndex, groups: dict[str, ExpertGroup]) ->
 
 def _adapter(path: Path) -> dict[str, Any]:
     lora = Lora.open(path)
+    if model := _model_type(lora):
+        lora = Lora.open(path, model)
     pairs = lora.pairs()
     zero, squares = 0, defaultdict[str, list[float]](lambda: [0.0, 0.0])
     for pair in pairs:
@@ -154,7 +156,6 @@ def _adapter(path: Path) -> dict[str, Any]:
     form = "fused" if lora.fused else "per_expert" if lora.experts else "none"
     if lora.fused and lora.experts:
         form = "fused and per_expert"
-    model = _model_type(lora)
     takes = _adapter_takes(lora, model)
     norms = {leaf: {"a": _norm(a), "b": _norm(b)} for leaf, (a, b) in sorted(squares.items())}
     if any(None in row.values() for row in norms.values()):

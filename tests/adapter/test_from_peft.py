@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,33 @@ def test_an_adapter_that_is_not_finite_is_used_by_nobody(
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and "not finite" in err and name in err, err
     assert not (tmp_path / "merged").exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "version", "family", "refused"),
+    [
+        ({"gate_up": (16, 48), "down": (24, 16)}, None, "qwen3_moe", None),
+        ({"gate_up": (48, 16), "down": (16, 24)}, None, "qwen3_moe", "each other's place"),
+        ({"gate_up": (16, 48), "down": (24, 16)}, "0.18.0", "qwen3_moe", None),
+        ({"gate_up": (48, 48)}, "0.19.1", "qwen3_moe", None),
+        ({"gate_up": (48, 48)}, "0.18.1", "qwen3_moe", r"each other's place.*peft_version 0\.18\.1"),
+        ({"gate_up": (48, 48)}, "0.18.1", "gpt_oss", None),
+        ({"down": (48, 48)}, "0.19.0", "gpt_oss", "each other's place"),
+    ],
+)
+def test_fused_experts_of_old_peft(
+    tmp_path: Path, sizes: dict[str, tuple[int, int]], version: str | None, family: str, refused: str | None
+) -> None:
+    """0.18.1 trained [E, out, in] by A of out and B of in, as 0.19.0 did [E, in, out]."""
+    prefix, tensors = "model.layers.0.mlp.experts", {}
+    for role, (columns, rows) in sizes.items():
+        module = f"{prefix}.base_layer" if role == "gate_up" and len(sizes) == 2 else prefix
+        tensors[f"{module}.lora_A.weight"] = values(4 * 2, columns)
+        tensors[f"{module}.lora_B.weight"] = values(rows, 2 * 4)
+    targets = [f"experts.{role}_proj" for role in sizes]
+    directory = save_adapter(tmp_path / "a", tensors, r=2, target_parameters=targets, peft_version=version)
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        Lora.open(directory, family)
 
 
 def test_another_adapter_in_the_place_of_one_that_was_read(tmp_path: Path) -> None:
