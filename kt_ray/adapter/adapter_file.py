@@ -26,7 +26,7 @@ import regex
 import torch
 from torch import Tensor
 
-from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, converts_keys, module_name
+from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, converts_keys, module_name, outside
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import fused_release, one_expert
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_header, read_tensor
@@ -160,6 +160,23 @@ class Lora:
         for prefix, wrappers in wrapped.items():
             lora._add_fused(prefix, wrappers, model_type)
         return lora
+
+    def of_text_model(self) -> Lora:
+        """The same under the text model's own names, where it has those inside the multimodal model."""
+        linear, experts = dict[str, Pair](), dict[tuple[str, int, str], Pair]()
+        fused = dict[tuple[str, str], Pair]()
+        for module, pair in self.linear.items():
+            linear[outside(module)] = replace(pair, module=outside(module))
+        for (prefix, expert, role), pair in self.experts.items():
+            experts[outside(prefix), expert, role] = replace(pair, module=outside(pair.module))
+        for (prefix, role), pair in self.fused.items():
+            fused[outside(prefix), role] = replace(pair, module=outside(pair.module))
+        own = replace(self, linear=linear, experts=experts, fused=fused)
+        if len(own.pairs()) < len(self.pairs()):
+            what, required = "adapter holds matrices twice", "one name for each module"
+            observed = 'modules with "language_model." in their names and without'
+            raise damaged(what, self.path / WEIGHTS, observed, required, _REMEDY)
+        return own
 
     def check_finite(self) -> None:
         """Read every value once.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.fused import FusedLayer
-from kt_ray.adapter.peft_config import CONFIG, WEIGHTS, module_of
+from kt_ray.adapter.peft_config import CONFIG, TEXT_ALONE, WEIGHTS, module_of
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import LEAVES, MAGNITUDE, family, is_interleaved, layer_of, one_expert
 from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
@@ -102,6 +102,8 @@ class AdapterReader:
             file = Path(model_dir) / "config.json"
             self._family = family(read_json(file, file.name, "set model.path to a model's directory"))
         self.lora = Lora.open(directory, self._family)
+        if self._family.removesuffix("_text") in TEXT_ALONE:
+            self.lora = self.lora.of_text_model()
         self._layers: dict[str, FusedLayer] = {}
 
     @property

@@ -52,6 +52,8 @@ _RENAMED: dict[str, tuple[str, str, str, str]] = {
     ),
     "unlimited_ocr": _INSIDE,
 }
+# Families that train as the text model alone, from the files of the multimodal one.
+TEXT_ALONE = ("dots3_note", "qwen3_5_moe")
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ def module_name(stored: str, model_type: str) -> str:
     """The reverse of `stored_name`; a name that is a module's own already stays as it is."""
     _, _, released, own = _RENAMED.get(model_type.removesuffix("_text"), ("", "", "^", ""))
     return re.sub(released, own, stored, count=1)
+
+
+def outside(module: str) -> str:
+    """A module's name in the text model alone, out of its name in the multimodal model around it."""
+    return re.sub(_INSIDE[0], _INSIDE[1], module)
 
 
 def peft_expert_leaves(model_type: str) -> frozenset[str]:

@@ -27,7 +27,14 @@ from torch import Tensor
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.from_peft import AdapterReader
-from kt_ray.adapter.peft_config import TESTED, AdapterInfo, converts_keys, load_limits, module_of
+from kt_ray.adapter.peft_config import (
+    TESTED,
+    TEXT_ALONE,
+    AdapterInfo,
+    converts_keys,
+    load_limits,
+    module_of,
+)
 from kt_ray.batch import TokenLoss
 from kt_ray.checkpoint.names import layer_of, one_expert
 from kt_ray.config.lora_patterns import expert_lora
@@ -313,6 +320,8 @@ def check_servers(trained: Trained, tmp_path: Path) -> None:
     family = read_family(trained.base)
     whole = "" if family.whole is None else family.model_type
     info = AdapterInfo("", family.text_type, 4, 8.0, whole_type=whole)
+    inside = any("language_model." in name for name in trained.values)
+    assert inside or not whole or family.text_type.removesuffix("_text") in TEXT_ALONE
     limits = load_limits(trained.values, info)
     directory = tmp_path / "peft-per-expert" if any("export" in line for line in limits) else trained.adapter
     config = json.loads((directory / "adapter_config.json").read_text())

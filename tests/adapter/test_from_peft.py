@@ -17,14 +17,14 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
 from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory
-from kt_ray.adapter.peft_config import WEIGHTS, AdapterInfo
+from kt_ray.adapter.peft_config import TEXT_ALONE, WEIGHTS, AdapterInfo
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.tools import __main__ as tools
 from tests.helpers.hf_reference import FAMILIES, build_checkpoint
 from tests.helpers.runs import config_for, local_cluster
 from tests.helpers.tiny_families import tiny_family
-from tests.helpers.tiny_moe import save_adapter, values
+from tests.helpers.tiny_moe import lora, save_adapter, values
 
 
 def checkpoint(root: Path, family: str) -> Path:
@@ -169,6 +169,28 @@ def test_an_adapter_that_is_not_finite_is_used_by_nobody(
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and "not finite" in err and name in err, err
     assert not (tmp_path / "merged").exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", [f"{family}{end}" for family in TEXT_ALONE for end in ("", "_text")])
+def test_names_inside_the_multimodal_model(tmp_path: Path, family: str) -> None:
+    """PEFT's adapter of the class around the text model; its patterns name modules as that class does."""
+    layer = "model.language_model.layers.3"
+    tensors = lora({f"{layer}.self_attn.q_proj": (16, 16), f"{layer}.mlp.experts.5.up_proj": (24, 16)})
+    tensors |= {f"{layer}.mlp.experts.base_layer.lora_A.weight": values(8, 16)}
+    tensors |= {f"{layer}.mlp.experts.base_layer.lora_B.weight": values(48, 8)}
+    targets = {"target_parameters": [f"{layer}.mlp.experts.gate_up_proj"]}
+    patterns = {"alpha_pattern": {f"{layer}.self_attn.q_proj": 3}}
+    directory = save_adapter(tmp_path / "a", tensors, **targets, **patterns)
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": family}))
+    found = AdapterReader(str(directory), str(base)).lora
+    layer = "model.layers.3"
+    assert {m: (p.module, p.scale) for m, p in found.linear.items()} == {
+        f"{layer}.self_attn.q_proj": (f"{layer}.self_attn.q_proj", 3 / 4)
+    }
+    assert list(found.experts) == [(f"{layer}.mlp.experts", 5, "up")]
+    assert list(found.fused) == [(f"{layer}.mlp.experts", "gate_up")]
 
 
 @pytest.mark.parametrize(
