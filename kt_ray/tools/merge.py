@@ -128,7 +128,10 @@ class _Plan:
         # Without experts in the adapter the base may be any model.
         routed = lora.experts or lora.fused or any(expert_name(name) for name in index.names)
         self.groups = expert_groups(index) if routed else {}
-        self.by_layer = {group.layer: group for group in self.groups.values() if not group.mtp}
+        self.by_layer: dict[int, list[ExpertGroup]] = {}
+        for group in self.groups.values():
+            if not group.mtp:
+                self.by_layer.setdefault(group.layer, []).append(group)
         self.reason = ""
         self.unknown: list[str] = []
         self.misfits: list[str] = []
@@ -230,10 +233,19 @@ class _Plan:
                     self._add(group, expert, projection, _half(pair, expert, half, group.interleaved))
 
     def _group(self, prefix: str) -> ExpertGroup | None:
-        """The base's experts of the layer in an adapter's "...experts"; of multi-token prediction by name."""
-        if is_mtp(f"{prefix}.", self.index.layer_count):
+        """The base's experts that an adapter's "...experts" means: by its name, or else by its layer."""
+        if prefix in self.groups or is_mtp(f"{prefix}.", self.index.layer_count):
             return self.groups.get(prefix)
-        return self.by_layer.get(-1 if (layer := layer_of(prefix)) is None else layer)
+        own = self.by_layer.get(-1 if (layer := layer_of(prefix)) is None else layer, [])
+        if len(own) > 1:
+            raise damaged(
+                "adapter's experts may be one or another of the base's, which has several sets in one layer",
+                f"{self.lora.path}, {prefix}",
+                some([group.prefix for group in own]),
+                "the name of one of them",
+                "rename the adapter's keys to the base's names",
+            )
+        return own[0] if own else None
 
     def _add(self, group: ExpertGroup, expert: int, projection: str, delta: Callable[[], Tensor]) -> None:
         self.experts.setdefault((group.prefix, expert, projection), []).append(delta)

@@ -345,6 +345,22 @@ def test_experts_of_multi_token_prediction_are_not_those_of_the_layer(tmp_path: 
         merge(save(tmp_path / "without", base, config), adapter, tmp_path / "none")
 
 
+def test_two_sets_of_experts_in_a_layer(tmp_path: Path) -> None:
+    """A tower's and the language model's: the name tells which."""
+    base = per_expert()
+    inner = [name for name in base if name.startswith("model.layers.0.mlp.experts.")]
+    tower = {name.replace("model.", "vision_tower.", 1): base[name].clone() for name in inner}
+    source = save(tmp_path / "base", base | tower)
+    expert = "layers.0.mlp.experts.0.up_proj"
+    merge(source, save_adapter(tmp_path / "a", lora({f"model.{expert}": (I, H)})), tmp_path / "out")
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    changed = [name for name, value in (base | tower).items() if not torch.equal(merged[name], value)]
+    assert changed == [f"model.{expert}.weight"]
+    unclear = save_adapter(tmp_path / "b", lora({f"text.{expert}": (I, H)}))
+    with pytest.raises(UserError, match=r"several sets.*model\.layers\.0.*vision_tower\.layers\.0"):
+        merge(source, unclear, tmp_path / "none")
+
+
 # -- messages ----------------------------------------------------------------------------------
 
 
