@@ -48,6 +48,9 @@ _REFUSED = {
     ".weight.absmax": "bitsandbytes",
     ".weight.quant_map": "bitsandbytes",
     ".SCB": "bitsandbytes",
+    ".W_q": "HQQ",
+    "._data": "quanto",
+    "_weight_qdata": "torchao",
 }
 _IN_WORDS = "pack-quantized"  # compressed-tensors' name of integers packed into I32
 _READ = "symmetric INT8/INT4 (compressed-tensors), or symmetric INT4 in GPTQ's packing"
@@ -198,6 +201,8 @@ def _refuse(path: Path, tensors: Mapping[str, TensorInfo], quantization: Mapping
             refused.setdefault(f"integers {unread}", []).append(name)
         if other_bits and info.dtype == "I32" and name.endswith(".weight_packed"):
             refused.setdefault(f"INT{other_bits} packed into words", []).append(name)
+        if info.dtype == "U8" and name.endswith(".weight") and f"{name}_scale" in tensors:
+            refused.setdefault("packed bytes (Quark's MXFP4, BitNet)", []).append(name)
         for suffix, what in _REFUSED.items():
             if name.endswith(suffix):
                 refused.setdefault(what, []).append(name)

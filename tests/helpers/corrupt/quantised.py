@@ -122,6 +122,20 @@ QUANTISED: list[Case] = [
         _beside(f"{EXPERT}.weight.absmax", torch.ones(8)),
         ["bitsandbytes", f"{EXPERT}.weight.absmax"],
     ),
+    *(
+        Case(what, "bf16", _beside(EXPERT + end, torch.ones(8, dtype=torch.int8)), [what, EXPERT + end])
+        for what, end in (("HQQ", ".W_q"), ("quanto", ".weight._data"), ("torchao", "._weight_qdata"))
+    ),
+    Case(
+        "Quark's MXFP4",
+        "fp8",
+        lambda f: f.weights(
+            lambda t: t.update(
+                {f"{EXPERT}.weight": torch.ones(32, 32).byte(), f"{EXPERT}.weight_scale": torch.ones(32, 2)}
+            )
+        ),
+        ["Quark's MXFP4", f"{EXPERT}.weight"],
+    ),
     Case(
         "mxfp4 scales missing",
         "mxfp4",
