@@ -1,8 +1,8 @@
 """How weights are stored, read from a config.json: format, block that shares a scale, bytes of a scale.
 
 Sources: the `quantization_config` conventions of transformers (fp8, fbgemm_fp8, mxfp4, gptq, awq,
-bitsandbytes), of ModelOpt (`quant_algo`) and compressed-tensors (`config_groups`, `ignore`), and
-DeepSeek-V4's `expert_dtype`.
+bitsandbytes), of ModelOpt (`quant_algo`), compressed-tensors (`config_groups`, `ignore`) and AMD Quark
+(`global_quant_config`, `exclude`), and DeepSeek-V4's `expert_dtype`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import regex
@@ -59,6 +60,8 @@ class Storage:
         return replace(self, block=(self.block[0], wide))
 
 
+_EXCLUDED = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude")
+_QUARK_BLOCKS = {"per_tensor": (0, 0), "per_channel": (1, 0)}  # AMD Quark's qscheme -> block
 _MOST = 1 << 24  # rows or columns that share a scale
 MXFP4 = Storage("mxfp4", (1, 32), 1)
 # Experts quantised while they stream in.
@@ -174,14 +177,33 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
     if method == "bitsandbytes":
         return Storage("nf4", (1, 64), 4) if quantization.get("load_in_4bit") else Storage("int8", (1, 0), 4)
     if method in ("gptq", "awq", "auto-round"):
+        blocks = quantization.get("modules_in_block_to_quantize") or []
+        only = [module for block in blocks for module in ([block] if isinstance(block, str) else block)]
+        if only and not any(_matches(str(module), name) for module in only for name in names):
+            return plain_storage(dtype)
         bits = _whole(quantization, "bits", "w_bit", default=4)
         columns = max(0, _whole(quantization, "group_size", "q_group_size", default=128))
         zero = 0 if gptq.unread(quantization) is None else bits / 8
         return Storage("int4" if bits <= 4 else "int8", (1, columns), 2 + zero)
+    if method == "quark":
+        weights = _of_quark(quantization, names)
+        if str(weights.get("dtype")) == "fp8_e4m3" and weights.get("qscheme") in _QUARK_BLOCKS:
+            return Storage("fp8", _QUARK_BLOCKS[weights["qscheme"]], 4)
+        return Storage(method)
     algorithm = str(quantization.get("quant_algo", "")).lower()
     if method == "modelopt" and algorithm == "fp8":
         return Storage("fp8", (0, 0), 4)
     return Storage("nvfp4", (1, 16), 1) if "nvfp4" in (method, algorithm) else Storage(method)
+
+
+def _of_quark(quantization: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
+    """What AMD Quark says of the weights of modules of these names."""
+    own = quantization.get("global_quant_config")
+    if isinstance(layers := quantization.get("layer_quant_config"), Mapping):
+        matching = (config for p, config in layers.items() if any(fnmatchcase(name, p) for name in names))
+        own = next(matching, own)
+    weights = own.get("weight") if isinstance(own, Mapping) else None
+    return weights if isinstance(weights, Mapping) else {}
 
 
 def _compressed_tensors(quantization: Mapping[str, Any], group: Mapping[str, Any] | None) -> Storage:
@@ -237,7 +259,7 @@ def _group_of(quantization: Mapping[str, Any], names: list[str] | None) -> Mappi
 def _excluded(config: Mapping[str, Any]) -> list[str]:
     """Patterns of the modules that are not quantised."""
     quantization = _quantization(config)
-    listed = [quantization.get(key) for key in ("modules_to_not_convert", "ignore", "ignored_layers")]
+    listed = [quantization.get(key) for key in _EXCLUDED]
     patterns = [str(pattern) for some in listed if isinstance(some, list) for pattern in some]
     # GPTQModel's and AutoRound's: by module, "-:" or other bits.
     for key in ("dynamic", "extra_config"):
@@ -263,8 +285,9 @@ def _matches(pattern: str, name: str) -> bool:
     try:
         if matches(whole, name, where="quantization_config in the model's config.json"):
             return True
-    except regex.error:
-        pass
+    except regex.error:  # "*self_attn*": ModelOpt's and Quark's
+        if fnmatchcase(name, pattern):
+            return True
     return name == pattern or name.endswith(f".{pattern}")
 
 

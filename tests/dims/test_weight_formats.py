@@ -25,6 +25,11 @@ def packed(ignore: list[str] | None = None, format: str = "", **weights: Any) ->
     }
 
 
+def quark(**weight: Any) -> dict[str, Any]:
+    config = {"weight": {"dtype": "fp8_e4m3", **weight}}
+    return {"quant_method": "quark", "global_quant_config": config, "exclude": ["lm_head", "*mlp.gate"]}
+
+
 @pytest.mark.parametrize(
     ("quantization", "fmt", "each"),
     [
@@ -33,6 +38,8 @@ def packed(ignore: list[str] | None = None, format: str = "", **weights: Any) ->
         ({"quant_method": "fp8"}, "fp8", VALUES + 4 * 3),
         ({"quant_method": "fbgemm_fp8"}, "fp8", VALUES + 4 * (40 + 40 + 64)),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8", VALUES + 4 * 3),
+        (quark(qscheme="per_tensor"), "fp8", VALUES + 4 * 3),
+        (quark(qscheme="per_channel"), "fp8", VALUES + 4 * (40 + 40 + 64)),
         (packed(num_bits=8, type="float", strategy="channel"), "fp8", VALUES + 2 * (40 + 40 + 64)),
         (packed(num_bits=8, type="float", strategy="tensor"), "fp8", VALUES + 2 * 3),
         (
@@ -86,6 +93,7 @@ def test_native_scales_of_deepseek_v4_are_bytes() -> None:
     [
         ["re:.*experts.*"],
         ["re:.*mlp.*"],
+        ["*mlp*"],
         ["model.layers.1.mlp", "model.layers.2.mlp", "model.layers.3.mlp"],
     ],
 )
@@ -139,6 +147,17 @@ def test_gptq(changes: dict[str, Any], attention: bool) -> None:
     assert bool(dims.quantised and dims.quantised[0].params) == attention
 
 
+def test_gptq_of_some_modules() -> None:
+    only = [["self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]
+    quantization = {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": only}
+    dims = small_dims(quantization_config=quantization)
+    assert dims.expert_bytes() == small_dims().expert_bytes() and dims.refusal is None
+    assert dims.quantised[0].params > 0
+    quantization["modules_in_block_to_quantize"] = [[f"mlp.experts.{e}.gate_proj" for e in range(8)]]
+    dims = small_dims(quantization_config=quantization)
+    assert dims.expert_format == "int4" and dims.quantised == ()
+
+
 def test_groups_that_name_other_modules() -> None:
     quantization = packed(num_bits=8, type="int", strategy="channel")
     quantization["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*"]
@@ -179,6 +198,11 @@ def test_weights_outside_the_experts() -> None:
         (packed(format="pack-quantized", num_bits=8, type="int"), "packed into words"),
         (packed(num_bits=4, type="int", strategy="group", group_size=16), "groups of 16"),
         ({"quant_method": "quanto"}, "stored as quanto"),
+        (quark(dtype="fp4", qscheme="per_group", group_size=32), "stored as quark"),
+        (
+            quark(qscheme="per_tensor") | {"layer_quant_config": {"*experts*": {"weight": {"dtype": "fp4"}}}},
+            "stored as quark",
+        ),
     ],
 )
 def test_formats_that_are_refused_by_name(quantization: dict[str, Any], reason: str) -> None:
