@@ -25,6 +25,7 @@ from kt_ray.checkpoint.stored import StoredMatrix
 _PIECE = 4096  # bytes read at one place
 _TENSORS = 6  # sampled in a shard, and as many of its scales
 _GAP = 12  # matrices of zeros in a row: four experts, which nobody cuts out side by side
+_EXPERTS = 16  # sampled in a stack
 _WHOLE = 64 << 20  # a tensor is zero if this much of it is
 _READERS = 16  # in flight: a network file system answers each in milliseconds
 _HOLE_SHARE = 100  # holes of less than a 100th of a file may be zeros that a file system did not store
@@ -86,10 +87,14 @@ def _check_file(
             infos.sort(key=lambda info: info.start)
             _check_holes(fd, file, infos)
             values = [i for i in infos if i.name not in scales and len(i.shape) > 1 and "bias" not in i.name]
-            zero = [i for i in _spread(values) if _value_fault(fd, i)]
+            sampled = _spread(values)
+            zero = [i for i in sampled if _value_fault(fd, i)]
             # One matrix of zeros may be meant so (an expert that was cut out); most of a sample is not.
             if 2 * len(zero) > min(len(values), _TENSORS) or any(_in_gap(fd, values, i) for i in zero):
                 observed = f"zero throughout: {some([i.name for i in zero])}"
+                raise _unfinished("shard holds zeros instead of weights", file, observed, "weights")
+            if torn := [i.name for i in sampled if len(i.shape) > 2 and "experts" in i.name and _torn(fd, i)]:
+                observed = f"several experts side by side are zero: {some(torn)}"
                 raise _unfinished("shard holds zeros instead of weights", file, observed, "weights")
             for info in infos:
                 small = len(info.shape) == 1 and _is_floating(info)
@@ -163,6 +168,23 @@ def _in_gap(fd: int, values: list[TensorInfo], info: TensorInfo) -> bool:
                 break
             count += 1
     return count >= _GAP
+
+
+def _torn(fd: int, stack: TensorInfo) -> bool:
+    """Whether a stack of experts has zeros in place of four of them in a row (see _GAP)."""
+    experts = [stack.one(e) for e in range(stack.shape[0])]
+    wanted = _GAP // 3
+    for e in range(0, len(experts), max(1, len(experts) // _EXPERTS)):
+        if not _value_fault(fd, experts[e]):
+            continue
+        first = last = e
+        while first > 0 and last - first < wanted and _value_fault(fd, experts[first - 1]):
+            first -= 1
+        while last + 1 < len(experts) and last - first < wanted and _value_fault(fd, experts[last + 1]):
+            last += 1
+        if 1 + last - first >= wanted:
+            return True
+    return False
 
 
 def _zero(piece: bytes) -> bool:

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kt_ray import cli
 from kt_ray.checkpoint import CheckpointIndex
@@ -171,4 +173,17 @@ def test_a_shard_of_which_the_larger_part_arrived_is_refused(tmp_path: Path, lay
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) * 6 // 10] + bytes(len(whole) - len(whole) * 6 // 10))
     with pytest.raises(UserError, match="zeros instead of weights"):
+        check_content(CheckpointIndex.open(path))
+
+
+@pytest.mark.parametrize(("zero", "refused"), [(slice(10, 16), True), (slice(29, 32), False)])
+def test_zeros_in_the_middle_of_a_stack(tmp_path: Path, zero: slice, refused: bool) -> None:
+    """Of a file that is fetched in pieces, one may not have arrived; single experts may be cut out."""
+    from kt_ray.checkpoint import check_content
+
+    stack = torch.ones(32, 8, 16)
+    stack[zero] = 0
+    path = save(tmp_path / "model", {"model.layers.0.mlp.experts.down_proj": stack})
+    refusal = pytest.raises(UserError, match=r"side by side are zero: model\.layers\.0\.mlp\.experts")
+    with refusal if refused else nullcontext():
         check_content(CheckpointIndex.open(path))
