@@ -38,6 +38,7 @@ _AGAIN = "download the checkpoint again, or copy the missing files beside the ot
 # Keys of config.json that change without the model changing.
 _VOLATILE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 _SAMPLES, _SAMPLE_BYTES = 64, 64
+_MOST_SHARDS = 10_000
 # What browsers and download programs put beside, or in place of, a file that is not complete yet.
 _UNFINISHED = (".aria2", ".incomplete", ".part", ".partial", ".crdownload", ".download", ".tmp")
 
@@ -88,8 +89,11 @@ class CheckpointIndex:
             p.name for pattern in ("*.bin", "*.pt", "*.gguf", "*.safetensors") for p in path.glob(pattern)
         )
         if shards := [name for name in other if re.search(r"-\d+-of-\d+\.safetensors$", name)]:
-            what, required = "checkpoint's index is absent", f"{_INDEX} beside its shards"
-            raise damaged(what, path, some(shards), required, f"download {_INDEX}, too")
+            absent = _absent(shards)
+            observed = f"{some(shards)}; not there: {some(absent)}" if absent else some(shards)
+            required = f"{_INDEX} beside its shards"
+            remedy = f"download {_INDEX}{' and the shards that are not there' if absent else ', too'}"
+            raise damaged("checkpoint's index is absent", path, observed, required, remedy)
         raise damaged(
             "checkpoint has no safetensors weights",
             path,
@@ -253,6 +257,16 @@ def _check_present(path: Path, shards: list[str], where: Path) -> None:
             what = "checkpoint index names shards that are absent or incomplete"
             required = f"{len(shards)} shards"
         raise damaged(what, where, some(absent), required, _AGAIN)
+
+
+def _absent(shards: list[str]) -> list[str]:
+    """Shards whose number is missing among those of their name and count."""
+    names: set[str] = set()
+    for name in shards:
+        if (match := re.match(r"(.*-)(\d+)(-of-(\d+)\..*)$", name)) and int(match[4]) <= _MOST_SHARDS:
+            start, number, end, count = match.groups()
+            names |= {f"{start}{n:0{len(number)}}{end}" for n in range(1, int(count) + 1)}
+    return sorted(names - set(shards))
 
 
 def _check_stray(path: Path, shards: set[str]) -> None:

@@ -126,6 +126,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "index damaged": (lambda p: (p / INDEX).write_text("nope"), "checkpoint index cannot be read"),
     "index empty": (lambda p: (p / INDEX).write_text("{}"), "no weight_map"),
+    "absent index and shard": (
+        lambda p: [f.unlink() for f in (p / "model.safetensors.index.json", _shard(p))],
+        "not there: model-00001-of-00002.safetensors; required model.safetensors.index.json",
+    ),
     "absent shard": (lambda p: _shard(p).unlink(), "names shards that are absent"),
     "index names absent tensor": (
         lambda p: _edit_index(p, lambda m: m.update({"model.extra": _shard(p).name})),
