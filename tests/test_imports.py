@@ -28,6 +28,7 @@ disk: errors
 parse: errors disk
 native: [torch]
 gptq:
+rotations:
 batch: [numpy]
 timeline:
 pulse:
@@ -36,7 +37,7 @@ gpu: errors [torch]
 cpu_products: [torch]
 gpu_turns: [torch]
 config: errors parse
-dims: errors parse gptq
+dims: errors parse gptq rotations
 hardware: errors disk parse native config
 placement: errors parse config dims hardware
 timing: errors native config dims hardware placement
@@ -45,7 +46,7 @@ tracking: terminal disk parse timeline config
 evaluate: errors parse
 generate: errors [numpy torch]
 rewards: errors parse evaluate [numpy]
-checkpoint: terminal errors disk pulse parse native gptq [torch]
+checkpoint: terminal errors disk pulse parse native gptq rotations [torch]
 model: errors pulse parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
     [numpy torch]
 adapter: disk parse config checkpoint [torch]

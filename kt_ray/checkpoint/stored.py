@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from kt_ray import gptq
+from kt_ray import gptq, rotations
 from kt_ray.checkpoint.names import expert_name
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_shape, read_tensor
 from kt_ray.errors import UserError
@@ -194,6 +194,8 @@ def is_auxiliary(name: str) -> bool:
 
 
 def _refuse(path: Path, tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> None:
+    if rotated := rotations.unread(quantization):
+        raise _unread(path / "config.json", f"weights {rotated}", "weights that need no other operation")
     refused: dict[str, list[str]] = {}
     other_bits, unread = _other_packed_bits(quantization), gptq.unread(quantization)
     for name, info in tensors.items():

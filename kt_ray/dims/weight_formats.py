@@ -15,7 +15,7 @@ from typing import Any
 
 import regex
 
-from kt_ray import gptq
+from kt_ray import gptq, rotations
 from kt_ray.errors import UserError
 from kt_ray.parse import matches
 
@@ -130,7 +130,9 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
     weights = group["weights"] if group else {}
     stored, whole_numbers = fmt, fmt in ("int8", "int4")
     unread = gptq.unread(quantization) if method in (*gptq.METHODS, "awq") else None
-    if unread:
+    if rotated := rotations.unread(quantization):
+        stored += f" {rotated}"
+    elif unread:
         stored += f" {unread}"
     elif method == "bitsandbytes":
         stored += f" in the packing of {method}"

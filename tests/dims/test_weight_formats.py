@@ -8,6 +8,7 @@ import pytest
 
 from kt_ray.dims.model_dims import Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, Storage
+from tests.helpers.corrupt.quantised import ROTATED
 from tests.placement.configs import small_dims
 
 # small_dims(): experts of gate and up [40, 64], down [64, 40]; 3 MoE layers of 8 experts.
@@ -48,6 +49,12 @@ def quark(**weight: Any) -> dict[str, Any]:
             VALUES + 2 * (9 + 9 + 8),
         ),
         (packed(num_bits=8, type="int", strategy="channel"), "int8", VALUES + 2 * (40 + 40 + 64)),
+        (
+            packed(num_bits=8, type="int", strategy="channel")
+            | {"transform_config": {"config_groups": {"R1": {"apply": [{"location": "weight_input"}]}}}},
+            "int8",
+            VALUES + 2 * (40 + 40 + 64),
+        ),
         (
             packed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True),
             "int4",
@@ -197,6 +204,7 @@ def test_weights_outside_the_experts() -> None:
         (packed(num_bits=4, type="int", group_size=32, actorder="group"), "actorder"),
         (packed(format="pack-quantized", num_bits=8, type="int"), "packed into words"),
         (packed(num_bits=4, type="int", strategy="group", group_size=16), "groups of 16"),
+        (packed(num_bits=4, type="int", group_size=32) | ROTATED, "int4 rotated, with rotations left"),
         ({"quant_method": "quanto"}, "stored as quanto"),
         (quark(dtype="fp4", qscheme="per_group", group_size=32), "stored as quark"),
         (

@@ -11,6 +11,14 @@ from tests.helpers.corrupt.folder import Folder, Tensors
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 STACK = "model.layers.1.mlp.experts"
+ROTATED = {
+    "transform_config": {
+        "config_groups": {
+            "R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]},
+            "R3": {"type": "hadamard", "apply": [{"targets": ["re:.*attn$"], "location": "q_attn"}]},
+        }
+    }
+}
 _FIT = "do not fit together"
 
 
@@ -115,6 +123,12 @@ QUANTISED: list[Case] = [
         ["actorder", f"{EXPERT}.weight_g_idx"],
     ),
     Case("GPTQ", "bf16", _foreign(".qweight", ".qzeros", ".scales", ".g_idx"), ["GPTQ", f"{EXPERT}.qweight"]),
+    Case(
+        "rotated",
+        "int4",
+        lambda f: f.config(quantization_config=ROTATED | {"quant_method": "compressed-tensors"}),
+        ["rotations left to the model's code (q_attn)"],
+    ),
     Case("NVFP4", "int4", _beside(f"{EXPERT}.weight_global_scale", torch.ones(1)), ["NVFP4", EXPERT]),
     Case(
         "bitsandbytes",
