@@ -58,6 +58,7 @@ _TYPES = ("F32", "BF16", "F16", "F64")
 # Before 0.19.1 PEFT took the first axis after E of a fused parameter for A and the last for B, whichever of
 # them is the input; 0.19.0 did the opposite. 0.18 is the first to say which PEFT it was.
 _OLD_PEFT = re.compile(r"0\.(18\.|19\.0)")
+_OLD_WEIGHTS = "adapter_model.bin"
 _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
 
 
@@ -129,7 +130,7 @@ class Lora:
         path = Path(directory)
         for name in (CONFIG, WEIGHTS):
             if not (path / name).is_file():
-                raise damaged("not an adapter directory", path, f"no {name}", remedy=_REMEDY)
+                raise damaged("not an adapter directory", path, f"no {name}", remedy=instead_of(path))
         config = read_json(path / CONFIG, CONFIG, _REMEDY)
         _check_config(path, config)
         pairs = _pairs(path, read_header(path / WEIGHTS, remedy=_REMEDY), model_type)
@@ -323,6 +324,15 @@ class Lora:
             "A [E*r, H], B [2I or I, r*E] and A [E*r, I], B [H, r*E]",
             _REMEDY,
         )
+
+
+def instead_of(path: Path, remedy: str = _REMEDY) -> str:
+    """What to do about a directory that is no adapter's; `remedy`: if nothing in it tells."""
+    if (path / "adapter" / CONFIG).is_file():
+        return f"name the adapter in it: {path / 'adapter'}"
+    if (path / _OLD_WEIGHTS).is_file():
+        return f"load {_OLD_WEIGHTS} with PEFT and save it again (save_pretrained), as {WEIGHTS}"
+    return remedy
 
 
 def _check_config(path: Path, config: Mapping[str, Any]) -> None:

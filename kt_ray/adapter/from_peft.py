@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kt_ray.adapter.adapter_file import Lora
+from kt_ray.adapter.adapter_file import Lora, instead_of
 from kt_ray.adapter.fused import FusedLayer
 from kt_ray.adapter.peft_config import CONFIG, TEXT_ALONE, WEIGHTS, module_of
 from kt_ray.checkpoint.index import some
@@ -43,7 +43,7 @@ def adapter_directory(path: str, key: str = "generate.adapter") -> str:
         f"{key}={path}",
         "no such directory" if not Path(path).is_dir() else f"no {CONFIG} with {WEIGHTS}",
         f"a directory with {CONFIG} and {WEIGHTS}, or a finished run's directory",
-        f"correct {key}",
+        instead_of(Path(path), f"correct {key}"),
     )
 
 

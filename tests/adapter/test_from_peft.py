@@ -171,6 +171,16 @@ def test_an_adapter_that_is_not_finite_is_used_by_nobody(
     assert not (tmp_path / "merged").exists() and not (tmp_path / "out").exists()
 
 
+def test_what_is_an_adapter_otherwise(tmp_path: Path) -> None:
+    directory = save_adapter(tmp_path / "run" / "adapter", lora({"q_proj": (4, 4)}))
+    with pytest.raises(UserError, match=r"no adapter_config.*name the adapter in it: .*/run/adapter"):
+        Lora.open(tmp_path / "run")
+    (directory / WEIGHTS).rename(directory / "adapter_model.bin")
+    for refused in (lambda: Lora.open(directory), lambda: adapter_directory(str(directory))):
+        with pytest.raises(UserError, match=r"load adapter_model\.bin with PEFT and save it"):
+            refused()
+
+
 @pytest.mark.parametrize("family", [f"{family}{end}" for family in TEXT_ALONE for end in ("", "_text")])
 def test_names_inside_the_multimodal_model(tmp_path: Path, family: str) -> None:
     """PEFT's adapter of the class around the text model; its patterns name modules as that class does."""
