@@ -17,6 +17,7 @@ from kt_ray.errors import UserError
 from kt_ray.experts.lane_weights import expert_tensors, pack
 from kt_ray.native import ExpertFormula, ExpertMatrix, quantize
 from tests.checkpoint.conftest import config_dict, write_checkpoint
+from tests.helpers.corrupt.quantised import ROTATED
 
 Tensors = dict[str, torch.Tensor]
 E, I, H = 3, 96, 160  # rows and columns of every projection are multiples of 32, and not of 128
@@ -423,14 +424,16 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
 }
 
 
-def test_words_of_other_integers_are_refused() -> None:
-    """The same tensors would be INT4 of twice the columns."""
+def test_what_the_tensors_do_not_tell_is_refused() -> None:
+    """The same tensors would be INT4 of twice the columns, or in the model's own basis."""
     infos = [_info("a.weight_packed", "I32", 8, 16), _info("a.weight_scale", "BF16", 8, 1)]
     tensors = {info.name: info for info in infos}
     group = {"weights": {"num_bits": 8, "type": "int"}}
     packed = {"format": "pack-quantized", "config_groups": {"group_0": group}}
     with pytest.raises(UserError, match="INT8 packed into words"):
         find_matrices(Path("model"), tensors, {"quantization_config": packed})
+    with pytest.raises(UserError, match=r"at model/config\.json; found weights rotated.*q_attn"):
+        find_matrices(Path("model"), tensors, {"quantization_config": ROTATED})
     # INT8 one per byte beside INT4 in words: each group names its own format
     four = {"format": "pack-quantized", "weights": {"num_bits": 4, "type": "int"}}
     both = {
