@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, converts_keys, module_name, outside
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.names import fused_release, one_expert
+from kt_ray.checkpoint.names import MAGNITUDE, fused_release, one_expert
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_header, read_tensor
 from kt_ray.config.lora_patterns import first_meaning
 from kt_ray.parse import check_shape, read_json
@@ -49,7 +49,10 @@ _SHAPE = {
     "lora_alpha": float,
     "rank_pattern?": {str: int},
     "alpha_pattern?": {str: float},
+    "use_rslora?": bool,
+    "use_dora?": bool,
     "peft_type?": str,
+    "peft_version?": str,
     "base_model_name_or_path?": str,
     "revision?": str,
     "target_parameters?": [str],
@@ -253,7 +256,7 @@ class Lora:
     def _pair(self, module: str, a: TensorInfo, b: TensorInfo, named: str, experts: int = 0) -> Pair:
         rank, alpha = self._setting(named)
         rows = rank * max(1, experts)
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rows or b.shape[1] != rows:
+        if a.shape[0] != rows or b.shape[1] != rows:
             raise damaged(
                 "adapter's matrices and its configuration disagree about the rank",
                 f"{self.path}, {module}",
@@ -396,4 +399,9 @@ def _pairs(
     if odd:  # integers would be taken for values, without their scales
         what, remedy = "adapter's matrices are of a type that is not read", "save it in bfloat16 or float32"
         raise damaged(what, path / WEIGHTS, some(sorted(odd), 4), ", ".join(_TYPES), remedy)
+    odd = [f"{k} {list(t.shape)}" for k, t in tensors.items() if len(t.shape) != 1 + (MAGNITUDE not in k)]
+    if odd:  # of a convolution, or damaged
+        required = "A [r, in], B [out, r] and lora_magnitude_vector [out]"
+        what = "adapter's matrices have another number of dimensions"
+        raise damaged(what, path / WEIGHTS, some(sorted(odd), 4), required, _REMEDY)
     return {m: (pair["A"], pair["B"], pair.get("magnitude_vector")) for m, pair in halves.items()}

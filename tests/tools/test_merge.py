@@ -377,6 +377,12 @@ def test_two_sets_of_experts_in_a_layer(tmp_path: Path) -> None:
         (lora({"model.layers.0.self_attn.q_proj": (H, I)}), {}, "shapes do not fit"),
         (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"r": 8}, "disagree about the rank"),
         (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"use_dora": True}, "use_dora"),
+        (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"use_rslora": "false"}, "use_rslora; found str"),
+        (
+            {f"model.layers.0.mlp.experts.lora_{half}.weight": torch.ones(4) for half in "AB"},
+            {"target_parameters": ["experts.down_proj"]},
+            r"number of dimensions.*lora_A\.weight \[4\]",
+        ),
         (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"peft_type": "IA3"}, "IA3"),
         (
             lora({"model.layers.0.self_attn.q_proj": (H, H)}),
