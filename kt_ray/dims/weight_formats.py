@@ -179,9 +179,8 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
     if method == "bitsandbytes":
         return Storage("nf4", (1, 64), 4) if quantization.get("load_in_4bit") else Storage("int8", (1, 0), 4)
     if method in ("gptq", "awq", "auto-round"):
-        blocks = quantization.get("modules_in_block_to_quantize") or []
-        only = [module for block in blocks for module in ([block] if isinstance(block, str) else block)]
-        if only and not any(_matches(str(module), name) for module in only for name in names):
+        only = _modules_in_block(quantization)
+        if only and not any(_matches(module, name) for module in only for name in names):
             return plain_storage(dtype)
         bits = _whole(quantization, "bits", "w_bit", default=4)
         columns = max(0, _whole(quantization, "group_size", "q_group_size", default=128))
@@ -189,13 +188,23 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
         return Storage("int4" if bits <= 4 else "int8", (1, columns), 2 + zero)
     if method == "quark":
         weights = _of_quark(quantization, names)
-        if str(weights.get("dtype")) == "fp8_e4m3" and weights.get("qscheme") in _QUARK_BLOCKS:
-            return Storage("fp8", _QUARK_BLOCKS[weights["qscheme"]], 4)
+        block = _QUARK_BLOCKS.get(str(weights.get("qscheme")))
+        if block is not None and str(weights.get("dtype")) == "fp8_e4m3":
+            return Storage("fp8", block, 4)
         return Storage(method)
     algorithm = str(quantization.get("quant_algo", "")).lower()
     if method == "modelopt" and algorithm == "fp8":
         return Storage("fp8", (0, 0), 4)
     return Storage("nvfp4", (1, 16), 1) if "nvfp4" in (method, algorithm) else Storage(method)
+
+
+def _modules_in_block(quantization: Mapping[str, Any]) -> list[str]:
+    """The only modules of a layer that GPTQ quantised; empty = all."""
+    listed = quantization.get("modules_in_block_to_quantize")
+    modules: list[str] = []
+    for group in listed if isinstance(listed, list) else ():
+        modules += [m for m in (group if isinstance(group, list) else [group]) if isinstance(m, str)]
+    return modules
 
 
 def _of_quark(quantization: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:

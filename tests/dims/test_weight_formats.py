@@ -160,6 +160,8 @@ def test_gptq_of_some_modules() -> None:
     dims = small_dims(quantization_config=quantization)
     assert dims.expert_bytes() == small_dims().expert_bytes() and dims.refusal is None
     assert dims.quantised[0].params > 0
+    quantization["modules_in_block_to_quantize"] = [None, 5]
+    assert small_dims(quantization_config=quantization).expert_format == "int4"
     quantization["modules_in_block_to_quantize"] = [[f"mlp.experts.{e}.gate_proj" for e in range(8)]]
     dims = small_dims(quantization_config=quantization)
     assert dims.expert_format == "int4" and dims.quantised == ()
@@ -207,6 +209,7 @@ def test_weights_outside_the_experts() -> None:
         (packed(num_bits=4, type="int", group_size=32) | ROTATED, "int4 rotated, with rotations left"),
         ({"quant_method": "quanto"}, "stored as quanto"),
         (quark(dtype="fp4", qscheme="per_group", group_size=32), "stored as quark"),
+        (quark(qscheme=["per_tensor"]), "stored as quark"),
         (
             quark(qscheme="per_tensor") | {"layer_quant_config": {"*experts*": {"weight": {"dtype": "fp4"}}}},
             "stored as quark",
