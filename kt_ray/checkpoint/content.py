@@ -61,7 +61,8 @@ def check_stacks(stacks: Iterable[TensorInfo]) -> None:
     """The same for stacks of experts in a GGUF file, all of them.
 
     Raises:
-        UserError: holes, a stack of zeros, values of plain types that are not finite.
+        UserError: holes, zeros in place of a stack or of several of its experts, values of plain types that
+            are not finite.
     """
     by_file: dict[Path, list[TensorInfo]] = defaultdict(list)
     for info in stacks:
@@ -69,12 +70,13 @@ def check_stacks(stacks: Iterable[TensorInfo]) -> None:
     for file, infos in by_file.items():
         try:
             with file.open("rb") as opened:
-                _check_holes(opened.fileno(), file, infos)
-                zero = sorted(info.name for info in infos if _value_fault(opened.fileno(), info))
+                fd = opened.fileno()
+                _check_holes(fd, file, infos)
+                zero = sorted(info.name for info in infos if _value_fault(fd, info) or _torn(fd, info))
         except OSError as error:
             raise _unfinished("GGUF file cannot be read", file, error) from error
         if zero:
-            observed = f"zero throughout: {some(zero)}"
+            observed = f"zero throughout, or in several experts side by side: {some(zero)}"
             raise _unfinished("GGUF file holds zeros instead of weights", file, observed, "weights")
 
 
