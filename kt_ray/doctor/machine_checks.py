@@ -69,7 +69,8 @@ def affinity(root: str | Path = "/", allowed: set[int] | None = None) -> Check:
     quota = cpu_quota(root)
     if quota is not None and quota < len(mask):
         observed += f", limited to {quota:.1f} CPUs of time by the container"
-        return warned("CPUs", observed, "raise the container's CPU limit: threads beyond it only wait")
+        remedy = "raise the container's CPU limit, or give it CPUs of its own (docker --cpuset-cpus)"
+        return warned("CPUs", observed, f"{remedy}: only to these are threads pinned")
     if len(mask) < len(online):
         return warned("CPUs", observed, "start without taskset, or give the container or job every CPU")
     return passed("CPUs", observed)

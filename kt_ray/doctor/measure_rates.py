@@ -207,7 +207,9 @@ def _experts(
     from kt_ray.native.engine import INTEGER_FORMATS
 
     socket = hardware.sockets[0]
-    cpus = socket.cpus[: socket.cores] or None
+    # Those of a quota may be any.
+    cpus = socket.cpus[: socket.cores if socket.pinned else None] or None
+    pinned = socket.pinned
     usual, chosen = ExpertShape(), select_isa(config.rule.experts.isa)[0]
     end, skipped = time.monotonic() + BUDGET, []
     rates: list[ExpertRate] = []
@@ -220,7 +222,7 @@ def _experts(
         say(f"experts: {what}, {shape.hidden} x {shape.inter}")
         rates.append(measure_experts(engine, fmt, shape, rows, seconds=0.1 if rows == ROWS else 0.05))
 
-    with Engine(chosen, socket.cores, cpus) as engine:
+    with Engine(chosen, socket.cores, cpus, pinned=pinned) as engine:
         own = (dims.expert_width, dims.expert_intermediate) if dims is not None and dims.gated else None
         if dims is not None and own is not None and own != (usual.hidden, usual.inter):
             fmt = ENGINE_FORMAT.get(dims.expert_format, dims.expert_format)
@@ -230,12 +232,12 @@ def _experts(
         for fmt in GGUF_FORMATS:
             # K-quants need rows of whole blocks of 256.
             measure(engine, fmt, ExpertShape(2048, 1280) if fmt.endswith("k") else usual, FEW_ROWS)
-    with Engine(chosen, socket.cores, cpus, int8_products=True) as engine:
+    with Engine(chosen, socket.cores, cpus, pinned=pinned, int8_products=True) as engine:
         for fmt in INTEGER_FORMATS:
             measure(engine, fmt, usual)
     for isa in available_isas():
         if isa not in (chosen, "reference"):
-            with Engine(isa, socket.cores, cpus) as engine:
+            with Engine(isa, socket.cores, cpus, pinned=pinned) as engine:
                 measure(engine, "bf16", usual, FEW_ROWS[1:])
     if skipped:
         notes.append(f"not measured for want of time: experts of {'; '.join(skipped)}")

@@ -113,6 +113,7 @@ class LocalExperts:
             isa=spec.isa,
             threads=spec.threads,
             cpus=spec.cpus or None,
+            pinned=spec.pinned,
             int8_products=spec.backend in INT8_BACKENDS,
             tokens_per_row=spec.tokens_per_row,
         )

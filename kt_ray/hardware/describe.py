@@ -71,8 +71,10 @@ def this_host(root: str | Path = "/") -> Hardware:
     if limit < total:  # that, or a container's limit, shared out as the nodes are sized
         sockets = tuple(replace(s, memory_bytes=max(1, s.memory_bytes * limit // total)) for s in sockets)
     quota, cores = cpu_quota(base), sum(s.cores for s in sockets)
-    if quota is not None and quota < cores:  # more threads than the time allowed would only wait
-        sockets = tuple(replace(s, cores=max(1, int(s.cores * quota / cores))) for s in sockets)
+    if quota is not None and quota < sum(len(s.cpus) for s in sockets):
+        # More threads than the time allowed would only wait.
+        part = min(1.0, quota / cores)
+        sockets = tuple(replace(s, cores=max(1, int(s.cores * part)), pinned=False) for s in sockets)
     if base != Path("/"):
         return Hardware("this host", sockets, (), cpu_isas(base))
     gpus: tuple[Gpu, ...] = ()

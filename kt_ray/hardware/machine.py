@@ -17,7 +17,9 @@ class Socket:
 
     cpus lists one logical CPU per physical core first (`cores` of them), then their siblings in the
     same order, so that the first n entries are n different cores. Empty = unknown (other hardware).
-    host: which host it is in; 0 is the driver's. node and cpus are numbers of that host.
+    host: which host it is in; 0 is the driver's. node and cpus are numbers of that host. pinned: whether
+    threads may keep to a CPU each. Where a quota gives this process less time than its CPUs have, others run
+    on them as well: two containers would both take the first ones.
     """
 
     node: int
@@ -25,6 +27,7 @@ class Socket:
     cores: int
     memory_bytes: int
     host: int = 0
+    pinned: bool = True
 
 
 # Of a GPU's memory that a plan leaves free: gaps between blocks of torch's allocator, and what a display or

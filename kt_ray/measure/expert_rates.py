@@ -54,7 +54,8 @@ def measure_experts(
         ValueError: the format cannot hold rows of this shape.
     """
     weights = random_weights(fmt, shape, shape.experts(1))
-    with Engine(engine.isa, 1, engine.cpus[:1], int8_products=engine.int8_products) as single:
+    same = {"pinned": engine.pinned, "int8_products": engine.int8_products}
+    with Engine(engine.isa, 1, engine.cpus, **same) as single:
         one = [_pair(single, weights, shape, n, rank, seconds) for n in rows]
         plain = _pair(single, weights, shape, rows[-1], 0, seconds)
     every = one

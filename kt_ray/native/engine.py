@@ -157,6 +157,7 @@ class Engine:
         cpus: CPUs the threads are pinned to, in this order, but for those outside this process's affinity
             mask; None = the whole mask. Where threads are fewer, the first ones serve: one CPU of each core
             before their siblings, whose numbers may be neighbours.
+        pinned: False = the kernel moves the threads among all of `cpus`.
         tokens_per_row: tokens of a call for each row that an expert gets, were routing even: all experts of a
             layer over those that a token chooses; 0 = the experts of a call's weights over its slots. It
             decides which calls go by rows, see `row_tokens`.
@@ -168,7 +169,8 @@ class Engine:
         isa: the instruction set in use.
         isa_reason: why it was chosen.
         threads: number of threads.
-        cpus: the CPUs they are pinned to, in turn.
+        cpus: the CPUs they are pinned to, in turn, or move among.
+        pinned: as given.
         int8_products: as given.
         compute: the type it multiplies in.
         formats: weight formats it computes.
@@ -183,6 +185,7 @@ class Engine:
         threads: int | None = None,
         cpus: Sequence[int] | None = None,
         *,
+        pinned: bool = True,
         int8_products: bool = False,
         tokens_per_row: float = 0.0,
     ) -> None:
@@ -194,8 +197,13 @@ class Engine:
         self.threads = len(self.cpus) if threads is None else threads
         if self.threads < 1:
             raise ValueError(f"threads: {self.threads}, required at least 1")
-        self.int8_products = int8_products
-        self._engine = _native.Engine(self.isa, self.threads, list(self.cpus), int8_products, tokens_per_row)
+        self.pinned, self.int8_products = pinned, int8_products
+        to = list(self.cpus) if pinned else []
+        os.sched_setaffinity(0, self.cpus)  # of this thread alone; those that it starts inherit it
+        try:
+            self._engine = _native.Engine(self.isa, self.threads, to, int8_products, tokens_per_row)
+        finally:
+            os.sched_setaffinity(0, allowed)
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -494,6 +494,7 @@ def _experts(
                     activations="retain" if wanted.activations == "auto" else wanted.activations,
                     host=host,
                     answers=wanted.answers,
+                    pinned=socket.pinned,
                 )
             )
     return tuple(actors), notes

@@ -126,6 +126,7 @@ class HoldsExperts:
 @dataclass(frozen=True)
 class ExpertActorPlan(HoldsExperts):
     """One expert actor. experts and by_layer: see HoldsExperts. node and cpus are numbers of its host.
+    pinned: as of `Socket`.
 
     lane: None = the CPU computes all. answers: type in which y and dx are sent. staging: as
     of a worker. copy: which of `copies` of all experts it has a part of.
@@ -146,6 +147,7 @@ class ExpertActorPlan(HoldsExperts):
     staging: int = 0
     copy: int = 0
     copies: int = 1
+    pinned: bool = True
 
     def updates(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Those of the MoE layers whose LoRA this actor's optimizer updates: copies take turns."""

@@ -87,7 +87,15 @@ def test_container_limits_are_shared_out(tmp_path: Path) -> None:
     assert memory_limit(tmp_path) == 32 * GIB and cpu_quota(tmp_path) == 2.0
     host = this_host(tmp_path)
     assert [s.memory_bytes for s in host.sockets] == [16 * GIB, 16 * GIB]
-    assert [s.cores for s in host.sockets] == [1, 1]
+    assert [(s.cores, s.pinned) for s in host.sockets] == [(1, False)] * 2
+    plan = make_plan(small_dims(), make_config(), host)
+    assert [(actor.threads, actor.cpus, actor.pinned) for actor in plan.experts] == [
+        (1, (0, 1, 4, 5), False), (1, (2, 3, 6, 7), False)
+    ]  # fmt: skip
+    # As much time as there are cores, on the CPUs of half of them or of others; all that the CPUs have.
+    for quota, pinned in (("400000", False), ("800000", True)):
+        write(tmp_path, {"sys/fs/cgroup/job/cpu.max": f"{quota} 100000"})
+        assert [(s.cores, s.pinned) for s in this_host(tmp_path).sockets] == [(2, pinned)] * 2
 
 
 NODE = "sys/devices/system/node/node{}/meminfo"

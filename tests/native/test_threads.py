@@ -113,18 +113,21 @@ def test_threads_are_pinned_to_the_given_cpus() -> None:
 
 
 def test_fewer_threads_than_cpus_take_the_first_of_the_list() -> None:
-    """A plan lists a CPU of every core before their siblings, which may be numbered 0, 1 | 2, 3."""
+    """A plan lists a CPU of every core before their siblings, which may be numbered 0, 1 | 2, 3. Those that
+    are not pinned move among all of the list."""
     cpus = sorted(os.sched_getaffinity(0), reverse=True)
     if len(cpus) < 2:
         pytest.skip("this process may use one CPU only")
-    before = set(os.listdir("/proc/self/task"))
-    with Engine("reference", 1, cpus) as engine:
-        assert engine.cpus == tuple(cpus)
-        masks = []
-        for thread in set(os.listdir("/proc/self/task")) - before:
-            with contextlib.suppress(ProcessLookupError):  # another's, that has just ended
-                masks.append(os.sched_getaffinity(int(thread)))
-        assert [mask for mask in masks if mask != set(cpus)] == [{cpus[0]}]
+    for given, pinned, own in ((cpus, True, cpus[:1]), (cpus[1:], False, cpus[1:])):
+        before = set(os.listdir("/proc/self/task"))
+        with Engine("reference", 1, given, pinned=pinned) as engine:
+            assert engine.cpus == tuple(given)
+            masks = []
+            for thread in set(os.listdir("/proc/self/task")) - before:
+                with contextlib.suppress(ProcessLookupError):  # another's, that has just ended
+                    masks.append(os.sched_getaffinity(int(thread)))
+            assert [mask for mask in masks if mask != set(cpus)] == [set(own)]
+        assert os.sched_getaffinity(0) == set(cpus)
 
 
 def test_idle_threads_sleep() -> None:

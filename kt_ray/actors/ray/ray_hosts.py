@@ -337,7 +337,8 @@ def own_cpus(plan: Plan, specs: ActorSpecs, hosts: Hosts) -> ActorSpecs:
         socket = _sockets(hosts, actor.host)[planned.index(actor.node)]
         peers = [a.rank for a in plan.experts if (a.host, a.node) == (actor.host, actor.node)]
         cpus, _ = divide_cpus(socket, len(peers), peers.index(actor.rank))
-        changed.append(replace(spec, cpus=cpus, node=socket.node if spec.node >= 0 else -1))
+        node = socket.node if spec.node >= 0 else -1
+        changed.append(replace(spec, cpus=cpus, pinned=socket.pinned, node=node))
     return replace(specs, experts=tuple(changed))
 
 

@@ -164,15 +164,18 @@ def spec(actor: Any) -> LocalExpertsSpec:
 def test_actors_take_the_cpus_of_their_own_host() -> None:
     there = replace(
         HOST,
-        sockets=tuple(replace(s, node=s.node + 4, cpus=tuple(c + 100 for c in s.cpus)) for s in HOST.sockets),
+        sockets=tuple(
+            replace(s, node=s.node + 4, cpus=tuple(c + 100 for c in s.cpus), pinned=False)
+            for s in HOST.sockets
+        ),
     )
     two = plan(experts={"sockets": 4})
     assert [(a.host, a.node) for a in two.experts] == [(h, n) for h in (0, 1) for n in (0, 0, 1, 1)]
     specs = ActorSpecs((), tuple(spec(a) for a in two.experts), OptimConfig(), 1)
     changed = own_cpus(two, specs, Hosts((node("a"), node("b", there))))
     assert changed.experts[:4] == specs.experts[:4]
-    assert [(s.node, s.cpus) for s in changed.experts[4:]] == [
-        (4, (100, 101)), (4, (102, 103)), (5, (104, 105)), (5, (106, 107))
+    assert [(s.node, s.cpus, s.pinned) for s in changed.experts[4:]] == [
+        (4, (100, 101), False), (4, (102, 103), False), (5, (104, 105), False), (5, (106, 107), False)
     ]  # fmt: skip
     # Ray's processes on the driver's host: in another job step than the driver.
     changed = own_cpus(two, specs, Hosts((node("a", there), node("b"))))
