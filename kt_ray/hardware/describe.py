@@ -22,8 +22,9 @@ from kt_ray.parse import read_yaml
 GIB = 1 << 30
 ISAS = ("reference", "avx2", "avx512", "avx512_bf16", "amx")  # best last; names as in kt_ray.native
 
-# What a described machine has at most; more GiB are MiB, as nvidia-smi and free -m print them.
-_MOST = {"cores": 4096, "memory_gib": 1 << 14, "count": 1024, "hosts": 4096}
+# What a described machine has at most; more GiB are MiB, as nvidia-smi and free -m print them. A socket's are
+# those of two modules of 256 GB on each of 12 channels: in MiB they would be 6 GiB.
+_MOST = {"cores": 4096, "memory_gib": 6144, "count": 1024, "hosts": 4096}
 _MOST_OF_A_CARD = 2048  # GiB
 # Its keys, and those of an entry of each list.
 _KEYS = {
@@ -125,6 +126,10 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
                 raise file_fault(file, "cpu in the hardware file is unknown", entry["cpu"], required)
         for _ in range(int(_figure(entry, "count", file, 1))):
             cores = int(_figure(entry, "cores", file, cpu.cores if cpu and "cpu" in entry else None))
+            if cpu and "cpu" in entry and cores > cpu.cores:
+                what = f"cores in the hardware file are more than its CPU computes experts on ({cpu.name})"
+                required = f"at most {cpu.cores}: second threads and efficiency cores do not count"
+                raise file_fault(file, what, cores, required)
             first = sum(s.cores for s in sockets)
             memory = int(_figure(entry, "memory_gib", file) * GIB)
             sockets.append(Socket(len(sockets), tuple(range(first, first + cores)), cores, memory))

@@ -302,7 +302,8 @@ def test_shipped_hardware_files(file: Path) -> None:
             r"gpus\.mem",
         ),
         ("sockets: [{cores: 4, memory_gib: 16}]", "isa is missing"),
-        ("isa: avx2\nsockets: [{cores: 4, memory_gib: 515000}]", "memory_gib .* too large"),
+        ("isa: avx2\nsockets: [{cores: 4, memory_gib: 7800}]", "memory_gib .* too large"),  # MiB, as of 8 GB
+        ("sockets: [{cpu: EPYC 9654, cores: 192, memory_gib: 16}]", "cores .*EPYC 9654.*at most 96"),
         (
             "isa: avx2\nsockets: [{cores: 4, memory_gib: 16}]\ngpus: [{name: x, memory_gib: 24564}]",
             "at most 2048",
