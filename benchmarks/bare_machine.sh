@@ -73,9 +73,10 @@ PY
     du -sh "$folder"
 }
 
-# Acceptances of this host, as mode=accept names them.
+# Acceptances of this host, as mode=accept names them by its name, day and second: "node-2" is another host than "node".
 acceptances() {
-    echo "accept/$(uname -n | tr -c 'A-Za-z0-9_.\n-' '-')-*"
+    local d='[0-9][0-9]'
+    echo "accept/$(uname -n | tr -c 'A-Za-z0-9_.\n-' '-')-$d$d$d$d-$d$d$d"
 }
 
 bring_back() {

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bare_machine.sh"
+DAY = "20260102-030405"
 
 
 def test_another_hosts_acceptance_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -21,8 +22,8 @@ def test_another_hosts_acceptance_is_not_gone_on_with(tmp_path: Path) -> None:
         "build/bare_site/.installed": "",
         "folder/empty": "",
         "python": '#!/bin/sh\necho "$@" > said\n',
-        f"accept/{host}x-1/machine.json": "",
-        f"accept/{host}x-1/page.md": "another's",
+        f"accept/{host}-2-{DAY}/machine.json": "",
+        f"accept/{host}-2-{DAY}/page.md": "another's",
     }
     for name, text in texts.items():
         file = tmp_path / name
@@ -41,7 +42,7 @@ def test_another_hosts_acceptance_is_not_gone_on_with(tmp_path: Path) -> None:
         return (tmp_path / "said").read_text()
 
     assert "mode=accept" in said() and "accept.resume" not in said()
-    mine = tmp_path / "accept" / f"{host}-1"
+    mine = tmp_path / "accept" / f"{host}-{DAY}"
     mine.mkdir()
     (mine / "machine.json").touch()
     (mine / "page.md").write_text("mine")
