@@ -138,6 +138,9 @@ ASSUMED = DATA_CENTRE._replace(gemm_source="assumed: part of the peak that large
 
 # A part of the card's name -> its data sheet; the first that fits counts. For a space there may be a hyphen.
 GPUS: dict[str, GpuSheet] = {
+    "4090 D": GpuSheet(23.6, 147.1e12, 1008e9, 25e9, 294.2e12, GEFORCE),
+    # 2,375 of the 5090's 3,352 "AI TOPS".
+    "5090 D": GpuSheet(31.3, 148.4e12, 1792e9, 50e9, 296.9e12, GEFORCE),
     "4090": GpuSheet(23.6, 165.2e12, 1008e9, 25e9, 330.3e12, GEFORCE),
     "5090": GpuSheet(31.3, 209.5e12, 1792e9, 50e9, 419e12, GEFORCE),
     "3090": GpuSheet(23.7, 71e12, 936e9, 25e9, reached=GEFORCE),
@@ -153,7 +156,7 @@ GPUS: dict[str, GpuSheet] = {
 }
 
 _HOST = re.compile(
-    r"(?:(?P<gpus>\d+)x(?P<gpu>[a-z0-9]+(?:-pcie|-nvl)?)(?:-(?P<gib>\d+)gb)?_)?"
+    r"(?:(?P<gpus>\d+)x(?P<gpu>[a-z0-9]+(?:-d|-pcie|-nvl)?)(?:-(?P<gib>\d+)gb)?_)?"
     r"(?:(?P<sockets>\d+)x)?(?P<cpu>[a-z0-9]+)_(?P<memory>\d+)gb",
     re.IGNORECASE,
 )
@@ -161,7 +164,10 @@ _HOST = re.compile(
 
 def cpu_named(name: str) -> Cpu | None:
     """The CPU that a text names ("EPYC 9654", "Intel(R) Xeon(R) Platinum 8480+"); None = not in the table."""
-    return next((cpu for key, cpu in CPUS.items() if re.search(rf"(?<!\w){key}(?![0-9])", name, re.I)), None)
+    other = r"[0-9]|H\b"  # a Xeon 6348H has other cores than a 6348
+    return next(
+        (cpu for key, cpu in CPUS.items() if re.search(rf"(?<!\w){key}(?!{other})", name, re.I)), None
+    )
 
 
 def gpu_named(name: str) -> GpuSheet | None:
@@ -182,10 +188,10 @@ def given_gib(name: str) -> float | None:
 
 def _has_model(name: str, key: str) -> bool:
     """Whether `key` stands in `name` as a whole model: 4090 does in "RTX4090", A100 does not in "RTX A1000",
-    nor H200 in "GH200", nor 4090 in "RTX 4090 Laptop GPU"."""
+    nor H200 in "GH200", nor 4090 in "RTX 4090 Laptop GPU" or, as that is sold too, "RTX 4090 D"."""
     before = "0-9" if key[0].isdigit() else "0-9a-z"
     model = key.replace(" ", r"(?:-SXM4)?[ -]?").replace("GB", " ?GB")
-    other = r"[0-9]|[ -]?(?:S|Ti|Super|Laptop|Mobile|Max-Q)\b"
+    other = r"[0-9]|[ -]?(?:S|Ti|Super|D|Laptop|Mobile|Max-Q)\b"
     return re.search(rf"(?<![{before}]){model}(?!{other})", name, re.IGNORECASE) is not None
 
 

@@ -78,11 +78,14 @@ def test_the_parts_of_a_name() -> None:
     assert cpu_named("AMD EPYC 9654 96-Core Processor") is CPUS["9654"]
     assert cpu_named("Intel(R) Xeon(R) Platinum 8480C") is CPUS["8480"]
     assert cpu_named("AMD Ryzen 9 7950X3D") is None  # another clock, another cache
+    assert cpu_named("Intel(R) Xeon(R) Gold 6348H CPU @ 2.30GHz") is None  # other cores
 
 
 def test_a_card_is_known_by_its_whole_number() -> None:
-    for name in ("NVIDIA GeForce RTX 4090", "RTX4090", "4090", "rtx 4090 D"):
+    for name in ("NVIDIA GeForce RTX 4090", "RTX4090", "4090"):
         assert gpu_named(name) is GPUS["4090"]
+    for name in ("NVIDIA GeForce RTX 4090 D", "RTX 4090D", planned("1x4090-d_1x9654_768gb")[1].gpus[0].name):
+        assert gpu_named(name) is GPUS["4090 D"]
     assert gpu_named("NVIDIA A100-SXM4-40GB") is GPUS["A100"]
     forms = (
         "A100-SXM4-80GB",
