@@ -140,20 +140,22 @@ def count_stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelD
     stages = stages_named(rule, default=max(1, min(present // replicas, len(dims.cuts) + 1)))
     wanted = gpus_of_workers(rule, stages, replicas)
     if wanted > present:
-        fewer = f"rule.stages={max(1, present // replicas)}"
-        other = "rule=auto"
-        if rule.name == "auto":  # what asks for GPUs is then a key of its own
-            other = "rule.layers=null" if rule.layers else "rule.device=cpu"
-            if present and not rule.layers:
-                other = f"rule.replicas={present * hosts}"
-                other += " rule.stages=1" if isinstance(rule.stages, int) and rule.stages > 1 else ""
+        numbered = isinstance(rule.stages, int) and rule.stages > 1
+        change = "rule=auto"
+        if rule.layers:  # which say themselves how many stages there are
+            change = "rule.layers=null" + (" rule.stages=auto" if numbered else "")
+        elif present >= replicas:
+            change = f"rule.stages={max(1, present // replicas)}"
+        elif rule.name == "auto":  # what asks for GPUs is then a key of its own
+            change = f"rule.replicas={present * hosts}" if present else "rule.device=cpu"
+            change += " rule.stages=1" if present and numbered else ""
         share = ", let workers share a GPU (rule.layers with a device list)" if present else ""
         raise UserError(
             "the rule needs more GPUs than there are",
             where=f"rule {rule.name} ({counted(stages, 'stage')}, {counted(rule.replica_count, 'replica')})",
             observed=f"{counted(present, 'GPU')} on {hardware.source}",
             required=counted(wanted, "GPU") + (" on each host" if hosts > 1 else ""),
-            remedy=f"set {fewer if present >= replicas else other}{share}, or mode=plan to see the plan",
+            remedy=f"set {change}{share}, or mode=plan to see the plan",
         )
     return stages
 

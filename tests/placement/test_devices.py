@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kt_ray.config.checks import check
+from kt_ray.config.fields import show
 from kt_ray.config.schema import Config, ExpertsRule, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.placement.devices import with_gpus
@@ -73,12 +74,14 @@ def test_what_is_refused(rule: dict[str, Any], gpus: int, message: str) -> None:
         ({"replicas": 3}, {"replicas": 2}),
         ({"replicas": 3, "stages": 2}, {"replicas": 2, "stages": 1}),
         ({"replicas": 6, "nodes": 2}, {"replicas": 4}),
+        ({"layers": [2, 2], "replicas": 2}, {"layers": None}),
+        ({"layers": [1, 1, 2], "stages": 3}, {"layers": None, "stages": "auto"}),
     ],
 )
-def test_more_replicas_than_gpus_need_no_cpu(rule: dict[str, Any], remedy: dict[str, int]) -> None:
+def test_more_replicas_than_gpus_need_no_cpu(rule: dict[str, Any], remedy: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="more GPUs than there are") as caught:
         make_plan(small_dims(), make_config(rule={**rule, "name": "auto"}), make_hardware(gpus=2))
-    text = " ".join(f"rule.{key}={value}" for key, value in remedy.items())
+    text = " ".join(f"rule.{key}={show(value)}" for key, value in remedy.items())
     assert f"set {text}, let workers" in str(caught.value.remedy)
     assert make_plan(small_dims(), make_config(rule={**rule, **remedy}), make_hardware(gpus=2)).fits
 
