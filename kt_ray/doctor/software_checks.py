@@ -117,13 +117,13 @@ def native(has: Sequence[str], rule: RuleConfig) -> Check:
 
 
 def gpus(hardware: Hardware, rule: RuleConfig, plan: Plan | None = None) -> Check:
-    """GPUs, their driver, torch's CUDA, and whether other programs use what the plan needs of them."""
-    wanted = gpus_wanted(rule)
+    """GPUs, their driver, torch's CUDA, and whether other programs use what the plan needs of them. Whether
+    there are as many as the rule asks for, the plan's own check says."""
     if not hardware.gpus:
         if hardware.sliced and rule.device != "cpu":
             refusal = sliced_gpu(hardware.sliced)
             return failed("GPUs", f"{refusal.what} ({refusal.observed})", refusal.remedy)
-        if wanted:
+        if wanted := gpus_wanted(rule):
             remedy = "set rule=auto, or check nvidia-smi and the driver"
             return failed("GPUs", f"none, rule {rule.name} needs {wanted}", remedy)
         if rule.device != "cpu" and hardware.gpu_fault:
@@ -153,10 +153,6 @@ def gpus(hardware: Hardware, rule: RuleConfig, plan: Plan | None = None) -> Chec
             "install a CUDA build of torch that the driver supports (pytorch.org), or set rule.device=cpu"
         )
         return failed("GPUs", f"{observed}; {fault}", remedy)
-    if wanted > len(hardware.gpus):
-        named = isinstance(rule.gpus, int)
-        remedy = "set rule.gpus=auto" if named else f"set rule.stages={len(hardware.gpus)}"
-        return failed("GPUs", f"{observed}; rule {rule.name} needs {wanted}", remedy)
     if plan is not None and (taken := gpus_in_use(plan)):
         remedy = "end them (nvidia-smi lists them), or set rule.gpu_memory to the GiB that the run may use"
         return warned("GPUs", f"{observed}; {'; '.join(taken)}", remedy)

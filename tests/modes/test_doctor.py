@@ -272,9 +272,13 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict(software.gpus(make_hardware(), AUTO), WARN, "but torch finds", "nvidia-smi")
     verdict(software.gpus(make_hardware(), RuleConfig("r", device="cpu")), PASS, "none")
     monkeypatch.setattr(software, "nvidia_smi", lambda fields: "")
-    verdict(software.gpus(make_hardware(gpus=1), cuda), FAIL, "rule.stages=1")
-    numbered = RuleConfig("r", device="cuda", gpus=4)
-    verdict(software.gpus(make_hardware(gpus=1), numbered), FAIL, "needs 4", "rule.gpus=auto")
+    # Too few for the rule: the plan's check says what to change.
+    verdict(software.gpus(make_hardware(gpus=1), cuda), PASS, "24 GB GPU")
+    for rule, remedy in (({"replicas": 4}, "rule.replicas=2"), ({"gpus": 4}, "rule.gpus=auto")):
+        config = make_config(
+            model={"config": SMALL["mixtral"]}, rule={"name": "auto", "device": "cuda", **rule}
+        )
+        verdict(doctor._plan(config, make_hardware(gpus=2))[1], FAIL, "required 4 GPUs", f"set {remedy}")
     blind = dataclasses.replace(make_hardware(), gpu_fault="Driver/library version mismatch")
     verdict(software.gpus(blind, AUTO), WARN, "nvidia-smi fails: Driver/library version mismatch", "restart")
     verdict(software.gpus(blind, RuleConfig("r", device="cpu")), PASS, "none")
