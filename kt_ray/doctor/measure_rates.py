@@ -15,7 +15,7 @@ from kt_ray.demo import resolve_model_dir
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
-from kt_ray.hardware.describe import cpu_name
+from kt_ray.hardware.describe import cache_bytes, cpu_name, memory_free
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.nominal import nominal_rates, slowest
 from kt_ray.hardware.rate_files import mismatch, of_card, rates_path, read_rates, storing, write_rates
@@ -38,6 +38,8 @@ MAIN_FORMATS = ("bf16", "fp8", "int8", "int4", "mxfp4", "f32")
 GGUF_FORMATS = ("q8_0", "q6_k", "q4_k", "q4_0")
 FEW_ROWS = (1, 16, 256)
 WIDTHS = (16, 64, 256, 1024)  # positions of a row at which a model's layers are measured
+MEMORY_BYTES, OPTIMIZER_PARAMETERS = 256 << 20, 1 << 22  # at least
+OPTIMIZER_BYTES = 16  # of a parameter: value, gradient, two moments
 BUDGET = 150.0  # seconds after which the remaining formats are not measured
 DISTURBED = 0.1  # CPUs that others may use before the figures are called disturbed
 
@@ -127,12 +129,14 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
     notes: list[str] = []
     others = _Others()
     say("memory")
-    memory = measure.measure_memory(cores)
+    # Weights are in no cache: nor may be what is read here, on CPUs with hundreds of MB of it.
+    large = min(4 * cache_bytes(hardware.sockets[0].cpus), memory_free() // 16)
+    memory = measure.measure_memory(cores, max(MEMORY_BYTES, large))
     say("torch on the CPU: one thread, then all of a socket's")
     hidden = dims.hidden_size if dims and 1024 <= dims.hidden_size <= 8192 else 2048
     one = measure.measure_cpu(1, hidden)
     every = measure.measure_cpu(cores, hidden) if cores > 1 else one
-    optimizer = measure.measure_optimizer(cores)
+    optimizer = measure.measure_optimizer(cores, max(OPTIMIZER_PARAMETERS, large // OPTIMIZER_BYTES))
     say("disk")
     root = Path(config.run.root)
     folder = next(folder for folder in (root, *root.parents) if os.path.exists(folder))

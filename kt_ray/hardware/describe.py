@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -361,6 +361,18 @@ def _cores_first(base: Path, cpus: list[int]) -> tuple[tuple[int, ...], int]:
         (rest if core in seen else first).append(cpu)
         seen.add(core)
     return tuple(first + rest), len(first)
+
+
+def cache_bytes(cpus: Iterable[int], root: str | Path = "/") -> int:
+    """Bytes of the last-level caches that these CPUs have together; 0 where Linux does not say."""
+    caches: dict[str, int] = {}  # by the CPUs that share one
+    for cpu in cpus:
+        folders = (Path(root) / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*")
+        last = max(folders, key=lambda folder: read_text(folder / "level"), default=None)
+        if last is not None and (size := re.fullmatch(r"(\d+)([KM]?)", read_text(last / "size"))):
+            shared = read_text(last / "shared_cpu_list") or str(cpu)
+            caches[shared] = int(size[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[size[2]]
+    return sum(caches.values())
 
 
 def parse_cpus(text: str) -> list[int]:

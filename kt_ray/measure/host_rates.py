@@ -25,8 +25,8 @@ WAIT = 30.0  # seconds that a message may take before something is wrong
 _BLOCK = 8 * MIB  # of a read from disk
 
 
-def measure_memory(threads: int, size: int = 256 * MIB, seconds: float = SECONDS) -> MemoryRate:
-    """Bytes/s of memory, one thread and `threads`; `size` bytes, several times the last-level cache."""
+def measure_memory(threads: int, size: int, seconds: float = SECONDS) -> MemoryRate:
+    """Bytes/s of memory, one thread and `threads`; `size` bytes, several times the last-level caches."""
     source = torch.ones(size // 4, dtype=torch.float32)
     target = torch.zeros_like(source)
 
@@ -46,7 +46,7 @@ def measure_memory(threads: int, size: int = 256 * MIB, seconds: float = SECONDS
     return MemoryRate(read(1), read(threads), copy(1), copy(threads), first)
 
 
-def measure_optimizer(threads: int, parameters: int = 1 << 22, seconds: float = SECONDS) -> Figure:
+def measure_optimizer(threads: int, parameters: int, seconds: float = SECONDS) -> Figure:
     """Parameters/s of AdamW as training steps it."""
     with torch_threads(threads):
         weights = [torch.nn.Parameter(torch.zeros(parameters // 16)) for _ in range(16)]

@@ -110,7 +110,17 @@ def test_shapes_measured_before_are_kept(config: Config) -> None:
 
 def test_what_time_does_not_allow_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_rates, "BUDGET", -1.0)
+    # And what memory is measured by is in no cache of an EPYC 9654.
+    monkeypatch.setattr(measure_rates, "cache_bytes", lambda cpus: 384 << 20)
+    monkeypatch.setattr(measure_rates, "memory_free", lambda: 64 << 30)
+    sizes: list[int] = []
+    for name in ("measure_memory", "measure_optimizer"):
+        real = getattr(kt_ray.measure, name)
+        monkeypatch.setattr(
+            kt_ray.measure, name, lambda n, size, real=real: (sizes.append(size), real(n, size))[1]
+        )
     rates = measured(config)
+    assert sizes == [1536 << 20, 1536 << 16]
     note = next(note for note in rates.notes if "want of time" in note)
     assert "mxfp4" in note and "int8 products" in note
     assert [e.format for e in rates.experts if e.forward.source == "measured"] == ["bf16"]

@@ -15,6 +15,7 @@ from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import ExpertsRule, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import (
+    cache_bytes,
     cpu_quota,
     gpus_wanted,
     hardware_for,
@@ -96,6 +97,17 @@ def test_container_limits_are_shared_out(tmp_path: Path) -> None:
     for quota, pinned in (("400000", False), ("800000", True)):
         write(tmp_path, {"sys/fs/cgroup/job/cpu.max": f"{quota} 100000"})
         assert [(s.cores, s.pinned) for s in this_host(tmp_path).sockets] == [(2, pinned)] * 2
+
+
+def test_last_level_caches_of_a_socket(tmp_path: Path) -> None:
+    """Two of an EPYC's: each shared by four of its CPUs."""
+    for cpu in range(8):
+        folder, shared = f"sys/devices/system/cpu/cpu{cpu}/cache", "0-1,4-5" if cpu % 4 < 2 else "2-3,6-7"
+        for index, (level, size, cpus) in enumerate(((1, "32K", cpu), (2, "1M", cpu), (3, "32768K", shared))):
+            values = {"level": level, "size": size, "shared_cpu_list": cpus}
+            write(tmp_path, {f"{folder}/index{index}/{name}": f"{value}\n" for name, value in values.items()})
+    assert [cache_bytes(cpus, tmp_path) >> 20 for cpus in (range(8), (0, 4), ())] == [64, 32, 0]
+    assert cache_bytes((9,), tmp_path) == 0
 
 
 NODE = "sys/devices/system/node/node{}/meminfo"
