@@ -68,7 +68,8 @@ def this_host(root: str | Path = "/") -> Hardware:
     total, machine = sum(s.memory_bytes for s in sockets), meminfo(base / "proc/meminfo")
     reserved = meminfo(base / "proc/meminfo", "Hugetlb")  # pages that only who asks for them gets
     limit = total - total * reserved // max(1, machine)
-    limit = min(limit, memory_limit(base) or limit)
+    # Inside LXC (Proxmox) meminfo alone has the container's limit; the nodes are the machine's.
+    limit = min(limit, memory_limit(base) or limit, machine or limit)
     if limit < total:  # that, or a container's limit, shared out as the nodes are sized
         sockets = tuple(replace(s, memory_bytes=max(1, s.memory_bytes * limit // total)) for s in sockets)
     quota, cores = cpu_quota(base), sum(s.cores for s in sockets)

@@ -121,6 +121,7 @@ NODE = "sys/devices/system/node/node{}/meminfo"
         ({NODE.format(n): "" for n in range(3)}, [96, 96]),  # nodes say nothing
         ({"proc/meminfo": f"MemTotal: {192 << 20} kB\nHugetlb: {48 << 20} kB\n"}, [48, 48]),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.high": str(32 * GIB)}, [16, 16]),
+        ({"proc/meminfo": f"MemTotal: {32 << 20} kB\n"}, [16, 16]),  # of a container, by lxcfs
     ],
 )
 def test_memory_that_is_there_and_may_be_used(
