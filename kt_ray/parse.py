@@ -113,7 +113,11 @@ def read_yaml_text(path: Path, what: str, remedy: str) -> str:
 
 
 def _written_out(node: Any, known: dict[int, float]) -> float:
-    """Nodes of a YAML tree as if every alias were written out; infinite where one contains itself."""
+    """Nodes of a YAML tree as if every alias were written out; infinite where one contains itself.
+
+    Raises:
+        ValueError: a mapping has a key twice, of which YAML's readers take the last one.
+    """
     if id(node) not in known:
         known[id(node)] = math.inf  # until it is counted
         inner: list[Any] = []
@@ -121,6 +125,12 @@ def _written_out(node: Any, known: dict[int, float]) -> float:
             inner = [
                 part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))
             ]
+            keys = [entry[0] for entry in node.value if isinstance(entry, tuple)]
+            counts = Counter((key.tag, key.value) for key in keys if isinstance(key.value, str))
+            twice = next((key for (_, key), count in counts.items() if count > 1), None)
+            if twice is not None:
+                line = node.start_mark.line + 1
+                raise ValueError(f"{twice!r} appears twice in the mapping that begins at line {line}")
         known[id(node)] = 1.0 + sum(_written_out(part, known) for part in inner)
     return known[id(node)]
 

@@ -67,6 +67,8 @@ def test_yaml_with_aliases(tmp_path: Path) -> None:
     """As many as a person writes, not as many as a machine."""
     good = _written(tmp_path / "a.yaml", "a: &a [1, 2]\nb: [*a, *a]\n")
     assert read_yaml(good, "the thing", "") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+    merged = _written(tmp_path / "m.yaml", "a: &a {x: 1}\nb: {<<: *a, x: 2, 1: 3, '1': 4}\n")
+    assert read_yaml(merged, "the thing", "")["b"] == {"x": 2, 1: 3, "1": 4}
     levels = ["a: &l0 [x, x, x, x, x, x, x, x]"]
     levels += [f"b{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 8)}]" for n in range(1, 9)]
     bomb = _written(tmp_path / "b.yaml", "\n".join(levels))
@@ -77,7 +79,11 @@ def test_yaml_with_aliases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [", "a: !!int x", "a: 2024-13-45", "a: !!python/name:os.system", "[" * 9000]
+    "text",
+    [
+        *("a: [", "a: !!int x", "a: 2024-13-45", "a: !!python/name:os.system", "[" * 9000),
+        *("a: 1\nb: 2\na: 3", "- {a: {b: 1, b: 2}}"),
+    ],
 )
 def test_yaml_that_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the thing cannot be read; at .*a\.yaml"):

@@ -142,7 +142,7 @@ def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
         raise file_fault(file, "hosts in the hardware file is not a number of hosts", hosts, required)
     gpus: list[Gpu] = []
     for entry in _entries(data, "gpus", file):
-        name = str(entry.get("name", "GPU"))
+        name = str(entry.get("name") or "GPU")
         memory = int(_figure(entry, "memory_gib", file, given_gib(name), most=_MOST_OF_A_CARD) * GIB)
         for _ in range(int(_figure(entry, "count", file, 1))):
             gpus.append(Gpu(len(gpus), name, memory))
@@ -559,5 +559,6 @@ def _figure(
         large = isinstance(value, int | float) and value > most
         what = f"{key} in the hardware file is " + ("too large" if large else f"not a positive {kind}")
         unit = " GiB" if key == "memory_gib" else ""
-        raise file_fault(file, what, value, f"a {kind} above 0, at most {most}{unit}")
+        observed = repr(value) if isinstance(value, str) else value  # which is text, though it looks like one
+        raise file_fault(file, what, observed, f"a {kind} above 0, at most {most}{unit}")
     return value

@@ -323,6 +323,8 @@ def test_shipped_hardware_files(file: Path) -> None:
         ),
         ("isa: amx\nsockets: [{cpu: EPYC 9654, memory_gib: 16}]", "more than its CPU has .EPYC 9654"),
         ("sockets: [{cores: 4, memory_gib: 16}]\nisa: sse9", "isa"),
+        ("isa: avx2\nsockets: [{cores: 4, memory_gib: '16'}]", "not a positive number.*found '16'"),
+        ("isa: avx2\nsockets: [{cores: 4, memory_gib: 16}]\nisa: amx", "'isa' appears twice"),
         ("sockets: [{cores: 4, memory_gib: 16}]\ngpus: [{name: x}]", "memory_gib"),
     ],
 )
