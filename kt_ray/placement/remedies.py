@@ -153,14 +153,22 @@ def _candidates(
         yield change("rule.experts.activations", "recompute", "same results, slower expert backward")
     if rule.experts.activations == "int8":
         yield change("rule.experts.activations", "recompute", "gate and up unrounded, slower expert backward")
-    if rule.activations in ("group", "micro_batch"):
-        yield change("rule.activations", "auto", "same results, less GPU memory")
+    if rule.activations != "auto":
+        yield change("rule.activations", "auto", "same results, in whichever memory there is room")
     if rule.attention_output == "retain":
         yield change("rule.attention_output", "auto", "same results, less memory of attention workers")
     if isinstance(rule.resident_layers, int):
         yield change("rule.resident_layers", "auto", "same results, as many weights on the GPUs as fit")
     if rule.gpu_memory != "auto":
         yield change("rule.gpu_memory", "auto", "same results, all that the cards have")
+    for stay in (*_halves(rule.experts.gpu_resident, 1), 0) if rule.experts.gpu_resident else ():
+        yield change("rule.experts.gpu_resident", stay, "same results to rounding, fewer experts on the GPUs")
+    if not isinstance(rule.experts.stream, str):
+        yield change("rule.experts.stream", "auto", "same results to rounding, as many experts as fit")
+    if isinstance(rule.experts.sockets, int):
+        yield change("rule.experts.sockets", "auto", "same results to rounding, experts on every socket")
+    if rule.layers:
+        yield change("rule.layers", None, "same results to rounding, layers divided by memory")
     alike, used = first_kind(hardware), len(with_gpus(rule, hardware).gpus)
     if alike < used and rule.device != "cpu":
         yield change("rule.gpus", alike, UNEVEN)

@@ -398,6 +398,32 @@ def test_remedies_leave_out_a_card_that_is_too_small() -> None:
     assert "rule.gpus=1" in [remedy.overrides for remedy in found]
 
 
+@pytest.mark.parametrize(
+    ("key", "asked", "fitting", "remedy"),
+    [
+        ("sockets", 1, 2, "auto"),
+        ("gpu_resident", 8, 4, "4"),
+        ("gpu_resident", 1, 0, "0"),
+        ("stream", 0.9, "off", "auto"),
+    ],
+)
+def test_a_key_that_asks_for_too_much_is_named(key: str, asked: Any, fitting: Any, remedy: str) -> None:
+    """And not only experts that are rounded."""
+    dims, roomy = small_dims(moe_intermediate_size=200_000), make_hardware(sockets=2, gpus=1, memory=1 << 40)
+    step = {"trainer": {"batch_size": 1, "micro_batch_size": 1}, **CHECKED}
+    config, smaller = (make_config(rule={"experts": {key: value}}, **step) for value in (asked, fitting))
+    on_gpu, *on_sockets = make_plan(dims, smaller, roomy).budgets
+    memory = max(budget.total for budget in on_sockets)
+    tight = dataclasses.replace(
+        roomy,
+        sockets=tuple(dataclasses.replace(socket, memory_bytes=memory) for socket in roomy.sockets),
+        gpus=tuple(dataclasses.replace(gpu, cap=int(on_gpu.total / 0.95) + 2) for gpu in roomy.gpus),
+    )
+    assert not make_plan(dims, config, tight).fits
+    found = remedies(dims, config, tight, {})
+    assert f"rule.experts.{key}={remedy}" in [remedy.overrides for remedy in found]
+
+
 def test_remedies_name_rules_that_fit_elsewhere() -> None:
     rules = {
         "one": RuleConfig("one", device="cuda", stages=1),
