@@ -16,7 +16,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Gpu, Hardware, Socket, on_hosts
 from kt_ray.hardware.nominal import described, file_fault
 from kt_ray.hardware.parts import CPUS, Cpu, cpu_named, given_gib, named_host
-from kt_ray.hardware.wizard import ask
+from kt_ray.hardware.wizard import FILE, ask, keep
 from kt_ray.parse import read_yaml
 
 GIB = 1 << 30
@@ -234,7 +234,10 @@ def hardware_for(config: Config) -> Hardware:
         return _described(named_host(given), given, Path(given))
     host = this_host()
     if given:
-        return hardware_from_file(ask(host, cpu_name()))
+        data = ask(host, cpu_name())
+        described_host = _described(data, f"file {FILE}", Path(f"plan.hardware={WIZARD}"))
+        keep(data)
+        return described_host
     rule = config.rule
     if gpus_wanted(rule) > len(host.gpus) or (
         rule.experts.isa != "auto" and rule.experts.isa not in host.isas

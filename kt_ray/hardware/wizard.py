@@ -25,14 +25,12 @@ _ISAS = {
 }
 
 
-def ask(host: Hardware, cpu: str) -> Path:
-    """Six questions on the terminal (two more for an unknown CPU), with this host's parts as suggestions.
+def ask(host: Hardware, cpu: str) -> dict[str, Any]:
+    """The content of the file by six questions on the terminal (two more for an unknown CPU), with this
+    host's parts as suggestions.
 
     Args:
         host: this host; cpu: the name of its CPU.
-
-    Returns:
-        The file written.
 
     Raises:
         UserError: standard input is no terminal, or ends; the file exists.
@@ -50,12 +48,15 @@ def ask(host: Hardware, cpu: str) -> Path:
             remedy="set plan.hardware=2x4090_2x9654_1024gb (your parts), or a file as in conf/hardware/",
         )
     try:
-        data = answers(host, cpu)
+        return answers(host, cpu)
     except EOFError:
         raise UserError("the questions were not answered", remedy="run the same command again") from None
+
+
+def keep(data: Mapping[str, Any]) -> None:
+    """Write what `ask` was answered, once it is known to describe a host. Raises OSError."""
     write_hardware(FILE, "# Written by plan.hardware=wizard", data)
     print(f"written to {FILE}: the next time, plan.hardware={FILE}")
-    return FILE.absolute()
 
 
 def answers(host: Hardware, cpu: str) -> dict[str, Any]:

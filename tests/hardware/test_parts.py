@@ -184,6 +184,13 @@ def test_an_unknown_cpu_is_asked_for_cores_and_instruction_set(terminal: list[st
     assert [(s.cores, s.memory_bytes >> 30) for s in hardware.sockets] == [(14, 128), (14, 128)]
 
 
+def test_answers_that_describe_no_host_leave_no_file(terminal: list[str], tmp_path: Path) -> None:
+    terminal += ["none", "EPYC 9654", "1", "8000"]
+    with pytest.raises(UserError, match=r"too large; at plan\.hardware=wizard; found 8000"):
+        planned("wizard")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_this_hosts_card_is_suggested_with_its_own_memory(terminal: list[str]) -> None:
     terminal += ["", "", "", "", "", ""]
     cards = tuple(Gpu(i, "NVIDIA RTX 6000 Ada Generation", 48 << 30) for i in range(2))
