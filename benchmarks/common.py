@@ -49,6 +49,12 @@ def _version(package: str) -> str | None:
         return None
 
 
+def applied_steps(run: Path) -> list[dict[str, Any]]:
+    """The records of a run's steps but those that it skipped, which have no figures of time or memory."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line and not line.get("skipped")]
+
+
 def commit() -> str:
     """The checkout's commit, "+" behind it when tracked files are changed; "" outside a checkout."""
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import add_common_arguments, kilobytes, quiet_machine, write_json
+from common import add_common_arguments, applied_steps, kilobytes, quiet_machine, write_json
 
 DUTY = 0.05  # of a core, for sampling
 RUN_LINE = "run directory"  # what launch.py prints before the path
@@ -246,8 +246,7 @@ def run_figures(run: Path) -> dict[str, Any]:
             if actor.get("load_seconds")
         }
     if (run / "metrics.jsonl").is_file():
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        steps = [step for step in map(json.loads, lines) if "loss" in step]
+        steps = applied_steps(run)
         measured = steps[1:] or steps  # the first warms up
         if measured:
             figures["steps"] = len(steps)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import frame, machine, write_json
+from common import applied_steps, frame, machine, write_json
 
 TERMS = ("seconds_attention", "seconds_experts", "seconds_transport", "seconds_optimizer")
 RATES = (
@@ -29,8 +29,9 @@ RATES = (
 
 def record(run: Path, impl: str, note: str) -> dict[str, Any]:
     """One record: medians over steps 2..n."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = applied_steps(run)
+    if not steps:
+        raise SystemExit(f"{run / 'metrics.jsonl'}: the run applied no step, so there is nothing to record")
     measured = [line for line in steps[1:] if line["tokens"] == steps[-1]["tokens"]] or steps[1:] or steps
     config = yaml.safe_load((run / "config.yaml").read_text())
     actors = json.loads((run / "env.json").read_text())["actors"]

@@ -63,8 +63,9 @@ def test_run_files(tool: Any, tmp_path: Path) -> None:
     actor = {"actor": "experts-0", "pid": 7, "weight_bytes": 3 * 10**9, "load_seconds": 2.0}
     (tmp_path / "env.json").write_text(json.dumps({"actors": [actor]}))
     steps = [{"step": s, "loss": 1.0, "tokens": 8, "seconds": s, "tokens_per_s": 8 / s} for s in (9, 2, 4, 2)]
+    skipped = {"step": 5, "skipped": 1, "loss": None, "grad_norm": None}
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in [{"step": 0, "eval_loss": 2.0}, *steps])
+        "".join(json.dumps(line) + "\n" for line in [{"step": 0, "eval_loss": 2.0}, *steps, skipped])
     )
     figures = tool.run_figures(tmp_path)
     assert figures["plan_bytes"] == 150 and figures["activations"] == ["recompute"]

@@ -222,5 +222,7 @@ def test_a_real_run_is_checked(bench: Any, tmp_path: Path) -> None:
     assert record["overlap"]["pass_s"] == pytest.approx(sum(p.makespan for p in passes) / 2)
     assert len(record["overlap"]["each"]["errors"]) == 2
     assert record["within_aim"] == (abs(record["overlap"]["each"]["error"]) <= record["aim"])
+    with (tmp_path / "traced" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "skipped": 1, "loss": 9.0, "grad_norm": null}\n')
     (made,) = [bench("run_record").record(tmp_path / "traced", "kt_ray_ray", "a note")]
     assert made["steps_measured"] == 1 and made["tokens_per_s"] > 0 and len(made["losses"]) == 2
