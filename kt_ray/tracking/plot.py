@@ -108,7 +108,7 @@ def _draw(
         )
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel("mean reward" if name == "reward" else f"loss, {unit}", color=_INK)
-    axes.set_title(title, loc="left", color=_INK, fontsize=11)
+    axes.set_title(title, loc="left", color=_INK, fontsize=11, parse_math=False)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_INK)

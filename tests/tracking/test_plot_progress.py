@@ -32,7 +32,8 @@ def test_plot_is_a_whole_png(tmp_path, points, held_out):
     if held_out:
         records = [{"step": 0, "eval_loss": 4.0}, *records, {"step": points, "eval_loss": 2.0}]
     image = tmp_path / "loss.png"
-    assert plot_loss(write(tmp_path / "m.jsonl", records), image, UNIT, title="a run")
+    # Of dollar signs matplotlib would read a formula.
+    assert plot_loss(write(tmp_path / "m.jsonl", records), image, UNIT, title="a run of $\\no$")
     data = image.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and data.endswith(b"IEND\xaeB`\x82")
     assert struct.unpack(">II", data[16:24]) == (960, 540)
