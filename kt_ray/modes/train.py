@@ -393,6 +393,7 @@ def _train(
     summary = Summary(
         run_dir=rundir.path,
         steps=done.steps,
+        epochs=done.steps / prepared.batches.steps_per_epoch,
         rows=len(prepared.data.train),
         seconds=time.monotonic() - began,
         first_loss=steps[0] if len(steps) > 1 else None,

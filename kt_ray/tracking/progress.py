@@ -220,7 +220,8 @@ class Summary:
 
     run_dir: Path
     steps: int
-    rows: int  # trained on, each perhaps several times
+    epochs: float  # that those steps are, of all rows
+    rows: int
     seconds: float  # from the command to the adapter
     first_loss: float | None
     last_loss: float | None
@@ -233,7 +234,8 @@ class Summary:
 
     def text(self) -> str:
         """The panel's lines."""
-        lines = [f"trained        {self.steps} steps on {self.rows} rows in {duration(self.seconds)}"]
+        epochs = f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)} of {self.rows} rows"
+        lines = [f"trained        {self.steps} steps in {duration(self.seconds)}: {epochs}"]
         for label, before, after, of in (
             (f"training {self.figure}", self.first_loss, self.last_loss, ""),
             (

@@ -180,7 +180,7 @@ class Scripted:
         if self.marks:
             self.events.best(4, 4.5)
             self.kept = (4, 4.5)
-        return TrainerSummary(eval_losses={6: 7.5, **({4: 4.5} if self.marks else {}), 8: 7.0})
+        return TrainerSummary(steps=2, eval_losses={6: 7.5, **({4: 4.5} if self.marks else {}), 8: 7.0})
 
     def with_all_steps(self, work: Any) -> None:
         pass
@@ -197,7 +197,7 @@ def test_the_best_of_a_run_that_began_with_a_checkpoint(
     monkeypatch.setattr(train, "save_checkpoint", lambda *arguments: save(tmp_path, arguments[3]))
     config = Config(trainer=TrainerConfig(save_best=True, on_signal="exit"))
     data = SimpleNamespace(train=[])
-    batches = SimpleNamespace(total_steps=8)
+    batches = SimpleNamespace(total_steps=8, steps_per_epoch=8)
     prepared: Any = SimpleNamespace(config=config, batches=batches, load=None, data=data, eval_digest="rows")
     resume: Any = SimpleNamespace(manifest=SimpleNamespace(step=4), recent=())
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "eval_loss": 4.5}\n')
@@ -207,6 +207,7 @@ def test_the_best_of_a_run_that_began_with_a_checkpoint(
     summary, _ = train._train(prepared, RunDir(tmp_path, continued=continued), *rest)
     assert Scripted.owes == (not continued)  # another run's figure says nothing here
     assert (best_step(tmp_path / "checkpoints") == 4) == marks
+    assert summary.epochs == 0.25  # not all rows, where the run is shorter than an epoch
     assert (summary.eval_before, summary.eval_after) == ((7.5, 7.0) if kept == (8, 7.0) else (None, 4.5))
     # Nor does the run's own, where no checkpoint of these rows is marked as the best: save_best is new, or
     # the run goes back. A driver that was started again knows what its command evaluated.
@@ -235,7 +236,7 @@ def test_a_figure_that_is_measured_again_is_recorded_once(
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "eval_loss": 4.5}\n')
     prepared: Any = SimpleNamespace(
         config=Config(trainer=TrainerConfig(save_best=True, on_signal="exit")),
-        batches=SimpleNamespace(total_steps=8),
+        batches=SimpleNamespace(total_steps=8, steps_per_epoch=8),
         data=SimpleNamespace(train=[]),
         load=None,
         eval_digest="",

@@ -146,17 +146,17 @@ def test_load_bars_on_a_terminal():
 def test_summary(terminal):
     screen = Console(file=io.StringIO(), force_terminal=terminal, width=150)
     sample = ("Who are\nyou?", "A person. " * 30, "[Aye], the keeper.")
-    summary = Summary(Path("/r/[a]"), 50, 275, 185.0, 4.0, 2.0, 4.2, 2.1, sample=sample)
+    summary = Summary(Path("/r/[a]"), 50, 50 / 35, 275, 185.0, 4.0, 2.0, 4.2, 2.1, sample=sample)
     show_summary(summary, screen)
     text = screen.file.getvalue()
-    assert "50 steps on 275 rows in 3:05" in text
+    assert "50 steps in 3:05: 1.43 epochs of 275 rows" in text
     assert "4.0000 → 2.0000  (-50 %)" in text and "held-out loss  4.2000 → 2.1000" in text
     assert "asked          Who are you?" in text and "after          [Aye], the keeper." in text
     assert "A person. A person." in text and "A person. " * 15 not in text
     assert text.splitlines()[-1].split()[2:] == ["'resume=/r/[a]'", "mode=chat"]
-    assert "held-out" not in Summary(Path("/r"), 1, 1, 1.0, 1.0, 1.0).text()
-    assert "loss  2.1000, on rows" in Summary(Path("/r"), 1, 1, 1.0, None, 1.0, None, 2.1).text()
-    assert "4.0000 → nan, on rows" in Summary(Path("/r"), 1, 1, 1.0, 1.0, 1.0, 4.0, float("nan")).text()
+    assert "held-out" not in Summary(Path("/r"), 1, 1.0, 1, 1.0, 1.0, 1.0).text()
+    assert "loss  2.1000, on rows" in Summary(Path("/r"), 1, 1.0, 1, 1.0, None, 1.0, None, 2.1).text()
+    assert "4.0000 → nan, on rows" in Summary(Path("/r"), 1, 1.0, 1, 1.0, 1.0, 1.0, 4.0, float("nan")).text()
 
 
 def test_units():
