@@ -132,7 +132,7 @@ def _told(error: UserError) -> int:
 
 
 def refusal(error: Exception) -> UserError | None:
-    """What the system refuses and a user can mend: a home, room on a disk, or a path. None = it is none."""
+    """What the system refuses and a user can mend: a home, room on a disk, a path's owner or length. None = it is none."""
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of pathlib
         return UserError(
             "this user has no home directory",
@@ -148,6 +148,14 @@ def refusal(error: Exception) -> UserError | None:
             where=error.filename or "standard output, or a file that was being written",
             observed=error.strerror,
             remedy="free space there, or write to another disk",
+        )
+    if error.errno == errno.ENAMETOOLONG:
+        return UserError(
+            "a path is too long for the file system",
+            where=str(error.filename or ""),
+            observed=error.strerror,
+            required="at most 255 bytes between two slashes, and 4,095 in all",
+            remedy="correct the key, or the field of a file, that names it",
         )
     if isinstance(error, PermissionError) and error.filename:
         return UserError(

@@ -665,6 +665,11 @@ def _closed(key: str, arguments: str) -> Case:
 MACHINE = [
     *(_closed(key, PLAN) for key in ("plan.hardware", "plan.rates", "lora.adapter")),
     *(_closed(key, TINY) for key in ("data.path", "model.path")),
+    Case(
+        "a path no disk can hold",
+        f"{TINY} data.path={'a' * 300}",
+        ["a path is too long", "aaa", "255", "names it"],
+    ),
     _rates("a list", "[]", "not a JSON object"),
     _rates("no version", "{}", "another version"),
     _rates("nested deeply", DEEP, "nested too deeply"),
