@@ -132,7 +132,7 @@ def _told(error: UserError) -> int:
 
 
 def refusal(error: Exception) -> UserError | None:
-    """What the system refuses and a user can mend: a home, room on a disk, a path's owner or length. None = it is none."""
+    """What the system refuses and a user can mend: a home, a disk's room, a path. None = it is none."""
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of pathlib
         return UserError(
             "this user has no home directory",

@@ -47,6 +47,11 @@ def evaluation_interval(config: Config, total_steps: int, held_out: int) -> int 
     return max(1, math.ceil(total_steps / SPANS), math.ceil(steps / _SHARE))
 
 
+def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
+    """Steps of a run of so many epochs (trainer.epochs), the last one whole; exact as it is written."""
+    return max(1, math.ceil(Fraction(str(epochs)) * steps_per_epoch))
+
+
 def epochs_of(text: str) -> Fraction | None:
     """Epochs of an interval in epochs; None = the text is none."""
     match = _EPOCHS.fullmatch(text.strip())

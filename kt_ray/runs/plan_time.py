@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kt_ray.batch import MicroBatch
+from kt_ray.config.interval import steps_of_epochs
 from kt_ray.config.schema import Config
 from kt_ray.data.held_out_split import as_split
 from kt_ray.data.row_types import Row
@@ -262,7 +263,7 @@ def _length(config: Config, of_step: float, rows: int | str, taken: int) -> tupl
         return trainer.max_steps, line
     if isinstance(rows, str):
         return None, f"run        length unknown: {rows}"
-    steps = max(1, math.ceil(trainer.epochs * _steps_per_epoch(config, rows)))
+    steps = steps_of_epochs(trainer.epochs, _steps_per_epoch(config, rows))
     how, more = "at most", "shorter rows take less (mode=preview reads yours)"
     if cuts_text(config.data):
         how, more = "about", "raw text is cut into rows, which only mode=preview counts"

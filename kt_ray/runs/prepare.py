@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +27,7 @@ from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.config.checks import check_warmup
 from kt_ray.config.faults import value_of
 from kt_ray.config.fields import show
-from kt_ray.config.interval import ends_until, evaluation_interval
+from kt_ray.config.interval import ends_until, evaluation_interval, steps_of_epochs
 from kt_ray.config.lora_patterns import check_patterns, expert_lora, module_lora
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, Pair, Row, eval_waves, load_data
@@ -564,7 +563,7 @@ def step_batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool
 def _total_steps(config: Config, steps_per_epoch: int) -> int:
     if config.trainer.max_steps is not None:
         return config.trainer.max_steps
-    return max(1, math.ceil(config.trainer.epochs * steps_per_epoch))
+    return steps_of_epochs(config.trainer.epochs, steps_per_epoch)
 
 
 def _policy_batches(config: Config, batches: Batches, data: DataBundle) -> StepBatches:

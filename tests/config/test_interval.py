@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from kt_ray.config.compose import compose
-from kt_ray.config.interval import ends_after, ends_until, epochs_of, evaluation_interval, seconds_of
+from kt_ray.config.interval import (
+    ends_after,
+    ends_until,
+    epochs_of,
+    evaluation_interval,
+    seconds_of,
+    steps_of_epochs,
+)
 from kt_ray.errors import UserError
 from tests.placement.configs import make_config
 
@@ -30,6 +37,15 @@ def test_times(text: str, seconds: float | None) -> None:
 )
 def test_epochs(text: str, epochs: Fraction | None) -> None:
     assert epochs_of(text) == epochs
+
+
+@pytest.mark.parametrize(
+    ("epochs", "of_epoch", "steps"),
+    [(1.0, 35, 35), (0.1, 35, 4), (1e-5, 35, 1), (0.07, 100, 7), (1.1, 10, 11), (1e-2, 300, 3)],
+)
+def test_steps_of_epochs_are_those_of_the_number_as_written(epochs: float, of_epoch: int, steps: int) -> None:
+    """0.07 * 100 and 1.1 * 10 are a little more in floating point."""
+    assert steps_of_epochs(epochs, of_epoch) == steps
 
 
 @pytest.mark.parametrize(
