@@ -62,16 +62,16 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
         implied: False = no group choices are added.
     """
     overrides = [part for o in overrides for part in _on_hub(_worded(_bracketed(at_home(o), sweep), sweep))]
-    keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
-    given = "trainer.max_steps" in keys or any(o.lstrip("+").startswith("trainer={") for o in overrides)
-    if "trainer.epochs" in keys and not given:
+    keys = [key for override in overrides for key in keys_given(override)]
+    if "trainer.epochs" in keys and "trainer.max_steps" not in keys:
         overrides.append("trainer.max_steps=null")
     if "experiment" in keys or not implied:
         return list(overrides)
     choices = [
         f"{group}={option}"
         for group, option in _IMPLIED.items()
-        if group not in keys and (f"{group}.path" in keys or (group == "data" and _own_model(overrides)))
+        if group not in keys
+        and (f"{group}.path" in keys or (group == "data" and _own_model(overrides, keys)))
     ]
     return choices + list(overrides)
 
@@ -86,12 +86,26 @@ def at_home(override: str) -> str:
     return key + equals + re.sub(rf"{quoted}|(?:^|{before})~(?=/)", lambda found: found[1] or home, value)
 
 
-def _own_model(overrides: Sequence[str]) -> bool:
+def keys_given(override: str) -> list[str]:
+    """The keys that an argument sets: of GROUP={KEY:VALUE} those of the mapping, else its own."""
+    name, _, text = override.lstrip("+~").partition("=")
+    name = name.partition("@")[0]
+    value = _value_given(name, [override]) if text.startswith("{") and name in groups() else None
+    return _keys_in(name, value) if isinstance(value, dict) else [name]
+
+
+def _keys_in(group: str, mapping: dict[str, Any]) -> list[str]:
+    keys = []
+    for name, value in mapping.items():
+        key = f"{group}.{name}"
+        keys += _keys_in(key, value) if key in groups() and isinstance(value, dict) else [key]
+    return keys
+
+
+def _own_model(overrides: Sequence[str], keys: Sequence[str]) -> bool:
     """Whether a model is named that is not the package's."""
-    named = [
-        value for key, _, value in (o.partition("=") for o in overrides) if key in ("model", "model.path")
-    ]
-    return any(set(value.split(",")).difference(_BUILT) for value in named)
+    named = [o.removeprefix("model=") for o in overrides if re.match(r"model=[^{]", o)]
+    return "model.path" in keys or any(set(value.split(",")).difference(_BUILT) for value in named)
 
 
 def _on_hub(override: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from kt_ray.config.compose import keys_given
 from kt_ray.errors import UserError
 from kt_ray.recipe.llamafactory import read
 from kt_ray.recipe.reading import Override, Reading
@@ -86,7 +87,7 @@ def with_recipe(keys: Sequence[str], out: TextIO | None = None) -> list[str]:
             required="recipe=FILE",
             remedy="write recipe=<LLaMA-Factory training YAML>",
         )
-    given = [key.lstrip("+~").partition("=")[0].partition("@")[0] for key in rest]
+    given = [name for key in rest for name in keys_given(key)]
     if "experiment" in given:
         raise UserError(
             "recipe and experiment both choose everything",

@@ -5,11 +5,13 @@ With mode=chat, predict or serve it is the run's model and adapter that are used
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kt_ray.config.compose import keys_given
 from kt_ray.config.fields import fields, show
 from kt_ray.config.secret_values import MASK, is_secret
 from kt_ray.errors import UserError
@@ -76,12 +78,20 @@ class ResumeCommand:
         saved = read_config(self.run / "config.yaml")
         gone = [f"  {key}={_shown(key, value)} is no option any more" for key, value in _drop_unknown(saved)]
         before = flatten(saved)
-        names = [change.lstrip("+~").partition("=")[0].partition("@")[0] for change in self.changes]
+        names = [name for change in self.changes for name in keys_given(change)]
         if "trainer.epochs" in names:
             names.append("trainer.max_steps")  # which epochs unset
         for name in names:
             _take(saved, composed, name.split("."))
         mode = saved.get("mode")
+        if "train_server" in (mode, mode == "plan" and saved.get("plan", {}).get("mode")):
+            path = before.get("model.path")
+            model = f"model={before.get('model.name')}" if path is None else f"model.path={path}"
+            raise UserError(
+                "mode=train_server goes on with no run: its clients begin and load trainings of their own",
+                where=f"resume={self.run}",
+                remedy=f"write {shlex.quote(model)} in the place of resume=",
+            )
         group, key = _ANSWERING.get(str(mode), ("", ""))
         own_adapter = bool(group) and not any(
             name == group or name.startswith(f"{group}.{key}") for name in names

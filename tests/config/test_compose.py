@@ -192,12 +192,21 @@ def test_paths_choose_the_generic_options() -> None:
         (["trainer.max_steps=7"], 7),
         (["trainer=demo"], None),
         (["trainer={max_steps:7}"], 7),
+        (["trainer={batch_size:7}"], None),
     ],
 )
 def test_epochs_on_the_command_line_unset_the_steps_of_a_file(given: list[str], steps: int | None) -> None:
     trainer = compose([*given, "trainer.epochs=2"]).trainer
     assert (trainer.epochs, trainer.max_steps) == (2, steps)
     assert "trainer.max_steps=null" in expand(["trainer.epochs=1,2"], sweep=True)
+    assert compose(["trainer={epochs:2}"]).trainer.max_steps is None
+
+
+def test_a_mapping_chooses_as_its_keys_one_by_one_do() -> None:
+    path = compose(["mode=plan", "model={path:some/x}", "data={path:rows.jsonl}"])
+    assert path == compose(["mode=plan", "model.path=some/x", "data.path=rows.jsonl"])
+    assert compose(["model={dtype:float32}"]).data.builtin == "demo"
+    assert compose(["mode=plan", "model={path:some/x}"]).data.builtin is None
 
 
 def test_a_plan_without_data_is_not_for_the_rows_of_the_demo() -> None:

@@ -68,10 +68,9 @@ def test_epochs_take_the_place_of_the_recipes_steps(tmp_path: Path) -> None:
     recipe = tmp_path / "steps.yaml"
     recipe.write_text(EXAMPLE.read_text() + "\nmax_steps: 100\n")
     assert compose(with_recipe([f"recipe={recipe}", "data=demo"], io.StringIO())).trainer.max_steps == 100
-    trainer = compose(
-        with_recipe([f"recipe={recipe}", "data=demo", "trainer.epochs=2"], io.StringIO())
-    ).trainer
-    assert (trainer.epochs, trainer.max_steps) == (2, None)
+    for given in ("trainer.epochs=2", "trainer={epochs:2}"):
+        trainer = compose(with_recipe([f"recipe={recipe}", "data=demo", given], io.StringIO())).trainer
+        assert (trainer.epochs, trainer.max_steps) == (2, None)
 
 
 @pytest.mark.parametrize(

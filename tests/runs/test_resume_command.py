@@ -191,6 +191,15 @@ def test_what_changes_is_shown_and_nothing_else_does(runs: Path, given: list[Con
     assert (config.optim.name, config.optim.lr, config.optim.eps) == ("muon", 2e-3, OptimConfig().eps)
 
 
+def test_a_mapping_changes_its_own_keys_alone(runs: Path, given: list[Config], capfd: Any) -> None:
+    changes = ["trainer={max_steps:20}", "run={name:b}", "rule={experts:{threads:2}}", "data={limit:1}"]
+    assert cli.main(["resume=runs/a", *changes]) == 0
+    lines = [line.split(":")[0].strip() for line in capfd.readouterr().out.splitlines()[1:]]
+    assert lines == ["data.limit", "rule.experts.threads", "run.name", "trainer.max_steps"]
+    (config,) = given
+    assert (config.trainer.batch_size, config.run.root) == (4, str(runs))
+
+
 def test_epochs_take_the_place_of_the_runs_steps(runs: Path, given: list[Config], capfd: Any) -> None:
     assert cli.main(["resume=runs/a", "trainer.epochs=2"]) == 0
     assert "  trainer.max_steps: 10 → null\n" in capfd.readouterr().out
@@ -249,6 +258,8 @@ def test_a_text_with_the_mask_in_it_may_be_given_again(runs: Path, given: list[C
         (["--resume=runs/a"], ["write resume=runs/a, without dashes"]),
         (["+resume=runs/a"], ["write resume=runs/NAME"]),
         (["resume=runs/a", "experiment=smoke"], ["choose everything", "leave out experiment=smoke"]),
+        (["resume=runs/a", "mode=train_server"], ["goes on with no run", "write model=demo in the place"]),
+        (["resume=runs/a", "mode=plan", "plan.mode=train_server"], ["mode=train_server goes on with no"]),
         (["resume=runs/a", "-m", "seed=1,2"], ["is no sweep", "leave out -m"]),
         (["resume=runs/a", "--cfg", "job"], ["prints nothing", "leave out --cfg", "runs/a/config.yaml"]),
         (["resume=runs/a", "lora.rnk=4"], ["unknown key lora.rnk", "write lora.rank=4"]),
