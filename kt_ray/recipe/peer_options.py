@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 
 from kt_ray.config.fields import closest, closest_key, fields, groups, joined, show
 from kt_ray.config.files import HUB_NAME, option_groups, option_names
-from kt_ray.config.limits import GENERATING
+from kt_ray.config.limits import GENERATING, WORDS
 from kt_ray.config.mapping import fits
 from kt_ray.errors import UserError
 from kt_ray.recipe.command import override
@@ -113,6 +113,9 @@ def _of_field(name: str, meant: str, field: Field, value: Any) -> _Answer:
     if field.kind == "fixed":
         return _Answer(f"{name}={show(value)} is not possible: {field.text}", [], f"leave out {name}")
     text = re.sub(r"^default [^;]*(; )?", "", field.text)  # LLaMA-Factory's default
+    if meant == "stage" and value in WORDS["preference.loss"]:  # Axolotl's rl=simpo
+        written = ["trainer.stage=dpo", f"preference.loss={value}"]
+        return _Answer(f"{name} is trainer.stage and preference.loss here", written)
     if value is None:
         return _direct(name, list(field.keys), None, text)
     reading = read_field(meant, value)
@@ -125,7 +128,8 @@ def _of_field(name: str, meant: str, field: Field, value: Any) -> _Answer:
             notes += f" ({text})"
         what = f"{name} is {' and '.join(o.key for o in chosen)} here{notes}"
         return _Answer(what, [_written(o.key, o.value) for o in chosen])
-    as_it_is = not (stated or refused) or (isinstance(value, str) and value[:1] in ("/", ".", "~"))
+    ours = WORDS.get(field.keys[0], ()) if len(field.keys) == 1 else ()
+    as_it_is = not (stated or refused) or value in ours or str(value)[:1] in ("/", ".", "~")
     return _direct(name, list(field.keys), value if as_it_is else None, text)
 
 

@@ -75,6 +75,8 @@ TYPED: list[tuple[str, str, str]] = [
     ("val_set_size=500", "data.eval_fraction=500", ""),
     ("adapter=qlora", "", "kt_ray trains LoRA"),
     ("rl=dpo", "trainer.stage=dpo", ""),
+    ("rl=orpo", "trainer.stage=orpo", ""),
+    ("rl=simpo", "trainer.stage=dpo preference.loss=simpo", ""),
     ("wandb_project=moe", "tracking.project=moe", ""),
     # Unsloth
     ("load_in_4bit=true", "", "rule.experts.backend=AMXINT8"),
