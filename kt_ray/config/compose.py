@@ -120,10 +120,11 @@ def _bracketed(override: str, sweep: bool) -> str:
     """KEY=a,b as KEY=[a,b] where the key takes a list of words and nothing else."""
     key, _, value = override.partition("=")
     field = fields().get(key)
-    plain = re.fullmatch(r"[\w./~-]+" if sweep else r"[\w./~-]+(,[\w./~-]+)*", value)
+    plain = re.fullmatch(r"[\w./~*?-]+" if sweep else r"[\w./~*?-]+(,[\w./~*?-]+)*", value)
     if field is None or field.hint not in (list[str], list[int]) or not plain or value == "null":
         return override
-    return f"{key}=[{value}]"
+    words = (f'"{word}"' if re.search("[*?]", word) else word for word in value.split(","))
+    return f"{key}=[{','.join(words)}]"
 
 
 def _worded(override: str, sweep: bool) -> str:

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import os
 import re
+import shlex
 import types
 import typing
 from collections.abc import Mapping
@@ -220,6 +221,8 @@ def _wrong_type(key: str, value: Any) -> UserError:
         example = f"'{key}={{NAME:VALUE}}'"
         if isinstance(value, Mapping):
             example += ", with values of another type"
+    if hint == list[str] and isinstance(value, str) and not set('"\\') & set(value):
+        example = shlex.quote(f'{key}=["{value}"]')
     if isinstance(value, bool) and "str" in type_name(hint):
         example = f"{key}=\"'{show(value)}'\" if the word itself is meant"
     return UserError(

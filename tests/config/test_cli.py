@@ -89,6 +89,10 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["--config-name", "other"], ["'other'", "leave out --config-name"]),
     (["experiment=nekoqa_mini"], ["KT_RAY_TEST_DATA", "export KT_RAY_TEST_DATA="]),
     # wrong types
+    (
+        ["mode=compare", 'compare.runs="my run"'],
+        ["wrong type", "list of str", """'compare.runs=["my run"]'"""],
+    ),
     (["lora.rank=big"], ["lora.rank=big", "required int", "lora.rank=8"]),
     (["lora.rslora=maybe"], ["lora.rslora=maybe", "required bool", "lora.rslora=false"]),
     (["optim.betas=[0.9]"], ["optim.betas=[0.9]", "list of 2 float", "optim.betas=[0.9,0.999]"]),
