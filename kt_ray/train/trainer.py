@@ -187,6 +187,8 @@ class Trainer:
         self._saved = first_step
         self._saved_at = time.monotonic()
         self._save_again_at: float | None = None  # time.monotonic(); None = no checkpoint is owed
+        # when the last checkpoint is given up, by time.monotonic(), also after deaths; None = it did not fail
+        self._waits_until: float | None = None
         self._owes_evaluation = owes_evaluation
         self._left = False  # the last save of this process was tried
         self._not_evaluated: set[int] = set()  # steps after which it failed
@@ -383,7 +385,6 @@ class Trainer:
     def _checkpoint(self, taken: int, waits: bool) -> Path | None:
         """Its directory. waits: one that cannot be written is tried for as long as the steps took that would
         be lost, if they took a minute; a signal brings the last try."""
-        until: float | None = None  # time.monotonic()
         while True:
             told = bool(self.stop)
             try:
@@ -395,12 +396,12 @@ class Trainer:
                 logger.info("checkpoint after step %d: %s", taken, error.line())
                 if not waits or told:
                     raise
-                if until is None:
-                    until = self._patience_ends(error)
-                if time.monotonic() >= until:
+                if self._waits_until is None:
+                    self._waits_until = self._patience_ends(error)
+                if time.monotonic() >= self._waits_until:
                     raise
             self.cluster.discard()  # the other actors were told to stop
-            again = min(until, time.monotonic() + SAVE_AGAIN)
+            again = min(self._waits_until, time.monotonic() + SAVE_AGAIN)
             while not self.stop and (left := again - time.monotonic()) > 0:
                 time.sleep(min(left, 0.2))
 

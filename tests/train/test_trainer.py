@@ -36,6 +36,31 @@ def at(monkeypatch: pytest.MonkeyPatch, method: str, step: int, what: Any, kind:
     monkeypatch.setattr(Scripted, method, changed)
 
 
+def test_a_death_does_not_lengthen_the_wait_for_room(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The last checkpoint waits as long as the step took, which takes as long again after the death."""
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loop.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    at(monkeypatch, "run_pass", 0, lambda: now.__setitem__(0, now[0] + 1000.0))
+    told: list[str] = []
+    tries: list[float] = []
+
+    def checkpoint(*_: Any) -> None:
+        tries.append(now[0])
+        raise ActorLost("gone") if len(tries) == 3 else UserError("no room")
+
+    before = loop.Trainer.__init__
+
+    def init(self: loop.Trainer, config: Any, cluster: Any, batches: Any, events: Any) -> None:
+        before(self, config, cluster, batches, loop.Events(save=checkpoint, say=told.append))
+
+    monkeypatch.setattr(loop.Trainer, "__init__", init)
+    with pytest.raises(UserError, match="no room"):
+        go(total=1)
+    assert [round(time) for time in tries] == [1000, 1060, 1120, 2120]
+    assert sum("tried again for 17 min" in line for line in told) == 1
+
+
 @pytest.mark.parametrize("error", [UserError("the loss is nan"), RuntimeError("broke"), OSError("full")])
 def test_a_failed_evaluation_ends_nothing(
     go: Go,  # noqa: F811
