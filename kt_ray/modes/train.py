@@ -228,6 +228,15 @@ def _evaluations(rundir: RunDir, figure: str, until: int) -> list[tuple[int, flo
     return [(step, value) for step, value in sorted(evaluated.items()) if first < step <= until]
 
 
+def _longest_step(rundir: RunDir, until: int) -> float | None:
+    """Seconds of the longest of the steps that drivers of this command before the present one took; None =
+    they took none, or left none in a checkpoint."""
+    if supervisor.began is None or until <= supervisor.first_step:
+        return None
+    seconds = dict(series(read_jsonl(rundir.path / "metrics.jsonl"), "seconds"))
+    return max((seconds[step] for step in seconds if supervisor.first_step < step <= until), default=0.0)
+
+
 def _plot(rundir: RunDir, unit: str) -> None:
     from kt_ray.tracking.plot import plot_loss
 
@@ -379,6 +388,7 @@ def _train(
             began=began if supervisor.began is None else supervisor.began,
             kept=kept,
             evaluated=known,
+            longest_step=_longest_step(rundir, first_step),
             stop=stop,
             owes_evaluation=resume is not None and (fresh or not _evaluated(resume)),
             rollouts=rollouts,

@@ -132,6 +132,7 @@ class Trainer:
         began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
         kept: marked checkpoint of the resumed run: steps taken and held-out loss.
         evaluated: steps and held-out losses (as in Summary) of drivers of the same command before this one.
+        longest_step: seconds of the longest of the steps that those took up to here; None = they took none.
         stop: signals to end the run by; None = none are looked at.
         owes_evaluation: the resumed state was saved, but the run ended before it was evaluated.
         rollouts: where GRPO's answers come from.
@@ -157,6 +158,7 @@ class Trainer:
         began: float | None = None,
         kept: tuple[int, float] | None = None,
         evaluated: Sequence[tuple[int, float]] = (),
+        longest_step: float | None = None,
         stop: StopSignals | None = None,
         owes_evaluation: bool = False,
         rollouts: Rollouts | None = None,
@@ -172,13 +174,13 @@ class Trainer:
         cluster.give_up = self.stop.give_up
         self.summary = Summary(eval_losses=dict(evaluated))
         self.kept = kept
-        self._restarted = bool(evaluated)
+        self._restarted = longest_step is not None
         self.best = None if kept in evaluated else kept
         for step, loss in evaluated:
             self._compare(step, loss)
         self._profile = None if directory is None else directory / "profile"
         self._began = time.monotonic() if began is None else began
-        self._longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}  # seconds
+        self._longest = {"step": longest_step or 0.0, "evaluation": 0.0, "checkpoint": 0.0}  # seconds
         self._last = batches.total_steps
         self._eval_every = evaluation_interval(config, batches.total_steps, batches.held_out)
         self._passes = 0

@@ -153,13 +153,18 @@ def test_a_driver_that_was_started_again_knows_what_the_command_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int | None, steps: list[int]
 ) -> None:
     values = {0: "1.5", 2: "null", 4: "1.5", 6: "1.5"}
-    lines = [f'{{"step": {step}, "eval_loss": {value}}}\n' for step, value in values.items()]
+    lines = [
+        f'{{"step": {step}, "eval_loss": {value}, "seconds": {step + 60}}}\n'
+        for step, value in values.items()
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     monkeypatch.setattr(supervisor, "began", None if first is None else 1.0)
     monkeypatch.setattr(supervisor, "first_step", first or 0)
     known = train._evaluations(RunDir(tmp_path, continued=True), "loss", 4)
     assert [step for step, _ in known] == steps
     assert all(math.isnan(value) if step == 2 else value == 1.5 for step, value in known)
+    assert train._longest_step(RunDir(tmp_path), 4) == (None if first is None else 64.0)
+    assert train._longest_step(RunDir(tmp_path), first or 0) is None
 
 
 class Scripted:

@@ -150,6 +150,7 @@ def test_early_stopping_threshold(go: Go) -> None:
 @pytest.mark.parametrize("kept", [None, (2, 2.0)])
 def test_early_stopping_counts_what_drivers_before_evaluated(go: Go, kept: tuple[int, float] | None) -> None:
     before = {"first_step": 4, "kept": kept, "evaluated": [(0, 3.0), (2, 2.0), (4, 2.5)]}
+    before["longest_step"] = 0.0
     held_out = [3.0, 2.0, 2.5, 2.4, 1.0]
     trainer, _, _ = go("trainer.eval_every=2", "trainer.early_stopping=2", held_out=held_out, **before)
     assert trainer.summary.steps == 2 and trainer.summary.stopped and trainer.best == (2, 2.0)
@@ -162,6 +163,8 @@ def test_early_stopping_counts_what_drivers_before_evaluated(go: Go, kept: tuple
         (3, "trainer.early_stopping=2", 0),  # the deciding evaluation is still owed
         (3, "trainer.max_hours=1", 0),
         (4, "trainer.early_stopping=3", 2),
+        (4, "trainer.max_hours=2", 2),
+        (4, "trainer.max_hours=1.01", 0),  # it would pass in a step as long as those before
         (0, "trainer.max_hours=1", 1),  # not a restart: a command takes a step
     ],
 )
@@ -172,6 +175,7 @@ def test_a_restart_takes_no_step_beyond_the_end_that_was_decided(
     before = {"first_step": 6, "evaluated": [(0, 3.0), (2, 2.0), (4, 2.5), (6, 2.4)][:known]}
     hour_ago = time.monotonic() - 3601
     more = {"more_held_out": {7: 2.3}, "owes_evaluation": known == 3, "began": hour_ago}
+    more["longest_step"] = 60.0 if known else None
     trainer, _, _ = go("trainer.eval_every=2", setting, held_out=held_out, **before, **more)
     assert trainer.summary.steps == steps and trainer._taken == 6 + steps
     assert bool(trainer.summary.stopped) == (steps < 2)
