@@ -58,7 +58,7 @@ def show(comparison: RunComparison, screen: Console) -> None:
     if rows:
         settings = Table(title="what differs", title_justify="left")
         for heading in ("key", *(entry.label for entry in comparison.entries)):
-            settings.add_column(heading, overflow="fold")
+            settings.add_column(Text(heading), overflow="fold")  # of a name, brackets are no markup
         for row in rows:
             settings.add_row(*map(Text, row))
         screen.print(settings)

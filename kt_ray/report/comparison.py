@@ -225,11 +225,12 @@ def _runs_of(entry: str, root: Path) -> list[Path]:
     """The runs that one entry names; a bare name is searched below the root first."""
     path = Path(entry).expanduser()
     places = [path] if path.is_absolute() or "/" in entry else [root / entry, path]
-    if re.search(r"[*?\[]", entry):
+    named = [place for place in places if is_run(place)]  # also where its name reads as a pattern
+    if not named and re.search(r"[*?\[]", entry):
         return sorted(filter(is_run, places[0].parent.glob(places[0].name)), key=natural)
+    if named:
+        return named[:1]
     for place in places:
-        if is_run(place):
-            return [place]
         # The jobs of a multirun: <name>-0, <name>-1, …
         jobs = (
             p

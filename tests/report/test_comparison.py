@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from kt_ray.config.schema import OptimConfig, TrainerConfig
 from kt_ray.errors import UserError
+from kt_ray.modes.compare import show
 from kt_ray.report.comparison import compare_runs, find_runs
 from kt_ray.report.comparison_page import compare_page
 
@@ -87,16 +91,19 @@ def test_differing_keys_beside_the_results(sweep):
 
 
 def test_many_differing_keys_get_a_table_of_their_own(tmp_path, make_run):
+    """With the runs' names as they are: brackets are neither a pattern nor markup."""
     make_run(tmp_path, "a")
     make_run(
         tmp_path,
-        "b",
+        "b[i]",
         rank=16,
         seed=3,
         optim=OptimConfig(lr=0.5, schedule="constant"),
         trainer=TrainerConfig(max_steps=9),
     )
-    table = compare_runs(find_runs([], tmp_path))
+    table = compare_runs(find_runs(["a", "b[i]"], tmp_path))
+    show(table, screen := Console(file=io.StringIO(), width=200))
+    assert screen.file.getvalue().count("b[i]") == 2
     assert len(table.differing) == 6 and table.inline == () and table.headings()[1] == "steps"
     assert ["lora.rank", "8", "16"] in table.setting_rows() and "| seed | 0 | 3 |" in table.markdown()
     assert "What differs" in compare_page(table)
