@@ -296,7 +296,7 @@ def _malformed(override: str) -> UserError:
         remedy = f"write {match or key}=<value>"
     elif not key.strip():
         remedy = "write the key before the equals sign, without spaces around it"
-    elif is_mapping(key):
+    elif is_mapping(key) or (key in groups() and value.startswith("{")):
         remedy = (
             f"write '{key}={{NAME:VALUE}}': names without quotes, and a backslash before ( ) | , : in them"
         )

@@ -68,6 +68,7 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["lora.rank_pattern={'q_proj':16}"],
         ["malformed", "'lora.rank_pattern={NAME:VALUE}'", "without quotes"],
     ),
+    (["trainer={max_steps:"], ["malformed", "'trainer={NAME:VALUE}'"]),
     (["lora.rank_pattern.q_proj=16"], ["one mapping", "write 'lora.rank_pattern={q_proj:16}'"]),
     (["lora.rank_pattern={q_proj:16.5}"], ["wrong type", "'lora.rank_pattern={NAME:VALUE}'"]),
     (["lora.rank_pattern={}"], ["lora.rank_pattern={} is empty", "set lora.rank_pattern=null"]),
