@@ -228,13 +228,12 @@ def _evaluations(rundir: RunDir, figure: str, until: int) -> list[tuple[int, flo
     return [(step, value) for step, value in sorted(evaluated.items()) if first < step <= until]
 
 
-def _longest_step(rundir: RunDir, until: int) -> float | None:
-    """Seconds of the longest of the steps that drivers of this command before the present one took; None =
-    they took none, or left none in a checkpoint."""
-    if supervisor.began is None or until <= supervisor.first_step:
-        return None
-    seconds = dict(series(read_jsonl(rundir.path / "metrics.jsonl"), "seconds"))
-    return max((seconds[step] for step in seconds if supervisor.first_step < step <= until), default=0.0)
+def _of_drivers_before(rundir: RunDir, key: str, until: int) -> list[float]:
+    """A figure of the steps that this command took before its present driver (trainer.restarts)."""
+    if supervisor.began is None:
+        return []
+    figures = series(read_jsonl(rundir.path / "metrics.jsonl"), key)
+    return [value for step, value in figures if supervisor.first_step < step <= until]
 
 
 def _plot(rundir: RunDir, unit: str) -> None:
@@ -372,6 +371,10 @@ def _train(
     # What was measured before does not count here: by another run, over other rows, or where no checkpoint is
     # marked for it. The state that this begins with may be the best.
     fresh = not rundir.continued or (config.trainer.save_best and kept is None and not known)
+    # What the command has done so far counts from its own start, whichever driver did it.
+    restarted = supervisor.began is not None and first_step > supervisor.first_step
+    began = began if supervisor.began is None else supervisor.began
+    durations = _of_drivers_before(rundir, "seconds", first_step)
     signals = stop_signals() if config.trainer.on_signal == "save" else contextlib.nullcontext(None)
     with display, signals as stop:
         events = Events(on_step, on_eval, save, timeline, display.repeating, display.line, best, on_skip)
@@ -385,10 +388,10 @@ def _train(
             resumed_from=resume.directory if resume else None,
             load=prepared.load,
             directory=rundir.path,
-            began=began if supervisor.began is None else supervisor.began,
+            began=began,
             kept=kept,
             evaluated=known,
-            longest_step=_longest_step(rundir, first_step),
+            longest_step=max(durations, default=0.0) if restarted else None,
             stop=stop,
             owes_evaluation=resume is not None and (fresh or not _evaluated(resume)),
             rollouts=rollouts,
@@ -399,11 +402,13 @@ def _train(
     if config.trainer.save_best and trainer.kept is not None and evaluated:
         # what the adapter is; also what there was before, if this command only evaluated later states
         evaluated = [min(trainer.kept, evaluated[0]), trainer.kept]
-    steps = done.applied_losses if rollouts is None else done.rewards
+    steps = _of_drivers_before(rundir, "loss" if rollouts is None else "policy_reward", first_step)
+    steps += done.applied_losses if rollouts is None else done.rewards
+    count = len(durations) + done.steps
     summary = Summary(
         run_dir=rundir.path,
-        steps=done.steps,
-        epochs=done.steps / prepared.batches.steps_per_epoch,
+        steps=count,
+        epochs=count / prepared.batches.steps_per_epoch,
         rows=len(prepared.data.train),
         seconds=time.monotonic() - began,
         first_loss=steps[0] if len(steps) > 1 else None,

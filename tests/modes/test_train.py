@@ -153,18 +153,13 @@ def test_a_driver_that_was_started_again_knows_what_the_command_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int | None, steps: list[int]
 ) -> None:
     values = {0: "1.5", 2: "null", 4: "1.5", 6: "1.5"}
-    lines = [
-        f'{{"step": {step}, "eval_loss": {value}, "seconds": {step + 60}}}\n'
-        for step, value in values.items()
-    ]
+    lines = [f'{{"step": {step}, "eval_loss": {value}}}\n' for step, value in values.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     monkeypatch.setattr(supervisor, "began", None if first is None else 1.0)
     monkeypatch.setattr(supervisor, "first_step", first or 0)
     known = train._evaluations(RunDir(tmp_path, continued=True), "loss", 4)
     assert [step for step, _ in known] == steps
     assert all(math.isnan(value) if step == 2 else value == 1.5 for step, value in known)
-    assert train._longest_step(RunDir(tmp_path), 4) == (None if first is None else 64.0)
-    assert train._longest_step(RunDir(tmp_path), first or 0) is None
 
 
 class Scripted:
@@ -220,6 +215,41 @@ def test_the_best_of_a_run_that_began_with_a_checkpoint(
         monkeypatch.setattr(train, "_evaluations", lambda *_, known=known: known)
         train._train(prepared, RunDir(tmp_path, continued=True), *rest)
         assert Scripted.owes == (kept is None and not known)
+
+
+@pytest.mark.parametrize(("first", "steps", "loss", "longest"), [(2, 4, 3.0, 64.0), (4, 2, 1.0, None)])
+def test_a_driver_that_was_started_again_sums_up_the_whole_command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: int,
+    steps: int,
+    loss: float,
+    longest: float | None,
+) -> None:
+    class Again(Scripted):
+        def __init__(self, *rest: Any, **options: Any) -> None:
+            super().__init__(*rest, **options)
+            assert options["longest_step"] == longest
+
+        def run(self) -> TrainerSummary:
+            return TrainerSummary(steps=2, losses=[1.0, 0.5])
+
+    monkeypatch.setattr(train, "Trainer", Again)
+    monkeypatch.setattr(supervisor, "began", time.monotonic() - 100)
+    monkeypatch.setattr(supervisor, "first_step", first)
+    lines = [{"step": step, "loss": 6.0 - step, "seconds": 60 + step} for step in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prepared: Any = SimpleNamespace(
+        config=Config(trainer=TrainerConfig(on_signal="exit")),
+        batches=SimpleNamespace(total_steps=8, steps_per_epoch=8),
+        data=SimpleNamespace(train=[]),
+        load=None,
+    )
+    resume: Any = SimpleNamespace(manifest=SimpleNamespace(step=4), recent=(), directory=tmp_path / "c" / "s")
+    rest: Any = (None, None, resume, time.monotonic(), None)
+    summary, _ = train._train(prepared, RunDir(tmp_path, continued=True), *rest)
+    assert (summary.steps, summary.epochs) == (steps, steps / 8) and summary.seconds >= 100
+    assert (summary.first_loss, summary.last_loss) == (loss, 0.5)
 
 
 @pytest.mark.parametrize(
