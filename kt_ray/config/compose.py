@@ -123,8 +123,9 @@ def _bracketed(override: str, sweep: bool) -> str:
     plain = re.fullmatch(r"[\w./~*?-]+" if sweep else r"[\w./~*?-]+(,[\w./~*?-]+)*", value)
     if field is None or field.hint not in (list[str], list[int]) or not plain or value == "null":
         return override
-    words = (f'"{word}"' if re.search("[*?]", word) else word for word in value.split(","))
-    return f"{key}=[{','.join(words)}]"
+    if re.search("[*?]", value):  # which Hydra takes in quotes only
+        value = '"' + value.replace(",", '","') + '"'
+    return f"{key}=[{value}]"
 
 
 def _worded(override: str, sweep: bool) -> str:

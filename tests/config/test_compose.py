@@ -141,7 +141,7 @@ def test_a_quoted_value_comes_back_through_shell_and_hydra(value: str) -> None:
         ("data.path=[a.jsonl]", [f"{Path.cwd()}/a.jsonl"]),
         ("data.path=2024_10", f"{Path.cwd()}/2024_10"),
         ("compare.runs=2026_11_29,b", ["2026_11_29", "b"]),
-        ("compare.runs=runs/*,b-?", ["runs/*", "b-?"]),
+        ("compare.runs=runs/*,b-?,2026_11", ["runs/*", "b-?", "2026_11"]),
         ("compare.runs=[2026_11_29, b]", ["2026_11_29", "b"]),
         ("data.path=[2024_10]", [f"{Path.cwd()}/2024_10"]),
         ("tracking.tags=1.10", ["1.10"]),
