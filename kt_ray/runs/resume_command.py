@@ -56,13 +56,13 @@ class ResumeCommand:
                 )
         run = path.parent.parent if path.parent.name == "checkpoints" else path
         if not is_run(run):
-            beside = Path("runs", path.name)
+            meant = next(filter(is_run, (Path("runs", path.name), *path.parents)), None)
             raise UserError(
                 "resume names no run",
                 where=named[-1],
                 observed="no config.yaml" if path.is_dir() else "no such directory",
                 required="the directory of a run, or one of its checkpoints/step_...",
-                remedy=f"write resume={beside}" if is_run(beside) else _EXAMPLE,
+                remedy=_EXAMPLE if meant is None else f"write resume={meant}",
             )
         return cls(run, path if path != run else None, changes)
 

@@ -255,6 +255,7 @@ def test_a_text_with_the_mask_in_it_may_be_given_again(runs: Path, given: list[C
     [
         (["resume=runs/b"], ["resume names no run", "no such directory", "resume=runs/NAME"]),
         (["resume=a"], ["resume names no run", "write resume=runs/a"]),
+        (["resume=runs/a/adapter/x"], ["resume names no run", "To fix: write resume=/", "/runs/a\n"]),
         (["--resume=runs/a"], ["write resume=runs/a, without dashes"]),
         (["+resume=runs/a"], ["write resume=runs/NAME"]),
         (["resume=runs/a", "experiment=smoke"], ["choose everything", "leave out experiment=smoke"]),
