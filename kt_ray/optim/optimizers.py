@@ -69,8 +69,8 @@ def use_torch_threads(threads: int) -> None:
 
 
 _ROW = 4096  # summed by one thread, whatever their number
-# Elements that are widened to float64 at a time: 1 MiB for each thread, which its L2 holds; on a GPU many, since
-# the host waits for each.
+# Elements that are widened to float64 at a time: 1 MiB for each thread, which its L2 holds; on a GPU many,
+# since the host waits for each.
 _BLOCK, _GPU_BLOCK = _ROW * 32, _ROW * 4096
 
 
