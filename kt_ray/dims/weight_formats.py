@@ -61,6 +61,7 @@ class Storage:
 
 
 _EXCLUDED = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude")
+_GLOB = "glob:"  # before a pattern, as "re:" is
 _QUARK_BLOCKS = {"per_tensor": (0, 0), "per_channel": (1, 0)}  # AMD Quark's qscheme -> block
 _MOST = 1 << 24  # rows or columns that share a scale
 MXFP4 = Storage("mxfp4", (1, 32), 1)
@@ -272,6 +273,8 @@ def _excluded(config: Mapping[str, Any]) -> list[str]:
     quantization = _quantization(config)
     listed = [quantization.get(key) for key in _EXCLUDED]
     patterns = [str(pattern) for some in listed if isinstance(some, list) for pattern in some]
+    if _method(quantization) in ("modelopt", "quark"):  # of layers.1.* others take the dots for any character
+        patterns = [_GLOB + p if "*" in p and not p.startswith("re:") else p for p in patterns]
     # GPTQModel's and AutoRound's: by module, "-:" or other bits.
     for key in ("dynamic", "extra_config"):
         own = quantization.get(key)
@@ -290,13 +293,17 @@ def _names_match(patterns: Iterable[str], layer: int, names: Iterable[str]) -> b
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """As compressed-tensors ("re:...") and transformers match: from the start to a dot, or the end."""
+    """As compressed-tensors ("re:...") and transformers match: from the start to a dot, or the end; or as
+    ModelOpt and Quark do ("glob:...")."""
+    if pattern.startswith(_GLOB):
+        glob = pattern.removeprefix(_GLOB)
+        return fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")
     own = pattern.removeprefix("re:")
     whole = own if pattern.startswith("re:") else rf"(?:{own})(?:(?<=\.)|(?=\.|$))"
     try:
         if matches(whole, name, where="quantization_config in the model's config.json"):
             return True
-    except regex.error:  # "*self_attn*": ModelOpt's and Quark's
+    except regex.error:  # "*self_attn*"
         if fnmatchcase(name, pattern):
             return True
     return name == pattern or name.endswith(f".{pattern}")

@@ -119,6 +119,18 @@ def test_experts_excluded_in_some_layers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("exclude", "layers"),
+    [("model.layers.1.*", (1,)), ("model.layers.1*", (1, 10, 11)), ("*layers.1.mlp", (1,))],
+)
+@pytest.mark.parametrize("method", ["quark", "modelopt"])
+def test_globs_are_no_regular_expressions(method: str, exclude: str, layers: tuple[int, ...]) -> None:
+    """As one, layers.1.* is of layers 10 to 19, too, and layers.1* of every layer."""
+    quantization = quark(qscheme="per_tensor") | {"quant_method": method, "quant_algo": "FP8"}
+    dims = small_dims(quantization_config=quantization | {"exclude": [exclude]}, num_hidden_layers=12)
+    assert (dims.expert_format, dims.plain_expert_layers) == ("fp8", layers)
+
+
+@pytest.mark.parametrize(
     "pattern", ["gate", "mlp.gate", "lm_head", "model.layers.1.mlp.gate", "re:.*self_attn.*"]
 )
 def test_exclusions_of_other_modules_leave_experts_quantised(pattern: str) -> None:
