@@ -174,15 +174,14 @@ def _in_gap(fd: int, values: list[TensorInfo], info: TensorInfo) -> bool:
 
 def _torn(fd: int, stack: TensorInfo) -> bool:
     """Whether a stack of experts has zeros in place of four of them in a row (see _GAP)."""
-    experts = [stack.one(e) for e in range(stack.shape[0])]
-    wanted = _GAP // 3
-    for e in range(0, len(experts), max(1, len(experts) // _EXPERTS)):
-        if not _value_fault(fd, experts[e]):
+    count, wanted = stack.shape[0], _GAP // 3
+    for e in range(0, count, max(1, count // _EXPERTS)):
+        if not _value_fault(fd, stack.one(e)):
             continue
         first = last = e
-        while first > 0 and last - first < wanted and _value_fault(fd, experts[first - 1]):
+        while first > 0 and last - first < wanted and _value_fault(fd, stack.one(first - 1)):
             first -= 1
-        while last + 1 < len(experts) and last - first < wanted and _value_fault(fd, experts[last + 1]):
+        while last + 1 < count and last - first < wanted and _value_fault(fd, stack.one(last + 1)):
             last += 1
         if 1 + last - first >= wanted:
             return True

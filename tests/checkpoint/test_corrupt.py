@@ -187,3 +187,17 @@ def test_zeros_in_the_middle_of_a_stack(tmp_path: Path, zero: slice, refused: bo
     refusal = pytest.raises(UserError, match=r"side by side are zero: model\.layers\.0\.mlp\.experts")
     with refusal if refused else nullcontext():
         check_content(CheckpointIndex.open(path))
+
+
+def test_few_experts_of_a_stack_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models have hundreds of layers times hundreds of experts."""
+    from kt_ray.checkpoint import check_content
+    from kt_ray.checkpoint.safetensors_file import TensorInfo
+
+    index = CheckpointIndex.open(
+        save(tmp_path / "model", {"model.layers.0.mlp.experts.down_proj": torch.ones(512, 2, 4)})
+    )
+    looked, one = [], TensorInfo.one
+    monkeypatch.setattr(TensorInfo, "one", lambda info, e: looked.append(e) or one(info, e))
+    check_content(index)
+    assert looked == list(range(0, 512, 32))
