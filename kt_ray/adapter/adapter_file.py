@@ -331,10 +331,11 @@ class Lora:
 
 def instead_of(path: Path, remedy: str = _REMEDY) -> str:
     """What to do about a directory that is no adapter's; `remedy`: if nothing in it tells."""
-    if (path / "adapter" / CONFIG).is_file():
+    for place in (path / "adapter", path):
+        if (place / CONFIG).is_file() and (place / _OLD_WEIGHTS).is_file():
+            return f"load {place / _OLD_WEIGHTS} with PEFT and save it again (save_pretrained), as {WEIGHTS}"
+    if all((path / "adapter" / name).is_file() for name in (CONFIG, WEIGHTS)):
         return f"name the adapter in it: {path / 'adapter'}"
-    if (path / _OLD_WEIGHTS).is_file():
-        return f"load {_OLD_WEIGHTS} with PEFT and save it again (save_pretrained), as {WEIGHTS}"
     return remedy
 
 

@@ -39,7 +39,8 @@ def inspect(path: str | Path) -> dict[str, Any]:
         UserError: neither, or a damaged one.
     """
     where = Path(path)
-    if (where / CONFIG).is_file() or (where / WEIGHTS).is_file():
+    of_run = (where / "adapter" / CONFIG).is_file() and not (where / "config.json").is_file()
+    if of_run or (where / CONFIG).is_file() or (where / WEIGHTS).is_file():
         return _adapter(where)
     return _checkpoint(CheckpointIndex.open(where))
 

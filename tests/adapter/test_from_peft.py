@@ -176,9 +176,10 @@ def test_what_is_an_adapter_otherwise(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no adapter_config.*name the adapter in it: .*/run/adapter"):
         Lora.open(tmp_path / "run")
     (directory / WEIGHTS).rename(directory / "adapter_model.bin")
-    for refused in (lambda: Lora.open(directory), lambda: adapter_directory(str(directory))):
-        with pytest.raises(UserError, match=r"load adapter_model\.bin with PEFT and save it"):
-            refused()
+    for given in (directory, directory.parent):  # of the run's, too: naming the adapter in it would not help
+        for refused in (lambda path: Lora.open(path), lambda path: adapter_directory(str(path))):
+            with pytest.raises(UserError, match=r"load .*/run/adapter/adapter_model\.bin with PEFT and save"):
+                refused(given)
 
 
 @pytest.mark.parametrize("family", [f"{family}{end}" for family in TEXT_ALONE for end in ("", "_text")])

@@ -103,3 +103,6 @@ def test_neither(tmp_path: Path) -> None:
         inspect(tmp_path)
     with pytest.raises(UserError, match="no such checkpoint"):
         inspect(tmp_path / "nowhere")
+    save_adapter(tmp_path / "adapter", lora({"q_proj": (4, 4)}))
+    with pytest.raises(UserError, match=r"not an adapter directory.*name the adapter in it: .*/adapter"):
+        inspect(tmp_path)
