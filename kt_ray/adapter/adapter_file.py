@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, converts_keys, module_name, outside
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.names import MAGNITUDE, fused_release, one_expert
+from kt_ray.checkpoint.names import MAGNITUDE, one_expert
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_header, read_tensor
 from kt_ray.config.lora_patterns import first_meaning
 from kt_ray.parse import check_shape, read_json
@@ -61,6 +61,8 @@ _TYPES = ("F32", "BF16", "F16", "F64")
 # Before 0.19.1 PEFT took the first axis after E of a fused parameter for A and the last for B, whichever of
 # them is the input; 0.19.0 did the opposite. 0.18 is the first to say which PEFT it was.
 _OLD_PEFT = re.compile(r"0\.(18\.|19\.0)")
+# Families whose parameters transformers keeps as [E, in, out] (qwen3_vl_moe: before its version 5).
+_INPUT_FIRST = ("aria", "gpt_oss", "llama4", "qwen3_vl_moe")
 _OLD_WEIGHTS = "adapter_model.bin"
 _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
 
@@ -281,8 +283,8 @@ class Lora:
         self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]], model_type: str
     ) -> None:
         """Refuse A and B in each other's place: by the shapes of two, or by the PEFT that wrote one."""
-        version, release = str(self.config.get("peft_version") or ""), fused_release(model_type)
-        first_is_input = release is not None and release.transposed  # there 0.18 was right
+        version = str(self.config.get("peft_version") or "")
+        first_is_input = model_type.removesuffix("_text") in _INPUT_FIRST  # there 0.18 was right
         turned = bool(model_type and _OLD_PEFT.match(version))
         turned = turned and not (first_is_input and version.startswith("0.18."))
         sizes = [(a.shape[1], b.shape[0]) for a, b in wrappers.values()]

@@ -213,6 +213,7 @@ def test_names_inside_the_multimodal_model(tmp_path: Path, family: str) -> None:
         ({"gate_up": (48, 48)}, "0.19.1", "qwen3_moe", None),
         ({"gate_up": (48, 48)}, "0.18.1", "qwen3_moe", r"each other's place.*peft_version 0\.18\.1"),
         ({"gate_up": (48, 48)}, "0.18.1", "gpt_oss", None),
+        ({"down": (24, 16)}, "0.18.1", "aria_text", None),
         ({"down": (48, 48)}, "0.19.0", "gpt_oss", "each other's place"),
     ],
 )
