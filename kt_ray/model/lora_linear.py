@@ -145,10 +145,11 @@ class LoraFunction(torch.autograd.Function):
     ) -> Tensor:
         y: Tensor = base(x)
         kept: list[Tensor] = []
-        for number, (own, (a, b)) in enumerate(zip(_rows(x).split(sizes), parts, strict=True)):
+        outs = _shared(y.view(-1, y.shape[-1]), sizes) if multiplies else (None,) * len(sizes)
+        for own, out, (a, b) in zip(_shared(_rows(x), sizes), outs, parts, strict=True):
             h = _split(_contracted(a[len(a) // 3 :], own), remainder=1)
-            if multiplies:
-                _add_expanded(y.view(-1, y.shape[-1]).split(sizes)[number], h, b)
+            if out is not None:
+                _add_expanded(out, h, b)
             kept += [h, a, b]
         ctx.save_for_backward(x, *kept)
         ctx.scale, ctx.base, ctx.rows, ctx.sizes = scale, base, rows, sizes
@@ -160,13 +161,13 @@ class LoraFunction(torch.autograd.Function):
         dy, needed = _rows(grads[0]), ctx.needs_input_grad
         dx = input_gradient(ctx.base, dy, ctx.rows) if needed[0] else None
         of_sides: list[Tensor | None] = []
-        for number, rows in enumerate(zip(_rows(x).split(ctx.sizes), dy.split(ctx.sizes), strict=True)):
+        for number, rows in enumerate(zip(*(_shared(t, ctx.sizes) for t in (_rows(x), dy)), strict=True)):
             own, own_dy = rows
             h, a, b = kept[3 * number : 3 * number + 3]
             rank, da, db = len(h) // 3, None, None
             dh = _split(_contracted(b[rank:], own_dy), remainder=1)
             if dx is not None:
-                _add_expanded(dx.split(ctx.sizes)[number], dh, a)
+                _add_expanded(_shared(dx, ctx.sizes)[number], dh, a)
             if needed[7 + 2 * number]:
                 da = _contracted(dh[: 2 * rank], own.T).mul_(ctx.scale)
             if needed[8 + 2 * number]:
@@ -214,6 +215,12 @@ class SharesFunction(torch.autograd.Function):
 def _rows(x: Tensor) -> Tensor:
     """[.., n] as [M, n]."""
     return x.reshape(-1, x.shape[-1])
+
+
+def _shared(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Each adapter's rows of x [M, n]. Where there is one adapter, no view is made: tokens are generated one
+    by one, and the host is what they wait for."""
+    return (x,) if len(sizes) == 1 else x.split(sizes)
 
 
 def input_gradient(base: Any, dy: Tensor, rows: slice = _ALL) -> Tensor:

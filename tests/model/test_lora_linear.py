@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kt_ray.model.lora_linear as lora_linear
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear
@@ -173,6 +174,24 @@ def test_what_is_kept_for_backward() -> None:
     own = [t for t in kept if t.data_ptr() not in {x.data_ptr(), *(part.data_ptr() for part in parts)}]
     assert [(tuple(t.shape), t.dtype) for t in own] == [((6, 6), torch.bfloat16)]
     assert [(tuple(t.shape), t.dtype) for t in parts] == [((6, n), torch.bfloat16) for n in (50, 40)]
+
+
+def test_one_adapter_makes_no_views_of_its_rows() -> None:
+    """The host's time for them is a token's time where tokens are generated one by one."""
+    called: list[str] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, a, b = normal(3, 6, 50).bfloat16(), normal(1, 2, 50), normal(2, 40, 2)
+    sides, base = (a, b, Parts.of(a, b, 1.0)), base_of("plain", 50, 40)
+    for adapters, sizes in (([sides], [6]), ([sides, sides], [2, 4])):
+        called.clear()
+        with Noted(), torch.no_grad():
+            with_adapters(x, adapters, 1.0, base, sizes=sizes)
+        assert any("split_with_sizes" in name for name in called) == (len(adapters) > 1)
 
 
 def adapted(base: Any, **changes: Any) -> tuple[Any, dict[str, nn.Parameter]]:
