@@ -172,7 +172,8 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
     ]
     if config.trainings:
         server = config.train_server
-        joined = f"joined in their {server.shared}" if plan.joins_trainings else "not joined"
+        shared = server.shared if plan.mixes_trainings else "experts"
+        joined = f"joined in their {shared}" if plan.joins_trainings else "not joined"
         lines.append(
             f"server    {counted(server.adapters, 'training')} in memory of at most {server.trainings}, "
             f"whose passes are {joined}; {counted(server.samplers, 'sampler')}; "

@@ -335,6 +335,7 @@ def _laid_out(
         transport=choose_transport(rule),
         expected_load=expected,
     )
+    notes += _shared_notes(plan, config)
     if local:
         if rule.transport != "auto":
             notes.append(f"rule.transport={rule.transport} changes nothing with cluster=local")
@@ -356,6 +357,17 @@ def _check_longest_row(dims: ModelDims, data: DataConfig) -> None:
             remedy=f"set data.max_length={longest}"
             + (" and data.pad_to_multiple_of=1" if longest % data.pad_to_multiple_of else ""),
         )
+
+
+def _shared_notes(plan: Plan, config: Config) -> list[str]:
+    """What train_server.shared=layers asks in vain."""
+    if not config.trainings or config.train_server.shared == "experts" or plan.mixes_trainings:
+        return []
+    why = "a micro-batch holds one row (trainer.micro_batch_size=1)"
+    if not plan.joins_trainings:
+        one = "where GPUs compute experts" if plan.lane is not None else "with rule.activations=ranges"
+        why = f"passes of several trainings are not joined {one}"
+    return [f"train_server.shared={config.train_server.shared} changes nothing: {why}"]
 
 
 def _room_notes(hardware: Hardware, memory: Sequence[Budget]) -> list[str]:

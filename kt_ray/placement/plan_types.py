@@ -312,6 +312,11 @@ class Plan:
         return self.lane is None and self.activations != "ranges"
 
     @property
+    def mixes_trainings(self) -> bool:
+        """Whether a micro-batch may hold rows of several LoRA trainings (train_server.shared=layers)."""
+        return self.joins_trainings and (self.micro_batch_rows > 1 or self.micro_batch_tokens is not None)
+
+    @property
     def streams(self) -> bool:
         """Whether experts are carried to GPUs, or to a stand-in."""
         return self.lane is not None and self.lane.streams

@@ -33,13 +33,13 @@ def room_for_several(config: Config, plan: Plan) -> Room:
 
 
 def mix_of(config: Config, plan: Plan, *, unpadded: bool) -> Mix:
-    """Micro-batches as they are, or, with train_server.shared=layers, of several trainings' rows: as large as
-    one training's may be.
+    """Micro-batches as they are, or, where layers are shared, of several trainings' rows: as large as one
+    training's may be.
 
     Args:
         unpadded: micro-batches hold rows of one length only.
     """
-    if config.train_server.shared == "experts":
+    if config.train_server.shared == "experts" or not plan.mixes_trainings:
         return tuple
     rows = plan.micro_batch_rows if plan.micro_batch_tokens is None else None
     positions = plan.micro_batch_rows * config.data.widest_row
@@ -70,7 +70,13 @@ def joined(waves: Sequence[Sequence[Wave]], room: Room, mix: Mix) -> Iterator[di
 
 
 def one_wave(waves: Mapping[str, Wave], present: str, mix: Mix) -> Wave:
-    """One wave of several trainings': a group has what it has of each. present: the training that is."""
+    """One wave of several trainings': a group has what it has of each. One training's stays as it is.
+
+    Args:
+        present: the training that is.
+    """
+    if len(waves) == 1:
+        return waves[present]
 
     def own(model: str, micro: MicroBatch) -> MicroBatch:
         return micro if model == present else replace(micro, training=model)

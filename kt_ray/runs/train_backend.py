@@ -386,7 +386,7 @@ class ClusterBackend:
     def join(self, passes: Sequence[Pass]) -> list[PassResult]:
         models = [work.model for work in passes]
         results = self._surely(partial(self._passed, passes, "train"), models=models)
-        for work in passes:  # a rebuild repeats each alone: the same bits
+        for work in passes:  # a rebuild repeats each alone: the same bits, or with shared layers to rounding
             training = self._trainings[work.model]
             training.used = next(self._uses)
             training.journal.append(partial(self._passed, [work], "train"))

@@ -104,6 +104,19 @@ def test_a_train_server(capsys: pytest.CaptureFixture[str]) -> None:
         "whose passes are joined in their experts"
         in output(capsys, *where, *how, "rule.experts.stream=off")[1]
     )
+    layers = (*where, *how, "train_server.shared=layers")
+    for more, joined, why in (
+        (("rule.experts.stream=off",), "joined in their layers", ""),
+        ((), "not joined", "not joined where GPUs compute experts"),
+        (
+            ("rule.experts.stream=off", "trainer.micro_batch_size=1"),
+            "joined in their experts",
+            "a micro-batch holds one row (trainer.micro_batch_size=1)",
+        ),
+    ):
+        text = output(capsys, *layers, *more)[1]
+        assert f"whose passes are {joined};" in text
+        assert why in text and ("train_server.shared=layers changes nothing: " in text) == bool(why)
     config = with_keys(planned, {"train_server.adapters": 16})
     found = {remedy.overrides for remedy in remedies(dims, config, hardware, {})}
     assert not make_plan(dims, config, hardware).fits and "train_server.adapters=8" in found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from kt_ray.batch import WHOLE, MicroBatch, Wave
+from kt_ray.data.batches import side_by_side
 from kt_ray.demo.builder import ensure_demo_model
-from kt_ray.runs.joined_waves import Room, joined
+from kt_ray.runs.joined_waves import Room, joined, one_wave
 from kt_ray.train_server.backend import Datum, PassResult
 from tests.helpers.devices import CARD, CUDA
 from tests.helpers.exhaustive import exhaustive
@@ -48,6 +50,19 @@ def test_no_more_is_joined_than_the_plan_has_memory_for() -> None:
     assert numbers(Room(8, 100)) == [[0, 2], [0, 1]]
     assert numbers(Room(100, 14)) == [[0, 1], [0, 2]]
     assert numbers(Room(0, 0)) == [[0], [0], [1], [2]]  # where lanes have one LoRA
+
+
+def test_a_training_alone_is_as_with_shared_experts() -> None:
+    """Its micro-batches are neither sorted nor put together: it has the bits of mode=train."""
+    narrow, wide = wave(4)[0][0][0], wave(6)[0][0][0]
+    own: Wave = (((narrow, wide), (narrow,)),)
+    mix = partial(side_by_side, most_rows=8, most_positions=100, alike=False)
+    assert one_wave({"a": own}, "a", mix) is own
+    (((mixed,), _),) = one_wave({"a": own, "b": own}, "a", mix)
+    assert [(part.training, part.tokens) for part in mixed.parts] == [
+        *((True, 6), ("b", 6)),
+        *((True, 4), ("b", 4)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +158,6 @@ def test_rows_of_several_trainings_share_micro_batches(exact: Path, tmp_path: Pa
                         found.append(backend.run(work.model, work.data, work.loss, backward=True))
                 found += [backend.step(work.model, smooth)["grad_norm"] for work in several()]
             of_pass = [micro for one in spec for groups in one.wave for group in groups for micro in group]
-            print([[m.input_ids.shape for m in g] for one in spec for gs in one.wave for g in gs])
             assert any(len({part.training for part in micro.parts}) > 1 for micro in of_pass) == joins
             for work in several():
                 backend._take_up(work.model)
