@@ -102,6 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         models = [f"training {number}" for number in range(args.trainings)]
         for seed, model in enumerate(models):
             backend.create(model, seed, WHOLE)
+            first = one_row(model, min(args.tokens), seed, backend)
+            backend.run(model, first.data, first.loss, backward=True)
+            backend.step(model, replace(STILL, learning_rate=1e-3))  # so that no B is zero
         for tokens in args.tokens:
             passes = [one_row(model, tokens, seed, backend) for seed, model in enumerate(models)]
             records += measured(backend, passes, tokens, args)

@@ -73,7 +73,7 @@ class LoraLinear(peft.tuners.lora.Linear):
             if not self.shares:
                 return super().forward(x)
             sides = [side for share in self.shares for side in (share.a, share.b)]
-            return SharesFunction.apply(x, scale, self.base_layer, self._sizes(x), *sides)
+            return SharesFunction.apply(x, scale, self.base_layer, self.multiplies, self._sizes(x), *sides)
         pairs: list[Any] = [(share.a, share.b) for share in self.shares]
         adapters = []
         for a, b in pairs or [(self.lora_A[name].weight, self.lora_B[name].weight)]:
@@ -182,17 +182,18 @@ class SharesFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: float, base: nn.Module, sizes: list[int], *sides: Tensor
+        ctx: Any, x: Tensor, scale: float, base: nn.Module, multiplies: bool, sizes: list[int], *sides: Tensor
     ) -> Tensor:
         y: Tensor = base(x)
-        total = _rows(y).to(sides[0].dtype, copy=True)
-        wide = _rows(x).to(total.dtype).split(sizes)
-        kept = []
-        for rows, out, a, b in zip(wide, total.split(sizes), sides[::2], sides[1::2], strict=True):
-            kept.append(rows @ a.T)
-            out.addmm_(kept[-1], b.T, alpha=scale)
+        wide = _rows(x).to(sides[0].dtype).split(sizes)
+        kept = [rows @ a.T for rows, a in zip(wide, sides[::2], strict=True)]
         ctx.save_for_backward(x, *kept, *sides)
         ctx.scale, ctx.base, ctx.sizes = scale, base, sizes
+        if not multiplies:
+            return y
+        total = _rows(y).to(sides[0].dtype, copy=True)
+        for out, h, b in zip(total.split(sizes), kept, sides[1::2], strict=True):
+            out.addmm_(h, b.T, alpha=scale)
         return total.to(y.dtype).view(y.shape)
 
     @staticmethod
@@ -209,7 +210,7 @@ class SharesFunction(torch.autograd.Function):
             if dx is not None:
                 dx.split(sizes)[number].add_(dh @ a)
             of_sides += [dh.T @ rows, (own.T @ kept[number]).mul_(scale)]
-        return None if dx is None else dx.view(x.shape), None, None, None, *of_sides
+        return None if dx is None else dx.view(x.shape), *(None,) * 4, *of_sides
 
 
 def _rows(x: Tensor) -> Tensor:
