@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kt_ray.config.compose import compose
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.runs.prepare import prepare
 from kt_ray.runs.saving import write_adapter
 from kt_ray.runs.start_cluster import make_cluster
 from kt_ray.train.trainer import Trainer
+from tests.helpers.composing import compose
 from tests.helpers.hf_reference import Row, build_checkpoint, random_rows
 from tests.helpers.runs import by_row, one_pass, waves_of
 

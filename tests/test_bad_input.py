@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from kt_ray import cli
-from kt_ray.config.compose import compose
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import BAD_INPUT
 from kt_ray.recipe.command import with_recipe
 from kt_ray.tools import __main__ as tools
 from tests.helpers.bad_input import CASES, RESUME, ROWS, VOCAB, Case, Place
+from tests.helpers.composing import compose
 from tests.helpers.hf_reference import build_checkpoint
 
 RAY = ("ray", "kt_ray.actors.ray.ray_cluster", "kt_ray.actors.ray.ray_metrics")

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.describe import hardware_for
@@ -25,6 +24,7 @@ from kt_ray.hardware.rate_files import rates_for
 from kt_ray.modes.plan import model_dims
 from kt_ray.timing.choose import choose_plan
 from kt_ray.timing.prediction import predict
+from tests.helpers.composing import compose
 from tests.helpers.exhaustive import spread
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from kt_ray import supervisor
-from kt_ray.config.compose import compose
 from kt_ray.config.mapping import load
 from kt_ray.errors import Stopped
 from kt_ray.runs.rundir import find_checkpoints
 from kt_ray.supervisor import LOG, ServerSupervisor, TrainingSupervisor
+from tests.helpers.composing import compose
 
 ROOT = Path(__file__).resolve().parents[1]
 # A driver that does what the test says: one list of words per start.

@@ -155,12 +155,21 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> 
     Raises:
         UserError: as the command line would print it.
     """
+    return load(composed(expand(overrides), config_dir=config_dir))
+
+
+def composed(given: Sequence[str], *, config_dir: str | None = None) -> dict[str, Any]:
+    """What Hydra makes of overrides that `expand` has written, as plain values that nobody has checked yet.
+
+    Raises:
+        UserError: as the command line would print it.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
     register_resolvers()
-    given = expand(overrides)
+    given = list(given)
     if config_dir is not None:
         given.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
     # Inside a program that Hydra started (mode=accept), whose own state is put back.
@@ -168,7 +177,7 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> 
     running, hydra.hydra = hydra.hydra, None
     try:
         with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
-            return load(to_mapping(hydra_compose("config", given)))
+            return to_mapping(hydra_compose("config", given))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise translate(error, given) from error
     finally:

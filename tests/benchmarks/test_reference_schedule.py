@@ -15,7 +15,6 @@ from benchmarks.reference_schedule import (
     reference_table,
     reference_terms,
 )
-from kt_ray.config.compose import compose
 from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
@@ -24,6 +23,7 @@ from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rates import Figure, Rates
 from kt_ray.modes.plan import model_dims
+from tests.helpers.composing import compose
 
 XEON, EPYC = "2x4090_2x8488c", "8x5090_2x9355"
 

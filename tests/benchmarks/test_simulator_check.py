@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.modes.train import run
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
@@ -20,6 +19,7 @@ from kt_ray.timeline import Activity, Span
 from kt_ray.timing.event_loop import Carriage
 from kt_ray.timing.simulate import ExpertCall, ExpertClass, Group, Phase, Simulated, simulate
 from kt_ray.tracking.chrome_trace import chrome_trace
+from tests.helpers.composing import compose
 from tests.timing.test_simulate import RULES, apart, plan_of, small, wave_of
 
 REPO = Path(__file__).resolve().parents[2]

@@ -16,10 +16,10 @@ import torch
 
 from kt_ray import cli
 from kt_ray.checkpoint import CheckpointIndex
-from kt_ray.config.compose import compose
 from kt_ray.config.mapping import load
 from kt_ray.errors import BAD_INPUT, UserError, guard
 from kt_ray.runs.rundir import plain
+from tests.helpers.composing import compose
 from tests.helpers.corrupt import CASES, Case, Folder, make_bases
 from tests.helpers.tiny_moe import fused, per_expert, save
 

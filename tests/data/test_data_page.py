@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from kt_ray.config.checks import SOURCE_KEYS
-from kt_ray.config.compose import compose
 from kt_ray.data.formats import FORMATS, Parser
 from kt_ray.data.named_templates import TOKENS
 from kt_ray.modes import preview
+from tests.helpers.composing import compose
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kt_ray.batch import IGNORE
-from kt_ray.config.compose import compose
 from kt_ray.data.load import DataBundle, load_data
 from kt_ray.data.prompts import with_answer
 from kt_ray.data.row_types import Conversation
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import UserError
+from tests.helpers.composing import compose
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import kt_ray.measure
-from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.doctor import measure_rates
 from kt_ray.errors import UserError
@@ -22,6 +21,7 @@ from kt_ray.hardware.rates import Curve, ExpertRate, Figure, Rates
 from kt_ray.measure import ExpertShape
 from kt_ray.modes import doctor
 from kt_ray.modes.plan import model_dims
+from tests.helpers.composing import compose
 
 _FOUND: dict[tuple[str, str, bool], ExpertRate] = {}  # one real measurement serves all tests
 

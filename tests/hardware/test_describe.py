@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import ExpertsRule, RuleConfig
 from kt_ray.errors import UserError
@@ -32,6 +31,7 @@ from kt_ray.hardware.machine import on_hosts
 from kt_ray.placement.devices import count_stages
 from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
+from tests.helpers.composing import compose
 from tests.placement.configs import make_config, small_dims
 
 SPR_FLAGS = (

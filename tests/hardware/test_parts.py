@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.hardware import wizard
@@ -22,6 +21,7 @@ from kt_ray.modes.plan import model_dims
 from kt_ray.placement.plan import make_plan
 from kt_ray.timing.choose import choose_plan
 from kt_ray.timing.prediction import predict
+from tests.helpers.composing import compose
 from tests.placement.configs import make_hardware
 
 COMMON = [

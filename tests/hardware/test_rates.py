@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kt_ray.config.compose import compose
 from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import Config, PlanConfig
 from kt_ray.errors import UserError
@@ -22,6 +21,7 @@ from kt_ray.hardware.machine import Gpu, Hardware, with_hosts
 from kt_ray.hardware.nominal import FORMAT_BYTES, defaults, described, nominal_rates
 from kt_ray.hardware.rate_files import rates_for, rates_path, read_rates, write_rates
 from kt_ray.hardware.rates import ROWS, Curve, Figure, LayerRate, Rates
+from tests.helpers.composing import compose
 from tests.placement.configs import make_config, make_hardware
 
 PROFILES = sorted((conf_dir() / "hardware").glob("*.yaml"))

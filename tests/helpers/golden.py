@@ -33,13 +33,13 @@ from torch import Tensor
 from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
 from kt_ray.actors.specs import actor_specs
-from kt_ray.config.compose import compose
 from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.model.dropout import CounterDropout
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertMatrix, ExpertWeights
 from kt_ray.native.matrix import GGUF_BLOCKS
 from kt_ray.runs.prepare import prepare
 from kt_ray.train.trainer import Events, Trainer
+from tests.helpers.composing import compose
 from tests.helpers.integers import integers, uniform
 from tests.helpers.reference.routing import find_router
 

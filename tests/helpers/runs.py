@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,6 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
 from kt_ray.actors.specs import actor_specs
 from kt_ray.batch import MicroBatch, PassSpec
-from kt_ray.config.compose import compose
-from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import Wave, step_waves
 from kt_ray.data.row_types import Row as DataRow
@@ -26,6 +23,7 @@ from kt_ray.hardware.describe import this_host
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.trainer import StepBatches, Trainer
+from tests.helpers.composing import compose
 from tests.helpers.hf_reference import ExpertIds, Row, find_router, forced_routing
 
 COMMON = (
@@ -44,13 +42,7 @@ COMMON = (
 
 def config_for(model_dir: Path, *overrides: str) -> Config:
     """Tests' settings on a checkpoint, and whatever else a test wants."""
-    return with_keys(_composed(model_dir.name, overrides), {"model.path": str(model_dir)})
-
-
-@cache
-def _composed(name: str, overrides: tuple[str, ...]) -> Config:
-    """Of a model of that name, wherever it lies: Hydra takes a fifth of a second, and tests ask alike."""
-    return compose([f"model.path=/{name}", *COMMON, *overrides])
+    return compose([f"model.path={model_dir}", *COMMON, *overrides])
 
 
 def plan_for(model_dir: Path, config: Config) -> Plan:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from kt_ray.batch import IGNORE, PassSpec, TokenLoss
-from kt_ray.config.compose import compose
 from kt_ray.data.row_types import Row
 from kt_ray.data.tokenizer_files import load_tokenizer
 from kt_ray.placement.generation_memory import within_server
@@ -20,6 +19,7 @@ from kt_ray.runs.start_cluster import started
 from kt_ray.runs.train_backend import ClusterBackend
 from kt_ray.train.reports import PassReport
 from kt_ray.train_server.backend import AdamParams, Datum, Pass
+from tests.helpers.composing import compose
 from tests.helpers.devices import CARD
 
 ADAM = AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kt_ray.actors.specs import stage_specs
-from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.demo import resolve_model_dir
 from kt_ray.dims.config_json import dims_from_dir
@@ -21,6 +20,7 @@ from kt_ray.model.stage_spec import StageSpec
 from kt_ray.placement.plan import make_plan
 from kt_ray.timing.layer_rates import ends_signature, layer_signature
 from kt_ray.timing.layer_work import LayerWork, layer_works
+from tests.helpers.composing import compose
 
 
 def demo() -> tuple[Config, StageSpec, tuple[LayerWork, ...]]:

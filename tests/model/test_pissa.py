@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from kt_ray.config.compose import compose
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model import pissa
 from kt_ray.model.lora import init_lora_a
 from kt_ray.model.pissa import doubled_shape, relative_to_weights, take_principal
 from kt_ray.pulse import beats
+from tests.helpers.composing import compose
 from tests.helpers.hf_reference import Reference, random_rows
 from tests.helpers.stages import make_stages, pass_spec, run
 

@@ -14,7 +14,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import ClusterConfig, ExpertsRule, RuleConfig
 from kt_ray.doctor import machine_checks as machine
@@ -23,6 +22,7 @@ from kt_ray.doctor.check import FAIL, PASS, WARN, Check
 from kt_ray.modes import doctor
 from kt_ray.placement.memory import GIB, checkpoint_bytes
 from kt_ray.placement.plan import make_plan
+from tests.helpers.composing import compose
 from tests.placement.configs import SMALL, make_config, make_hardware, small_dims
 
 AUTO = RuleConfig("auto")

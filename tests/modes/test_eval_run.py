@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from kt_ray import cli
 from kt_ray.actors.local_cluster import LocalCluster
-from kt_ray.config.compose import compose
 from kt_ray.config.mapping import with_keys
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.generate.generator import Generator
 from kt_ray.runs.evaluation import to_answer
 from kt_ray.runs.rundir import plain
+from tests.helpers.composing import compose
 from tests.helpers.hf_reference import build_chat_checkpoint
 
 COMMON = [

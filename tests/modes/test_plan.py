@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.config.files import option_names
 from kt_ray.config.mapping import with_keys
 from kt_ray.errors import UserError
@@ -24,6 +23,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.remedies import remedies, shortage
 from kt_ray.placement.render import billions, memory_table, worker_row
 from kt_ray.timing.prediction import predict
+from tests.helpers.composing import compose
 from tests.placement.configs import SMALL, make_config
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from kt_ray import cli
-from kt_ray.config.compose import compose
 from kt_ray.config.mapping import with_keys
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer, Generator
@@ -30,6 +29,7 @@ from kt_ray.runs import answering
 from kt_ray.runs.generation import generating, prepare_generation
 from kt_ray.runs.held_out_loss import HeldOut, measure
 from kt_ray.runs.questions import Options, Question, held_out_rows, questions_of
+from tests.helpers.composing import compose
 from tests.helpers.hf_reference import build_chat_checkpoint, build_checkpoint
 from tests.helpers.random_adapter import random_adapter
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kt_ray.config.checks import check
-from kt_ray.config.compose import compose
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import gpus_wanted, nominal_hardware
@@ -19,6 +18,7 @@ from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import LAYOUT
+from tests.helpers.composing import compose
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.placement.lora_sizes import (
@@ -20,6 +19,7 @@ from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.traffic import traffic
+from tests.helpers.composing import compose
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 DIMS = small_dims("deepseek_v3")  # four layers, the first one dense

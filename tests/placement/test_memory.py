@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, LoraConfig, RuleConfig
 from kt_ray.dims.config_json import dims_from_config
@@ -26,6 +25,7 @@ from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import describe, remedies, shortage
 from kt_ray.placement.render import billions, cpu_ranges, gib, memory_table
 from kt_ray.placement.wave_tokens import load_of
+from tests.helpers.composing import compose
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3, "DeepSeek-V3")

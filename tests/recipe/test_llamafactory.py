@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.recipe import with_recipe
 from kt_ray.recipe.field_table import field_table
+from tests.helpers.composing import compose
 from tests.helpers.recipes import HERE, recipe, refused, values
 
 EXAMPLES = sorted(HERE.glob("*_lora_*.yaml"))

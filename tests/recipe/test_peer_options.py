@@ -8,11 +8,11 @@ import shlex
 import pytest
 
 from kt_ray import cli
-from kt_ray.config.compose import compose
 from kt_ray.config.fields import fields
 from kt_ray.config.mapping import REMOVED
 from kt_ray.errors import BAD_INPUT
 from kt_ray.recipe.field_table import field_table, names_elsewhere
+from tests.helpers.composing import compose
 
 # (as typed, what to write in its place). "" = nothing, with a reason that holds the third.
 TYPED: list[tuple[str, str, str]] = [

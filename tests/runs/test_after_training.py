@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from kt_ray import cli
-from kt_ray.config.compose import compose
 from kt_ray.errors import UserError
 from kt_ray.modes import train
 from kt_ray.runs.before_after import other_rows
 from kt_ray.runs.rundir import plain
+from tests.helpers.composing import compose
 from tests.helpers.hf_reference import build_chat_checkpoint
 
 COMMON = [

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kt_ray import cli
-from kt_ray.config.compose import compose
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.runs.disk_room import DiskNeed, disk_need, shortage
 from kt_ray.runs.rundir import place_to_write
+from tests.helpers.composing import compose
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kt_ray.config.compose import compose
 from kt_ray.runs.rundir import RunDir
+from tests.helpers.composing import compose
 
 REPO = Path(__file__).resolve().parents[2]
 _PROGRAM = """

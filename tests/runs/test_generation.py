@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder
 from kt_ray.runs.generation import _end_tokens, _with_template
 from kt_ray.runs.questions import _label, _options
 from tests.data.conftest import PLAIN, THINKING, make_tokenizer
+from tests.helpers.composing import compose
 
 HEAD = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
 TURNS = "{% for m in messages %}" + HEAD + "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.doctor import software_checks as software
 from kt_ray.doctor.check import PASS, WARN
 from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.runs import memory_now
+from tests.helpers.composing import compose
 from tests.placement.configs import make_hardware, small_dims
 
 

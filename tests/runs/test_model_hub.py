@@ -18,7 +18,7 @@ import huggingface_hub
 import pytest
 
 from kt_ray import cli
-from kt_ray.config.compose import compose, expand
+from kt_ray.config.compose import expand
 from kt_ray.config.schema import Config
 from kt_ray.errors import TryAgain, UserError
 from kt_ray.modes import plan
@@ -27,6 +27,7 @@ from kt_ray.runs.model_hub import complete, located
 from kt_ray.runs.prepare import prepare_model
 from kt_ray.tools.export import export
 from kt_ray.tools.inspect import inspect
+from tests.helpers.composing import compose
 from tests.helpers.hf_reference import build_chat_checkpoint, build_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -13,7 +13,6 @@ import torch
 
 from kt_ray import cli
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
-from kt_ray.config.compose import compose
 from kt_ray.data.row_types import Row
 from kt_ray.data.token_counts import DataReport, SplitReport
 from kt_ray.errors import UserError
@@ -22,6 +21,7 @@ from kt_ray.native import ExpertFormula
 from kt_ray.runs import prepare as preparing
 from kt_ray.runs.prepare import _as_stored, _check_formulas
 from tests.checkpoint.conftest import expert_tensors, write_checkpoint
+from tests.helpers.composing import compose
 from tests.placement.configs import make_hardware, small_dims
 
 # of a plan

@@ -12,13 +12,13 @@ import yaml
 
 from kt_ray import cli
 from kt_ray.checkpoint.manifest import Manifest
-from kt_ray.config.compose import compose
 from kt_ray.config.resume_line import _program, chat_line, resume_line
 from kt_ray.config.schema import Config, OptimConfig
 from kt_ray.errors import BAD_INPUT
 from kt_ray.runs.rundir import RunDir
 from kt_ray.runs.saving import ResumePoint, new_schedule
 from tests.checkpoint.test_training import save
+from tests.helpers.composing import compose
 
 BEGUN = [
     *("rule=cpu_replicas_2", "data.path=rows.jsonl", "data.max_length=300", "optim=muon", "optim.lr=2e-3"),

@@ -19,7 +19,6 @@ from kt_ray import cli, supervisor
 from kt_ray.checkpoint import training
 from kt_ray.checkpoint.housekeeping import mark_best
 from kt_ray.checkpoint.training import begin_checkpoint
-from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
@@ -29,6 +28,7 @@ from kt_ray.runs.saving import intact_checkpoint
 from kt_ray.train import trainer
 from kt_ray.train.cluster_protocol import ActorLost
 from tests.checkpoint.test_training import save
+from tests.helpers.composing import compose
 from tests.helpers.exhaustive import spread
 
 RUN = [

@@ -17,11 +17,11 @@ from kt_ray import cli
 from kt_ray.adapter.from_peft import digest_of
 from kt_ray.adapter.peft_config import TEMPLATE
 from kt_ray.checkpoint.manifest import Manifest
-from kt_ray.config.compose import compose
 from kt_ray.errors import UserError
 from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.prepare import Prepared, prepare
 from kt_ray.runs.start_adapter import DIGEST, open_start
+from tests.helpers.composing import compose
 from tests.helpers.exhaustive import exhaustive
 from tests.helpers.hf_reference import build_chat_checkpoint, build_checkpoint
 from tests.helpers.random_adapter import random_adapter

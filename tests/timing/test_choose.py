@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.dims.config_json import dims_from_config
@@ -28,6 +27,7 @@ from kt_ray.placement.render import LAYOUT, plan_to_dict
 from kt_ray.timing import choose
 from kt_ray.timing.choose import GAIN, choose_plan, step_seconds
 from kt_ray.timing.lane_rates import lane_rates
+from tests.helpers.composing import compose
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.hardware.describe import hardware_for
@@ -27,6 +26,7 @@ from kt_ray.timing.prediction import predict
 from kt_ray.timing.seats import machine_of
 from kt_ray.timing.simulate import AT_CALL, COPIED_AHEAD, WorkerLaneCall
 from kt_ray.timing.step_costs import PlanDurations
+from tests.helpers.composing import compose
 from tests.placement.configs import make_config, make_hardware
 from tests.placement.test_layout import V3
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.config.schema import TrackingConfig
 from kt_ray.errors import UserError
 from kt_ray.tracking.library_tracker import LibraryTracker
@@ -23,6 +22,7 @@ from kt_ray.tracking.optional_trackers import (
     TensorBoardTracker,
     TrackioTracker,
 )
+from tests.helpers.composing import compose
 
 PATTERNS = {r"layers\.(0|1)\..*": 4}  # MLflow refuses such a name
 CONFIG = {"lora": {"rank": 8, "target_modules": ["q_proj"], "rank_pattern": PATTERNS}, "seed": 3}

@@ -16,7 +16,6 @@ import torch
 
 import kt_ray.train.trainer as loop
 from kt_ray.batch import IGNORE, MicroBatch, PassSpec
-from kt_ray.config.compose import compose
 from kt_ray.errors import BadStep, UserError
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.tracking.metrics import StepMetrics
@@ -24,6 +23,7 @@ from kt_ray.train.cluster_protocol import ActorLost, Cluster
 from kt_ray.train.guard import judge
 from kt_ray.train.reports import PassReport
 from kt_ray.train.trainer import Events, StepBatches, Trainer
+from tests.helpers.composing import compose
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, steps, waves_of
 

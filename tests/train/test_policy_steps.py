@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kt_ray.batch import IGNORE, MicroBatch, Wave
-from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves
 from kt_ray.data.row_types import Row
@@ -21,6 +20,7 @@ from kt_ray.errors import UserError
 from kt_ray.model.policy_losses import sequence_old, token_losses
 from kt_ray.train.policy_steps import Policy, advantages, overlong_penalty
 from kt_ray.train.rollouts import FILE, Rollout
+from tests.helpers.composing import compose
 
 PLAN: Any = SimpleNamespace(worker=lambda replica, stage: SimpleNamespace(rank=replica), stages=1)
 LONGEST = 6

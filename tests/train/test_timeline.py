@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kt_ray.config.compose import compose
 from kt_ray.modes.train import run
+from tests.helpers.composing import compose
 from tests.helpers.exhaustive import exhaustive
 
 
