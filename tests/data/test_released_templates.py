@@ -6,8 +6,10 @@ pieces of text, tokenised one by one: neither the template nor the code that fin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,23 @@ import pytest
 from kt_ray.batch import IGNORE
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder
-from kt_ray.data.tokenizer_files import load_tokenizer
+from kt_ray.data.tokenizer_files import load_tokenizer as from_files
 from kt_ray.errors import UserError
 
 Piece = tuple[str, bool]  # text, is it trained
 END = "<|im_end|>"
 ANSWER = f"{END}\n<|im_start|>assistant\n"
 THOUGHT = "<think>\n\n</think>\n\n"  # the empty one that minimind's template puts before every answer
+
+
+def load_tokenizer(directory: str) -> Any:
+    """One of its own: an encoder sets its template. The vocabulary, half a second's work, is read once."""
+    return copy.copy(_read(directory))
+
+
+@cache
+def _read(directory: str) -> Any:
+    return from_files(directory)
 
 
 def turns(*contents: str, system: str | None = None) -> tuple[Turn, ...]:
