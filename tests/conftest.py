@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ SLOW = (
     *("train/test_timeline.py", "transport/test_links.py"),
 )
 TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _composed_once() -> Iterator[None]:
+    """Before each job Hydra composes all of it once more, to learn hydra.mode, which no test sets. Processes
+    that tests start run Hydra as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hydra._internal.hydra.Hydra.get_mode", lambda *_, **__: None)
+        yield
 
 
 @pytest.fixture
