@@ -96,6 +96,8 @@ FIRST = {
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order and in one directory, which holds rows.jsonl: what a command makes is there for the next."""
     monkeypatch.chdir(tmp_path)
+    # Two thirds of a plan's seconds; tests/test_runs.py prints a whole one.
+    monkeypatch.setattr("kt_ray.runs.plan_time.neighbours", lambda *_: ())
     write_rows(tmp_path / "rows.jsonl")
     for block in BLOCKS[page]:
         if block.mark == "run":
