@@ -15,7 +15,13 @@ from kt_ray import cli
 from kt_ray.errors import BAD_INPUT
 
 COMMON = (
-    *("trainer.stage=grpo", "cluster=local", "rule=cpu_1worker_1socket", "rule.worker_threads=1"),
+    *(
+        "trainer.stage=grpo",
+        "cluster=local",
+        "tracking.plot=false",
+        "rule=cpu_1worker_1socket",
+        "rule.worker_threads=1",
+    ),
     *("data.path=prompts.jsonl", "data.eval_fraction=4", "data.max_length=96", "trainer.batch_size=8"),
     *(
         "grpo.group_size=4",

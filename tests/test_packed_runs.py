@@ -14,6 +14,7 @@ from kt_ray import cli
 ARGUMENTS = [
     *(
         "cluster=local",
+        "tracking.plot=false",
         "data=demo",
         "data.limit=12",
         "data.eval_fraction=0",

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ray
 
 # A slim Ray has no pages to show (benchmarks/bare_machine.sh).
 DASHBOARD = (Path(ray.__file__).parent / "dashboard" / "client").is_dir()
-RUN = ["trainer.max_steps=2", "data.limit=40", "run.name=a", "eval.after_training=0"]
+RUN = ["trainer.max_steps=2", "data.limit=40", "run.name=a", "eval.after_training=0", "tracking.plot=false"]
 
 
 @pytest.fixture(scope="module")

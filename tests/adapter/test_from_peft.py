@@ -148,7 +148,7 @@ def test_an_adapter_that_is_not_finite_is_used_by_nobody(
     name = max(tensors)
     tensors[name][0, 0] = float("inf")
     save_file(tensors, file)
-    common = ["cluster=local", f"model.path={base}", f"run.root={tmp_path}/runs"]
+    common = ["cluster=local", "tracking.plot=false", f"model.path={base}", f"run.root={tmp_path}/runs"]
     commands = [
         lambda: tools.main(["merge", str(base), str(directory), str(tmp_path / "merged")]),
         lambda: tools.main(

@@ -27,6 +27,7 @@ from tests.helpers.hf_reference import build_chat_checkpoint
 
 COMMON = [
     *("cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"),
+    "tracking.plot=false",
     *("data=demo", "data.limit=60", "data.eval_fraction=0.2", "generate.max_new_tokens=8"),
 ]
 TRAIN = [

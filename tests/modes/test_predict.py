@@ -33,7 +33,13 @@ from tests.helpers.composing import compose
 from tests.helpers.hf_reference import build_chat_checkpoint, build_checkpoint
 from tests.helpers.random_adapter import random_adapter
 
-SMALL = ["cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"]
+SMALL = [
+    "cluster=local",
+    "tracking.plot=false",
+    "model.dtype=float32",
+    "rule.worker_threads=1",
+    "tracking.progress=false",
+]
 SHORT = ["generate.max_new_tokens=12", "data.limit=60", "data.eval_fraction=0.2"]
 
 

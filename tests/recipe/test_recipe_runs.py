@@ -14,7 +14,13 @@ from kt_ray.demo.recipes import RECIPES, persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 
 HERE = Path(__file__).resolve().parent
-LOCAL = ("cluster=local", "rule.worker_threads=1", "tracking.progress=false", "trainer.max_steps=2")
+LOCAL = (
+    "cluster=local",
+    "rule.worker_threads=1",
+    "tracking.progress=false",
+    "tracking.plot=false",
+    "trainer.max_steps=2",
+)
 DEEPSEEK = ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"]
 
 

@@ -22,7 +22,13 @@ def test_answers_given_after_training_count_in_eval(
     train_tokenizer(persona_path(), 320).save_pretrained(path)
     gguf = gguf_of(path, tmp_path / "m.gguf")
     common = [f"model.path={path}", f"model.experts_path={gguf}", "rule.experts.backend=llamafile"]
-    common += ["cluster=local", "rule=cpu_1worker_1socket", "model.dtype=float32", "tracking.progress=false"]
+    common += [
+        "cluster=local",
+        "tracking.plot=false",
+        "rule=cpu_1worker_1socket",
+        "model.dtype=float32",
+        "tracking.progress=false",
+    ]
     common += ["data=demo", "data.limit=20", "data.eval_fraction=0.2", "generate.max_new_tokens=4"]
     train = ["run.name=t", "trainer.max_steps=1", "trainer.batch_size=2", "trainer.eval_every=0"]
     assert cli.main([*common, *train, "eval.after_training=2"]) == 0

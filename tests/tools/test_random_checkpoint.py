@@ -163,7 +163,13 @@ def test_a_run_on_holes_is_a_run_on_the_written_files(tmp_path: Path, make: Make
     losses = []
     for out, how in (("written", ()), ("holes", ("--sparse",))):
         make(tmp_path / out, "--format", "fp8", *how)
-        run = [f"model.path={tmp_path / out}", "cluster=local", "trainer.max_steps=2", "data=demo"]
+        run = [
+            f"model.path={tmp_path / out}",
+            "cluster=local",
+            "tracking.plot=false",
+            "trainer.max_steps=2",
+            "data=demo",
+        ]
         run += ["data.limit=8", "data.max_length=32", "eval.after_training=0", f"run.name={out}"]
         run += [
             "trainer.batch_size=2",

@@ -90,7 +90,14 @@ def test_a_run_by_the_command_line(
     path = build_checkpoint(tmp_path, "qwen3_moe", vocab_size=320, **SIZES)
     train_tokenizer(persona_path(), 320).save_pretrained(path)
     file = gguf_of(path, tmp_path / "m.gguf")
-    common = ["cluster=local", "data=demo", "data.limit=20", "trainer.batch_size=4", "trainer.eval_every=0"]
+    common = [
+        "cluster=local",
+        "tracking.plot=false",
+        "data=demo",
+        "data.limit=20",
+        "trainer.batch_size=4",
+        "trainer.eval_every=0",
+    ]
     common += [f"model.path={path}", "model.dtype=float32", "rule=cpu_1worker_1socket", "run.name=one"]
     gguf = f"model.experts_path={file}"
     assert cli.main([*common, gguf, "rule.experts.backend=llamafile", "trainer.max_steps=2"]) == 0

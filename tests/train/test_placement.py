@@ -65,7 +65,14 @@ def test_any_placement_trains_the_same(tmp_path: Path, family: str) -> None:
 
 # -- whole runs --------------------------------------------------------------------------------
 
-SHORT = ["cluster=local", "data=demo", "data.limit=20", "trainer.batch_size=4", "trainer.eval_every=0"]
+SHORT = [
+    "cluster=local",
+    "tracking.plot=false",
+    "data=demo",
+    "data.limit=20",
+    "trainer.batch_size=4",
+    "trainer.eval_every=0",
+]
 SAME = ["optim.warmup=0", "optim.schedule=constant", "lora.dropout=0.1", "optim.weight_decay=0.01", "seed=5"]
 LAYOUT = ["rule.device=cpu", "rule.worker_threads=1", "rule.experts.sockets=2", "model.dtype=float32"]
 
