@@ -1,4 +1,4 @@
-"""Fixtures for the run directory: of a config only run and trainer matter."""
+"""Fixtures for the run directory (of a config only run and trainer matter); the demo model for backends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,20 @@ from kt_ray.config.schema import (
     TrackingConfig,
     TrainerConfig,
 )
+from kt_ray.demo.builder import ensure_demo_model
+from tests.helpers.float32_copy import in_float32
 from tests.report.conftest import make_run  # noqa: F401  (a fixture)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(ensure_demo_model("demo", 0, tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session")
+def exact(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model in float32."""
+    return in_float32(model, tmp_path_factory.mktemp("exact") / "model")
 
 
 def _make_config(

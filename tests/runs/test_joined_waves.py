@@ -13,25 +13,13 @@ import torch
 
 from kt_ray.batch import WHOLE, MicroBatch, Wave
 from kt_ray.data.batches import side_by_side
-from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.runs.joined_waves import Room, joined, one_wave
 from kt_ray.train_server.backend import Datum, PassResult
 from tests.helpers.devices import CARD, CUDA
 from tests.helpers.exhaustive import exhaustive
-from tests.helpers.float32_copy import in_float32
 from tests.helpers.train_backend import ADAM, LAYOUTS, backend_on, passes_of, several
 
 COPIES = ("rule=multi_node", "rule.device=cpu", "rule.replicas=2", "rule.attention_hosts=all")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(ensure_demo_model("demo", 0, tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture(scope="module")
-def exact(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return in_float32(model, tmp_path_factory.mktemp("exact") / "model")
 
 
 def wave(*positions: int) -> Wave:

@@ -22,7 +22,6 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.batch import WHOLE, LoraPart, PassSpec, TokenLoss
 from kt_ray.cpu_products import multiplies_bfloat16
 from kt_ray.data.batches import step_waves
-from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.runs import train_backend
@@ -35,19 +34,8 @@ from kt_ray.train_server.backend import Datum
 from kt_ray.train_server.futures import Promises
 from kt_ray.train_server.work_queue import Work, WorkQueue
 from tests.helpers.devices import by_name
-from tests.helpers.float32_copy import in_float32
 from tests.helpers.generation import one_rounding
 from tests.helpers.train_backend import ADAM, ENTROPY, LAYOUTS, backend_on, data_of, rows, several
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(ensure_demo_model("demo", 0, tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture(scope="module")
-def exact(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return in_float32(model, tmp_path_factory.mktemp("exact") / "model")
 
 
 @pytest.mark.parametrize("layout", by_name(LAYOUTS))

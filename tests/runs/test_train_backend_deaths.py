@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from kt_ray.batch import WHOLE, PassSpec
-from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.runs import train_backend as module
 from kt_ray.runs.train_backend import ClusterBackend
@@ -32,11 +31,6 @@ LAYOUT = ("rule=cpu_2workers_2sockets", "trainer.recoveries=20")
 def on_ray() -> Iterator[None]:
     with connected():
         yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(ensure_demo_model("demo", 0, tmp_path_factory.mktemp("cache")))
 
 
 def script(backend: ClusterBackend, disturb: Callable[[str], None]) -> list[Any]:
