@@ -46,11 +46,12 @@ _JUDGED = (
     rf"(%s)(?i:[)\]*]*\s+(?:is|would be|must be)\s+(?:the\s+)?(?:{_RIGHT}|most\s\w+)\b)"
 )
 _WRONG = rf"[)\]*]*\s*(?:is (?:wrong|incorrect|false|not (?:the )?(?:{_RIGHT}))|(?:是|项)?错)"
+_DENIED = rf"[)\].:,*_`\"]*\s*(?i:(?:this|that|it)\s)?{_WRONG}"  # "A: This is wrong. B is correct."
 _END = r"(?!\w|['’]\w)"  # of an option's letter
 # Two options in one breath settle nothing. "B is wrong" says something else.
 _SECOND = (
     r"[)\]*}]*\s*(?:,|、|/|&|\band\b|\bor\b|和|或|与)\s*(?:and\s+|or\s+)?(?i:(?:maybe|perhaps)\s+)?"
-    r"(?i:(?:option|choice|letter)\s+)?[(\[*]*%s(?!\w|['’]\w|[)\]*]*\s+(?:is|has|does|would)\b)"
+    r"(?i:(?:option|choice|letter)\s+)?[(\[*]*(%s)(?!\w|['’]\w|[)\]*]*\s+(?:is|has|does|would)\b)"
 )
 # After these words (in small letters) a single "A" is an option; after others it is the article.
 _VERBS = ("is", "or", "and", "because", "since", "as", "but", "seems", "would", "must", "should", "for")
@@ -77,12 +78,12 @@ def opens_thought(prompt: str) -> bool:
 def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     """The option that a generated answer settles on; None = it names none, or several.
 
-    In this order: the last statement of the kind "the answer is (B)", "答案：B", "\\boxed{B}"; the only one
-    that is called right ("B is correct"); a letter that begins the answer ("B", "(B)", "B. Paris", "**B**"),
-    unless the first two options begin lines; a letter alone on the last line; the only option letter that
-    stands alone anywhere and is not denied. Reasoning in <think> is left out. Options are capital letters; a
-    small one counts only where the whole answer, or all behind "answer:", is that letter. An article ("A
-    cat") or "I" is no option.
+    In this order: the last statement of the kind "the answer is (B)", "答案：B", "\\boxed{B}"; a letter that
+    begins the answer ("B", "(B)", "B. Paris", "**B**"), unless the first two options begin lines or it is
+    called wrong; the only one that is called right ("B is correct"); a letter alone on the last line; the
+    only option letter that stands alone anywhere and is not denied. Reasoning in <think> is left out. Options
+    are capital letters; a small one counts only where the whole answer, or all behind "answer:", is that
+    letter. An article ("A cat") or "I" is no option.
     """
     text = _plain(without_thinking(text), keep_lines=True)
     known = _options(letters)
@@ -98,7 +99,13 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     ]
     if stated:
         last = max(stated, key=lambda match: match.start(1))
-        return None if re.match(_SECOND % known, text[last.end(1) :]) else last[1].upper()
+        return None if _names_second(text[last.end(1) :], known) else last[1].upper()
+    begun = rf"^[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[–—]|\s*-\s|\s*\n)"
+    first = re.match(begun, text)
+    listed = re.findall(begun, text, re.MULTILINE)[:2] == [*letters[:2]]
+    rest = text[first.end(1) :] if first else ""
+    if first and not (listed or re.match(_DENIED, rest) or _names_second(rest, known)):
+        return first[1]
     judged = {
         match[1]
         for match in re.finditer(_JUDGED % known, text, re.MULTILINE)
@@ -106,11 +113,6 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     }
     if len(judged) == 1:
         return judged.pop()
-    begun = rf"^[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[–—]|\s*-\s|\s*\n)"
-    first = re.match(begun, text)
-    listed = re.findall(begun, text, re.MULTILINE)[:2] == [*letters[:2]]
-    if first and not listed and not re.match(_SECOND % known, text[first.end(1) :]):
-        return first[1]
     line = re.search(rf"\n[^\w\n]*({known})[^\w\n]*\Z", text)
     if line:
         return line[1]
@@ -170,6 +172,12 @@ def _plain(text: str, *, keep_lines: bool = False) -> str:
 
 def _options(letters: str) -> str:
     return f"[{re.escape(letters)}]"
+
+
+def _names_second(text: str, known: str) -> bool:
+    """Whether another option follows in the same breath, not the article "A" or "I" (", I think")."""
+    match = re.match(_SECOND % known, text)
+    return match is not None and not _is_word(text, match.end(1), match[1])
 
 
 def _is_word(text: str, end: int, letter: str) -> bool:

@@ -39,11 +39,12 @@ _KEPT_WORDS = re.compile(rf"\s*(?:{_SCALE}|or|and)\b")
 _LENGTH = r"(?:[cdkm]?m|ft|feet|in|inch(?:es)?|yd|yards?|mi|miles?|units?|met(?:er|re)s?)"
 _NO_PART = re.compile(
     rf"(?<=\d)(\s?{_LENGTH}(?:/(?:{_LENGTH}|s))?)\s?\^\s?(?:\{{-?\d\}}|-?\d)"
-    r"|\^\s?(?:\{\s?\\circ\s?\}|\\circ(?![a-z]))|\^\{\s*\}|(?<=\d)_\{\d+\}"
+    r"|\^\s?(?:\{\s?\\circ\s?\}|\\circ(?![a-z]))|\^\{\s*(?:(?:st|nd|rd|th)\s*)?\}|\^(?=\s*(?:\}|$))"
+    r"|(?<=\d)_\{\d+\}"
 )
 _FRACTION = re.compile(r"\\[cdt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 # What makes another number of one, or no number: 3\pi, \sqrt{16}, 2x, x + 1, 1/n, 5!, x > 5, ±5, |-5|.
-_LETTER = r"[abeinqrxyz](?![A-Za-z\d])"
+_LETTER = r"(?!(?<=\d)e[+-]?\d)[abeinqrxyz](?![A-Za-z\d])"  # not that of 1.2e-3
 _SYMBOL = re.compile(
     r"\\(?:pi|sqrt|log|ln|sin|cos|tan|infty|theta|pm|mp|leq?|geq?|lt|gt|neq?|[lr]floor|[lr]ceil)(?![a-z])"
     r"|[π√∞±≤≥≠]|(?<![A-Za-z])(?:pi(?![A-Za-z])|(?:sqrt|log|ln|sin|cos|tan)\s?[_^(\d])"
@@ -66,6 +67,7 @@ _SUM = re.compile(
     rf"(?:(?P<root>\\sqrt\s?\{{{_DIGITS}\}})|{_TERM}(?P<raised>{_RAISED})?){_BESIDE}"
     rf"(?P<more>\s*{_OPERATOR}\s*{_TERM}(?:{_RAISED})?{_BESIDE})*(?P<equals>\s*(?:=|≈|\\approx\b|equals\b))?"
 )
+_ROUNDED_FRACTION = re.compile(rf"[$€£¥]?{_DIGITS}\s*/\s*{_DIGITS}\s*(?:≈|\\approx)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\?[{}]")
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _HASHES = re.compile(r"####([^\n]*)")
@@ -191,7 +193,9 @@ def _without_unit(match: re.Match[str]) -> str:
 
 
 def _without_sum(match: re.Match[str]) -> str:
-    """Of "48 + 24 = 72" and "2^3 = 8" what comes behind the sign."""
+    """Of "48 + 24 = 72" and "2^3 = 8" what comes behind the sign; all of "10/3 ≈ 3.33"."""
+    if _ROUNDED_FRACTION.fullmatch(match[0]):
+        return match[0]
     computed = match["more"] or match["raised"] or match["root"]
     return "" if computed and match["equals"] else match[0]
 

@@ -57,6 +57,12 @@ ANSWERS = [
     ("A is not correct. (B) is right.", "B"),
     ("B. Vitamin C is the best, but A has none.", "B"),
     ("A is correct. B is correct. C is not.\nC", "C"),
+    *[
+        (f"C{more}", "C")
+        for more in (". A is true, but off the point.", ") Only A is correct", "\nB is right at night only")
+    ],
+    ("The answer is (B), A good one.", "B"),
+    *[(f"A{wrong} is wrong. B is correct.", "B") for wrong in (")", ": This")],
     # on the last line
     ("A. 5\nB. 6\n\nB", "B"),
     ("B. Rome\n\nA. is in France\nC. is in Spain", "B"),
@@ -107,6 +113,7 @@ def test_other_letters():
     assert extract_letter("I would say so", "ABCDEFGHI") is None
     assert extract_letter("C, so I must be right", "ABCDEFGHI") == "C"
     assert extract_letter("The answer is I.", "ABCDEFGHI") == "I"
+    assert extract_letter("B, I think. C is close", "ABCDEFGHI") == "B"
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,8 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         ("The answer is (48 clips + 24 clips) / 2 = 36 clips", 36, 1),
         ("The answer is 25% of 80 = 20", 20, 1),
         ("The answer is 42 (6 * 7 = 42)", 42, 1),
+        (r"The answer is $\frac{10}{3} \approx 3.33$.", "10/3", 1),
+        ("The answer is 2 * 10/3 ≈ 6.67", 6.67, 1),
         # Ways of writing.
         *[
             (more, 1.5, 1)
@@ -191,6 +193,10 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         (r"\boxed{\frac{1}{10^6}}", 1e-6, 1),
         (r"\boxed{3/10^2}", 0.03, 1),
         (r"\boxed{10^2 + 10^3}", 1000, 0),
+        (r"\boxed{1.2e-3}", "1.2e-03", 1),
+        (r"\boxed{1e+6}", 10**6, 1),
+        (r"\boxed{e-3}", 3, 0),
+        *[(rf"\boxed{{12^{th}}}", 12, 1) for th in ("{th}", r"\text{th}", r"{\text{th}}")],
         ("1000000", "10**6", 1),
         (r"3\cdot10^5", 3e5, 1),
         ("110^2", 100, 0),
