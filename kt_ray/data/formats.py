@@ -7,7 +7,6 @@ without a word.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -19,9 +18,11 @@ from kt_ray.data.turns import (
     SHAREGPT,
     answer_of,
     bad_row,
+    is_there,
     keys_of,
     kind,
     missing,
+    refuse_turns,
     require_answer,
     role_of,
     tools_of,
@@ -52,10 +53,7 @@ COLUMNS = (
 _QUESTIONS = ("prompt", "completion", "text", "chosen", "rejected")
 _LIST_OF = {"messages": "messages", "sharegpt": "conversations"}  # format: key of its turns
 _LISTS = (*_LIST_OF.values(), "history")
-_EITHER = ("prompt", "completion", "chosen", "rejected")  # a text or a list of turns
-_TURNS = {*_LIST_OF.values(), *_EITHER}  # which may be lists of turns
-# How such a list begins that a table holds as text: JSON's, or what Python prints of it.
-_TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content|from|value)\1\s*:""")
+_TURNS = {*_LIST_OF.values(), "prompt", "completion", "chosen", "rejected"}  # which may be lists of turns
 
 
 class Parser:
@@ -174,17 +172,6 @@ class Parser:
                     result[name] = parse_json(value)
                 except ValueError as error:
                     raise wrong(name, value, where, "a list (as JSON)") from error
-        for name in _EITHER:
-            value = result.get(name)
-            if isinstance(value, str) and _TURNS_AS_TEXT.match(value):
-                raise bad_row(
-                    f"{name} is a text that holds turns: they would be read as they are written there",
-                    where,
-                    kind(value),
-                    "a text, or a list of turns",
-                    "write the rows as .jsonl with a list there; where a text is meant, make it the content "
-                    "of a message",
-                )
         if inner:
             for name in _TURNS & result.keys():
                 result[name] = _inner_keys(result[name], inner)
@@ -298,7 +285,7 @@ def _answered(row: dict[str, Any], prompt: list[Turn], where: str, name: str) ->
 
 
 def _own_system(row: dict[str, Any], where: str) -> str | None:
-    own = _text(row, "system", where, optional=True)
+    own = _text(row, "system", where) if is_there(row.get("system")) else ""
     return own if own.strip() else None
 
 
@@ -313,7 +300,9 @@ def _prompt_of(row: dict[str, Any], where: str, format: str) -> list[Turn]:
         if "instruction" in row or "input" in row:
             return _alpaca_prompt(row, where)
         raise missing("prompt", row, where, FORMATS[format])
-    return [*_system(row, where), turn("user", _text(row, "prompt", where), where, "prompt")]
+    prompt = _text(row, "prompt", where)
+    refuse_turns(prompt, where, "prompt")
+    return [*_system(row, where), turn("user", prompt, where, "prompt")]
 
 
 def _open_prompt(row: dict[str, Any], where: str) -> list[Turn]:

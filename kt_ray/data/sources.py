@@ -85,9 +85,15 @@ def sources_of(data: DataConfig) -> list[Source]:
         "system": data.system,
     }
     if data.sources is not None:
-        return [
-            _with_subset(Source(**{**shared, **source, "key": f"data.sources[{number}].path"}))
+        sources = [
+            Source(**{**shared, **source, "key": f"data.sources[{number}].path"})
             for number, source in enumerate(data.sources)
+        ]
+        # data.subset is that of those on the hub, if there are any.
+        shares = any(map(_on_hub, sources))
+        return [
+            source if shares and "subset" not in own else _with_subset(source)
+            for source, own in zip(sources, data.sources, strict=True)
         ]
     if data.path is not None:
         return [_with_subset(Source(data.path, **shared))]  # type: ignore[arg-type]
@@ -104,8 +110,7 @@ def sources_of(data: DataConfig) -> list[Source]:
 
 def _with_subset(source: Source) -> Source:
     """The source, if it can have the subset that it names: of a local directory all files would be read."""
-    paths = [source.path] if isinstance(source.path, str) else source.path
-    if source.subset is not None and not any(map(is_hub, paths)):
+    if source.subset is not None and not _on_hub(source):
         key = source.key.removesuffix("path") + "subset"
         raise UserError(
             "subsets are those of a data set on the hub",
@@ -115,6 +120,10 @@ def _with_subset(source: Source) -> Source:
             remedy=f"set {key}=null, and name the files or the directory of the subset in {source.key}",
         )
     return source
+
+
+def _on_hub(source: Source) -> bool:
+    return any(map(is_hub, [source.path] if isinstance(source.path, str) else source.path))
 
 
 def eval_source(data: DataConfig) -> Source:

@@ -289,6 +289,7 @@ class ChatEncoder:
                 refusal = refusal or error
         else:
             raise self._refused(where, refusal) from refusal
+        self._note_ids(messages, form)
         if prompt:
             self._check_rendered(text, form, tools, where, prompt=True)
         return text
@@ -300,7 +301,7 @@ class ChatEncoder:
             found = found[::-1]
         yield from found
         if len(found) > 1:  # the template may refuse the ids of the row's calls, or want some
-            yield from (self._identified(form, short_id) for form in found)
+            yield from (with_ids(form, short_id) for form in found)
 
     @cached_property
     def _prints_arguments(self) -> bool:
@@ -399,6 +400,7 @@ class ChatEncoder:
                 refusal = refusal or error
         else:
             raise self._refused(conversation.where, refusal) from refusal
+        self._note_ids(conversation.messages, messages)
         self._check_rendered(text, messages, conversation.tools, conversation.where)
         text, spans = self._with_end(text, spans, messages)
         if any(trained) and not any(stop > start for start, stop in spans):
@@ -465,12 +467,18 @@ class ChatEncoder:
         self, messages: Sequence[Turn], id_of: Callable[[dict[str, Any], int], str]
     ) -> Sequence[Turn]:
         turns = with_ids(messages, id_of)
-        if [turn.get("tool_calls") for turn in turns] != [message.get("tool_calls") for message in messages]:
-            what = (
-                "as the model writes them (functions.NAME:0)" if id_of is naming_id else "of nine characters"
-            )
-            self._note(f"calls get ids {what}")
+        self._note_ids(messages, turns, named=id_of is naming_id)
         return turns
+
+    def _note_ids(self, given: Sequence[Turn], taken: Sequence[Turn], named: bool = False) -> None:
+        """Note that calls have other ids now. `named`: those that hold the calls' names."""
+        own, new = (
+            [call.get("id") for turn in turns for call in turn.get("tool_calls", ())]
+            for turns in (given, taken)
+        )
+        if own != new:
+            what = "as the model writes them (functions.NAME:0)" if named else "of nine characters"
+            self._note(f"calls get ids {what}")
 
     @cached_property
     def _written_ids(self) -> str:

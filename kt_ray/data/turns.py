@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ ROLES = {
     "function_response": "tool",
     "ipython": "tool",
 }
+# How turns begin that a table holds as text, JSON's or what Python prints of them, and what is in them.
+_TURNS_BEGIN = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content|from|value)\1\s*:""")
+_TURN_OF = re.compile(rf"""(["'])(?:role|from)\1\s*:\s*(["'])(?:{"|".join(ROLES)})\2""")
 FILL = "fill or delete that row"
 # names that files use for what the model thought before an answer
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -77,6 +81,7 @@ def answer_of(given: Any, prompt: Sequence[Turn], where: str, name: str) -> list
     else:
         if not isinstance(given, str):
             raise wrong(name, given, where, "a string or a list of messages")
+        refuse_turns(given, where, name)
         _check_place("assistant", "an answer", prompt, where, name)
         result = [*prompt, turn("assistant", given, where, name)]
     require_answer(result, where)
@@ -89,6 +94,19 @@ def role_of(given: Any, index: int) -> str | None:
     if not isinstance(message, dict):
         return None
     return ROLES.get(str(message.get(SHAREGPT[0], message.get(OPENAI[0]))))
+
+
+def refuse_turns(text: str, where: str, name: str) -> None:
+    """Refuse a question or an answer that is a list of turns written as text."""
+    if _TURNS_BEGIN.match(text) and _TURN_OF.search(text):
+        raise bad_row(
+            f"{name} is a text that holds turns: they would be read as they are written there",
+            where,
+            kind(text),
+            "a text, or a list of turns",
+            "write the rows as .jsonl with a list there; where a text is meant, make it the content "
+            "of a message",
+        )
 
 
 def require_answer(messages: Sequence[Turn], where: str) -> None:
@@ -134,7 +152,7 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
             result[key] = message[key]  # type: ignore[literal-required]
     for key in _THOUGHTS if role == "assistant" else ():
         thought = message.get(key)
-        if not isinstance(thought, str | bool | None):  # a switch is none
+        if is_there(thought) and not isinstance(thought, str | bool):  # a switch is none
             raise wrong(f"{place}.{key}", thought, where, "a string")
         if isinstance(thought, str) and thought.strip():
             result.setdefault("reasoning_content", thought)
@@ -291,6 +309,11 @@ def missing(key: str, row: dict[str, Any], where: str, required: str) -> UserErr
 def keys_of(row: Iterable[Any]) -> str:
     """A row's keys in a message."""
     return "keys " + (", ".join(map(str, row)) or "(none)")
+
+
+def is_there(value: Any) -> bool:
+    """Whether a row holds something there: null, NaN, false and what is empty stand for nothing."""
+    return bool(value) and value == value
 
 
 def wrong(key: str, value: Any, where: str, required: str) -> UserError:

@@ -70,7 +70,10 @@ _INSTALLED = "from importlib.util import find_spec\nassert find_spec('numpy')"
 
 
 _NAME = re.compile(r"[^\W\d]\w*")
-_DEFINED = re.compile(r"^(?:(?:async[ ]+)?def|class)[ ]+(\w+)", re.MULTILINE)
+_DEFINED = re.compile(r"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+(\w+)", re.MULTILINE)
+_BOUND = re.compile(
+    r"^(?:(?:(?:async[ ]+)?def|class)[ ]+(\w+)|(\w+)[ ]*(?::[^=\n]+)?=(?!=))", re.MULTILINE
+)  # add = …, too
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Limits:
 class CodeReward(Verifier):
     """The share of the tests that the text's last Python block (or the whole text) passes; nan = none ran.
 
-    The last that defines a function or class which the tests name, if there is one.
+    The last that defines, or assigns anew, a function or class which the tests name, if there is one.
 
     Raises:
         UserError: no Python can be started here.
@@ -126,10 +129,10 @@ class CodeReward(Verifier):
     def score(self, text: str, answer: Any) -> float:
         text = without_thinking(text)
         tests = _tests(answer)
-        named = set(_NAME.findall("\n".join(tests)))
+        named = {*_DEFINED.findall(text)} & {*_NAME.findall("\n".join(tests))}
 
         def defines(block: str) -> bool:  # an example of its use often follows
-            return not named.isdisjoint(_DEFINED.findall(block))
+            return any((match[1] or match[2]) in named for match in _BOUND.finditer(block))
 
         code = last_block(text, "python", "py", "python3", wanted=defines)
         code = text if code is None else code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from typing import Any
 
 import pytest
@@ -46,6 +47,23 @@ def test_a_default_system_prompt_goes_where_there_is_none() -> None:
     rows = chat(("user", "q"), ("assistant", "a")), chat(("system", "own"), ("user", "q"), ("assistant", "a"))
     assert [row[0] for row in turns(*rows, system="default")] == [("system", "default"), ("system", "own")]
     assert turns({**GOOD, "system": " "}, system="default")[0][0] == ("system", "default")
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan, False, [], {}, 0])
+def test_what_stands_for_nothing_is_no_system_prompt_and_no_thought(nothing: Any) -> None:
+    row = chat(("user", "q"), ("assistant", "a"))
+    row["messages"][1]["reasoning"] = nothing
+    assert turns({**row, "system": nothing}) == [[("user", "q"), ("assistant", "a")]]
+
+
+@pytest.mark.parametrize("answer", ['[{"value": 3, "unit": "m"}]', '[{"from": "Lyon", "to": "Bonn"}]'])
+def test_json_of_other_things_is_an_answer(answer: str) -> None:
+    assert turns({"prompt": "q", "completion": answer}) == [[("user", "q"), ("assistant", answer)]]
+
+
+def test_turns_as_text_in_a_column_that_is_not_read_are_no_fault() -> None:
+    row = chat(("user", "q"), ("assistant", "a"))
+    assert turns({**row, "prompt": str(row["messages"][:1])}) == [[("user", "q"), ("assistant", "a")]]
 
 
 def test_rows_are_numbered_in_source_order() -> None:

@@ -91,6 +91,11 @@ def test_a_subset_of_local_files_is_refused() -> None:
         with pytest.raises(UserError, match=r"those of a data set on the hub.*subset=main"):
             sources_of(named)
     assert sources_of(DataConfig(path="hf://owner/name", subset="main"))[0].subset == "main"
+    mixed = DataConfig(sources=[{"path": "hf://owner/name"}, {"path": "a"}], subset="main")
+    assert sources_of(mixed)[0].subset == "main"
+    assert mixed.sources is not None
+    with pytest.raises(UserError, match=r"data\.sources\[1\]\.subset=other"):
+        sources_of(replace(mixed, sources=[mixed.sources[0], {"path": "a", "subset": "other"}]))
 
 
 def test_raw_text_counts_by_its_bytes(tmp_path: Path) -> None:

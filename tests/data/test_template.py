@@ -462,6 +462,13 @@ def test_calls_get_the_ids_that_kimi_writes() -> None:
     assert "functions" not in by_name.render([ASK, one]) and not by_name.notes
 
 
+def test_a_template_that_takes_no_tools_gives_calls_no_ids() -> None:
+    encoder = ChatEncoder(make_tokenizer(None), name="chatml")
+    with pytest.raises(UserError, match="refuses the conversation"):
+        encoder.encode(Conversation((ASK, calls("a"), RESULT, SAID), 0, "line 1"))
+    assert not encoder.notes
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_calls_have_ids_where_a_template_writes_them_beside_the_names(strict: bool) -> None:
     """As Mistral's, which takes none but those of nine letters and digits, and Solar-Open's."""

@@ -42,7 +42,8 @@ def test_blocks_are_found_as_markdown_has_them(reward: CodeReward) -> None:
     cut = (f"```python\n{whole}Try it:\n```python\nprint(f(), 'is", f"```\n{whole}So it is.\n```\nDone.")
     # What is named as Python is looked for first, cut off or not.
     other = "It prints:\n```\n1\n```\n" + unclosed[0]
-    for text in (indented, named, *unclosed, *cut, other):
+    corrected = "```python\ndef f():\n    return 2\n```\nNo:\n```python\nf: object = lambda: 1\n```\n"
+    for text in (indented, named, *unclosed, *cut, other, corrected):
         assert reward.score(text, "assert f() == 1") == 1.0, text
     assert last_block('```json\n{"a": 1}\n```\nOr:\n```json\n{"a": ', "json") == '{"a": 1}\n'
 
