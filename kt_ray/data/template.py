@@ -343,9 +343,8 @@ class ChatEncoder:
             turns = plain_turns([_SIMPLEST[0], answer], in_parts)
             with contextlib.suppress(Exception):  # it may want other turns than these
                 text = self.tokenizer.apply_chat_template(turns, chat_template=self._bounded, tokenize=False)
-                if (
-                    "mark_of_a_thought" in text and "'type'" not in text
-                ):  # of which it prints what it is given
+                printed = re.search("""["']type["']""", str(text))  # as they are given
+                if "mark_of_a_thought" in text and not printed:
                     return in_parts
         return False
 

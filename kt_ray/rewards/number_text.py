@@ -149,13 +149,13 @@ def _marked(text: str) -> tuple[bool, str]:
         closing = closing or (tag if tag[1] else None)
     for line in reversed(_HASHES.findall(text)):  # a heading of Markdown ("#### Step 3") is no answer
         if _alone(line):
-            return True, line.strip(" \t*_.$")
+            return True, line.lstrip(" \t*_$").rstrip(" \t*_.$")
     return False, ""
 
 
 def _alone(line: str) -> Number | None:
     """The number that a line consists of, with marks of LaTeX and Markdown around it."""
-    match = _NUMBER.fullmatch(line.strip(" \t*_.$[]\\"))
+    match = _NUMBER.fullmatch(line.lstrip(" \t*_$[]\\").rstrip(" \t*_.$[]\\"))  # .5 has its point
     numbers = _of_match(match) if match else []
     return numbers[0] if len(numbers) == 1 else None
 
@@ -188,7 +188,8 @@ def _plain(text: str) -> str:
 
 def _without_unit(match: re.Match[str]) -> str:
     """A number in \\text stays, as do words that belong to one; others go."""
-    kept = _NUMBER.match(match[1].strip(" *_.$")) or _KEPT_WORDS.match(match[1])
+    content = _FRACTION.sub(_slash, match[1]).lstrip(" *_$")
+    kept = _NUMBER.match(content) or _KEPT_WORDS.match(content)
     return f" {match[1].strip()} " if kept and not match[2] else " "
 
 

@@ -182,6 +182,14 @@ def test_a_thought_may_be_a_part_of_the_content(given: dict[str, str]) -> None:
     assert not encoder.notes
 
 
+@pytest.mark.parametrize("printed", ["tojson", "string"])
+def test_a_template_that_prints_what_is_no_text_gets_no_parts(printed: str) -> None:
+    content = f"{{{{ m.content if m.content is string else m.content | {printed} }}}}"
+    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content'] + ", f"'' }}}}{content}{{{{ ")))
+    thought = cast(Turn, {**SAID, "reasoning_content": "Who?"})
+    assert spoken(encoder, ASK, thought) == [f"{SAID['content']}{END}"]
+
+
 def test_the_block_of_a_thought_may_stay_without_it() -> None:
     """As GLM-4.5's template has it; a thought may begin as the block ends."""
     kept = "(m.reasoning_content or '' if loop.last else '')"
