@@ -40,10 +40,12 @@ _STATEMENTS = (
 # A small letter where nothing else can be meant.
 _SMALL = r"(?im:\banswer\s*:\s*[(\[*]*)((?i:%s))[^\w\n]*$"
 _RIGHT = "correct|right|best|true|answer"
-# "option B is correct", "Therefore, B is the best choice"; of "vitamin B is best" nobody knows.
+_IS_RIGHT = rf"(?i:[)\]*]*\s+(?:is|would be|must be)\s+(?:the\s+)?(?:{_RIGHT}|most\s\w+)\b)"
+_OPTION = rf"(?i:\b(?:option|choice)\s+[(\[*]*)(%s){_IS_RIGHT}"
+# "Therefore, B is the best choice"; of "vitamin B is best" nobody knows.
 _JUDGED = (
-    r"(?i:\b(?:option|choice|therefore|thus|hence|so|that|only|and|but)\s|[.,:;!?，。、；：]|^)\s*[(\[*]*"
-    rf"(%s)(?i:[)\]*]*\s+(?:is|would be|must be)\s+(?:the\s+)?(?:{_RIGHT}|most\s\w+)\b)"
+    r"(?i:\b(?:therefore|thus|hence|so|that|only|and|but)\s|[.,:;!?，。、；：]|^)\s*[(\[*]*"
+    rf"(%s){_IS_RIGHT}"
 )
 _WRONG = rf"[)\]*]*\s*(?:is (?:wrong|incorrect|false|not (?:the )?(?:{_RIGHT}))|(?:是|项)?错)"
 _DENIED = rf"[)\].:,*_`\"]*\s*(?i:(?:this|that|it)\s)?{_WRONG}"  # "A: This is wrong. B is correct."
@@ -78,12 +80,13 @@ def opens_thought(prompt: str) -> bool:
 def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     """The option that a generated answer settles on; None = it names none, or several.
 
-    In this order: the last statement of the kind "the answer is (B)", "答案：B", "\\boxed{B}"; a letter that
-    begins the answer ("B", "(B)", "B. Paris", "**B**"), unless the first two options begin lines or it is
-    called wrong; the only one that is called right ("B is correct"); a letter alone on the last line; the
-    only option letter that stands alone anywhere and is not denied. Reasoning in <think> is left out. Options
-    are capital letters; a small one counts only where the whole answer, or all behind "answer:", is that
-    letter. An article ("A cat") or "I" is no option.
+    In this order: the last statement of the kind "the answer is (B)", "答案：B", "\\boxed{B}"; the last of
+    the kind "option B is correct"; a letter that begins the answer ("B", "(B)", "B. Paris", "**B**"), unless
+    the options are listed (the first two begin lines, with a text) or it is called wrong; the only one that
+    is called right ("B is correct"); a letter alone on the last line; the only option letter that stands
+    alone anywhere and is not denied. Reasoning in <think> is left out. Options are capital letters; a small
+    one counts only where the whole answer, or all behind "answer:", is that letter. An article ("A cat") or
+    "I" is no option.
     """
     text = _plain(without_thinking(text), keep_lines=True)
     known = _options(letters)
@@ -91,26 +94,19 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     if bare:
         return bare[1].upper()
     patterns = [rf"(?i:{statement})({known}){_END}" for statement in _STATEMENTS] + [_SMALL % known]
-    stated = [
-        match
-        for pattern in patterns
-        for match in re.finditer(pattern, text)
-        if not _is_word(text, match.end(1), match[1])
-    ]
-    if stated:
+    if stated := _found(text, *patterns):
         last = max(stated, key=lambda match: match.start(1))
         return None if _names_second(text[last.end(1) :], known) else last[1].upper()
+    if options := _found(text, _OPTION % known):
+        return options[-1][1]
     begun = rf"^[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[–—]|\s*-\s|\s*\n)"
     first = re.match(begun, text)
-    listed = re.findall(begun, text, re.MULTILINE)[:2] == [*letters[:2]]
+    by_itself = re.match(rf"[^\w\n]*{known}[^\w\n]*\n[^\n]*\w\w", text)
+    listed = not by_itself and re.findall(begun, text, re.MULTILINE)[:2] == [*letters[:2]]
     rest = text[first.end(1) :] if first else ""
     if first and not (listed or re.match(_DENIED, rest) or _names_second(rest, known)):
         return first[1]
-    judged = {
-        match[1]
-        for match in re.finditer(_JUDGED % known, text, re.MULTILINE)
-        if not _is_word(text, match.end(1), match[1])
-    }
+    judged = {match[1] for match in _found(text, _JUDGED % known)}
     if len(judged) == 1:
         return judged.pop()
     line = re.search(rf"\n[^\w\n]*({known})[^\w\n]*\Z", text)
@@ -172,6 +168,12 @@ def _plain(text: str, *, keep_lines: bool = False) -> str:
 
 def _options(letters: str) -> str:
     return f"[{re.escape(letters)}]"
+
+
+def _found(text: str, *patterns: str) -> list[re.Match[str]]:
+    """Where the patterns find a letter (group 1) that is no word."""
+    matches = [match for pattern in patterns for match in re.finditer(pattern, text, re.MULTILINE)]
+    return [match for match in matches if not _is_word(text, match.end(1), match[1])]
 
 
 def _names_second(text: str, known: str) -> bool:

@@ -62,10 +62,12 @@ ANSWERS = [
         for more in (". A is true, but off the point.", ") Only A is correct", "\nB is right at night only")
     ],
     ("The answer is (B), A good one.", "B"),
+    ("A is true, but that was not asked. Option D is correct.", "D"),
     *[(f"A{wrong} is wrong. B is correct.", "B") for wrong in (")", ": This")],
     # on the last line
     ("A. 5\nB. 6\n\nB", "B"),
     ("B. Rome\n\nA. is in France\nC. is in Spain", "B"),
+    ("A\n\nB. is in Italy\nC. is in Spain", "A"),
     ("A and C are close. Let me see.\nB", "B"),
     # the only one
     ("It must be C", "C"),
