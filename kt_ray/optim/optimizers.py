@@ -77,11 +77,15 @@ _BLOCK, _GPU_BLOCK = _ROW * 32, _ROW * 4096
 def squared_norm(tensors: Sequence[torch.Tensor]) -> float:
     """Sum of squares of all elements in float64; the same bits for any number of torch threads."""
     rows: list[float] = []
+    wide = torch.empty(0, dtype=torch.float64)  # for all blocks: new memory costs more than the sums
     for tensor in tensors:
         beat()
         size = _GPU_BLOCK if tensor.is_cuda else _BLOCK * torch.get_num_threads()
-        for block in tensor.detach().reshape(-1).split(size):
-            squares = block.to(torch.float64).square_()
+        size = min(size, tensor.numel())
+        if wide.numel() < size or wide.device != tensor.device:
+            wide = torch.empty(size, dtype=torch.float64, device=tensor.device)
+        for block in tensor.detach().reshape(-1).split(max(1, size)):
+            squares = wide[: block.numel()].copy_(block).square_()
             whole = squares.numel() // _ROW * _ROW
             rows.extend(squares[:whole].view(-1, _ROW).sum(dim=1).tolist())
             rows.append(float(squares[whole:].sum()))
