@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from kt_ray.config.schema import Config, DataConfig
 from kt_ray.data.batches import flat
 from kt_ray.data.cache import TokenCache, default_token_cache
+from kt_ray.data.chat_template import dated
 from kt_ray.data.encode_rows import Encoded, Samples, encode_rows
 from kt_ray.data.held_out_split import as_split, same_prompt, split
 from kt_ray.data.pack_rows import pack
 from kt_ray.data.prompts import Prompt, as_prompts, encode_prompts
 from kt_ray.data.row_types import KINDS, Conversation
 from kt_ray.data.sources import SourceRows, eval_source, left_out, read_sources, sources_of, weighted
-from kt_ray.data.template import ChatEncoder, dated
+from kt_ray.data.template import ChatEncoder
 from kt_ray.data.token_counts import DataReport, SplitReport
 from kt_ray.data.tokenizer_files import check_vocabulary, load_tokenizer, vocabulary_of
 from kt_ray.errors import UserError

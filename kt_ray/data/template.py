@@ -11,79 +11,40 @@ token would hold a prompt's end and its answer's beginning are the two tokenized
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
-import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from kt_ray.batch import IGNORE
-from kt_ray.data.bounded_template import TOO_MANY, bounded, broken
-from kt_ray.data.named_templates import TOKENS, default_template, named_template
+from kt_ray.data.chat_template import SIMPLEST, ChatTemplate
+from kt_ray.data.named_templates import TOKENS
 from kt_ray.data.row_types import Conversation, Turn
-from kt_ray.data.template_turns import (
-    answers_wanted,
-    call_of,
-    forms,
-    is_written,
-    naming_id,
-    plain_turns,
-    short_id,
-    some_id,
-    with_ids,
-    with_marks,
-    with_thought,
-)
+from kt_ray.data.template_turns import answers_wanted, call_of, forms, is_written, with_thought
 from kt_ray.errors import UserError
 from kt_ray.evaluate.choice import opens_thought
-from kt_ray.parse import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_DATE_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"\\]*)"|'([^'\\]*)')\s*\)""")
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ENDLESS = "the chat template ends no answer with a special token: the model does not learn to stop"
 _OPENED = "the chat template ends no answer: the token that opens the next turn is trained as its end"
 _AMID = (
     "some answers begin amid a token that holds the end of their prompt, too (a blank, say): in generation "
     "the prompt is tokenized alone, so that they begin otherwise; let such prompts end without it"
 )
-_ANOTHER_TEMPLATE = "give model.chat_template a template that works, or name one in data.template"
-# Of Nemotron-Nano-v2's and SmolLM3's templates.
-_SWITCHES = ("/no_think", "/think", "/system_override")
 Span = tuple[int, int]  # characters of the rendering, half-open
 
-# What every template of a chat model renders.
-_SIMPLEST: tuple[Turn, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
-
-class ChatEncoder:
+class ChatEncoder(ChatTemplate):
     """Encode conversations with one tokenizer and one template.
 
     Args:
-        tokenizer: a fast tokenizer.
-        template: file of a Jinja chat template instead of the tokenizer's own; None = its own, or
-            templates/default.jinja when it has none: plain role headers, each turn ended by the
-            end-of-sequence token.
-        name: a template of TOKENS instead of either.
-        date: YYYY-MM-DD, the day that strftime_now of the template is given; None = the day of the call.
+        tokenizer, template, name, date: as `ChatTemplate` has them.
         train_on: "all" answers, or the "last" ones: those after the last question.
-
-    Attributes:
-        template: as saved beside the adapter. rendered: as used, with its date fixed.
-        source: where the template comes from, in words.
-        notes: what a user should know about the choices made (at most one line each).
-
-    Raises:
-        UserError: the template file is missing, is no template or takes too many steps; or the default one is
-            needed and there is no EOS token.
     """
 
     def __init__(
@@ -95,47 +56,8 @@ class ChatEncoder:
         date: str | None = None,
         train_on: str = "all",
     ) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, template, name=name, date=date)
         self.train_on = train_on
-        self.source = "the tokenizer's own"
-        self.notes: list[str] = []
-        added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special = sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True)
-        self._special_ids = [*added]
-        self.template = named_template(name, tokenizer) if name else self._choose(template)
-        if name:
-            self.source = f"{name} (data.template)"
-        tokenizer.chat_template = self.template  # what was trained with is what is saved and served
-        self.rendered = self.template if date is None else with_date(self.template, date)
-        self.marked = GENERATION.search(self.template) is not None
-        self._bounded = bounded(self.rendered, self.source)
-        self._usual = self._takes_the_simplest()
-
-    def _choose(self, template: str | None) -> str:
-        if template is not None:
-            path = Path(template).expanduser()
-            if not path.is_file():
-                raise UserError(
-                    "the chat template file does not exist",
-                    where=f"model.chat_template={path}",
-                    remedy="correct model.chat_template, or leave it out for the tokenizer's own template",
-                )
-            self.source = f"{path} (model.chat_template)"
-            return read_text(path, "the chat template file", "correct model.chat_template")
-        if self.tokenizer.chat_template:
-            try:
-                return str(self.tokenizer.get_chat_template())
-            except Exception as error:  # of several templates none is the default one, or they are no texts
-                raise broken("the tokenizer's own", error) from error
-        if self.tokenizer.eos_token is None:
-            raise UserError(
-                "the tokenizer has neither a chat template nor an end-of-sequence token",
-                where="model.tokenizer",
-                remedy="give model.chat_template a Jinja template, or add eos_token to tokenizer_config.json",
-            )
-        self.source = "kt_ray's default"
-        self.notes.append("the tokenizer has no chat template: kt_ray's default one is used (docs/data.md)")
-        return default_template()
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels), both int64 [s]; labels are IGNORE outside the answers to be trained.
@@ -177,25 +99,6 @@ class ChatEncoder:
         rejected = None if given.rejected is None else self._with_thoughts(given.rejected)
         return replace(given, messages=self._with_thoughts(given.messages), rejected=rejected)
 
-    def _with_thoughts(self, messages: Sequence[Turn]) -> tuple[Turn, ...]:
-        """Where the template writes thoughts otherwise, one that an answer begins with in <think> is taken
-        out of it, for the place that it belongs into. Other templates know <think> themselves."""
-        written = any("<think>" in m["content"] for m in messages if m["role"] == "assistant")
-        return tuple(map(with_thought, messages) if written and self._thoughts_apart else messages)
-
-    @cached_property
-    def _thoughts_apart(self) -> bool:
-        """Whether the template writes a thought otherwise than an answer with <think> in it: in marks of its
-        own (a channel), or with <think> where it would leave an empty one before such an answer."""
-        answer: Turn = {**_SIMPLEST[1], "content": "<think>\nmark_of_a_thought\n</think>\n\nb"}
-        with contextlib.suppress(Exception):  # it may want other turns than these
-            turns: list[list[Turn]] = [[], [answer], [with_thought(answer)]]
-            texts = [self._render([_SIMPLEST[0], *more]) for more in turns]
-            asked, written, apart = ((text.count("<think>"), text.count("</think>")) for text in texts)
-            empty = apart[0] > asked[0] and apart[1] > asked[1]
-            return written != apart and (empty or "mark_of_a_thought" in texts[2])
-        return False
-
     def _located(self, text: str, where: str, at: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids, begin, end) int64 [s] each: tokens and their characters, counted from `at`."""
         options = {"add_special_tokens": False, "return_offsets_mapping": True}
@@ -228,19 +131,6 @@ class ChatEncoder:
         """Whether a prompt ends with `<think>` or a mark like it: answers begin amid reasoning."""
         return opens_thought(str(self.tokenizer.decode(list(prompt[-8:]))))
 
-    def ends_thoughts(self, token: int) -> bool:
-        """Whether the template writes this token between a thought and its answer."""
-        answer: Turn = {
-            **_SIMPLEST[1],
-            "content": "mark_of_an_answer",
-            "reasoning_content": "mark_of_a_thought",
-        }
-        with contextlib.suppress(Exception):  # it may want other turns than these
-            text = self._render([_SIMPLEST[0], answer])
-            between, answered, _ = text.partition("mark_of_a_thought")[2].partition("mark_of_an_answer")
-            return bool(answered) and str(self.tokenizer.decode([token])) in between
-        return False
-
     def _tokenized(self, text: str, where: str, **options: bool) -> Any:
         try:
             return self.tokenizer(text, verbose=False, **options)
@@ -262,124 +152,6 @@ class ChatEncoder:
             ids.append(int(end))
         array = np.asarray(ids, dtype=np.int64)
         return array, array.copy()
-
-    def render(
-        self,
-        messages: Sequence[Turn],
-        *,
-        prompt: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
-        where: str = "this conversation",
-    ) -> str:
-        """The conversation as text; `prompt` adds the header of the answer to come.
-
-        Args:
-            where: whose it is, for the error.
-
-        Raises:
-            UserError: the template refuses it, or leaves a part of a prompt out.
-        """
-        messages = self._with_thoughts(messages)
-        refusal: Exception | None = None
-        for form in self._forms(messages):
-            try:
-                text = self._render(form, prompt, tools)
-                break
-            except Exception as error:  # what a template does, and so what it raises, is anybody's
-                refusal = refusal or error
-        else:
-            raise self._refused(where, refusal) from refusal
-        self._note_ids(messages, form)
-        if prompt:
-            self._check_rendered(text, form, tools, where, prompt=True)
-        return text
-
-    def _forms(self, messages: Sequence[Turn]) -> Iterator[Sequence[Turn]]:
-        """The forms in which the template may take them, the likeliest first."""
-        found = forms(messages)
-        if len(found) > 1 and self._prints_arguments:
-            found = found[::-1]
-        yield from found
-        if len(found) > 1:  # the template may refuse the ids of the row's calls, or want some
-            yield from (with_ids(form, short_id) for form in found)
-
-    @cached_property
-    def _prints_arguments(self) -> bool:
-        """Whether the template writes the arguments of calls as they are, which of an object is no JSON."""
-        arguments = {"a": "mark_of_an_argument"}
-        call = call_of("a", "functions.a:0")
-        call["function"]["arguments"] = arguments
-        with contextlib.suppress(Exception):  # it may want other turns than these
-            return str(arguments) in self._render([_SIMPLEST[0], {**_SIMPLEST[1], "tool_calls": [call]}])
-        return False
-
-    def _render(
-        self, messages: Sequence[Turn], prompt: bool = False, tools: Sequence[dict[str, Any]] | None = None
-    ) -> str:
-        return self._rendered(self._with_ids(messages), prompt, tools)
-
-    def _rendered(
-        self, messages: Sequence[Turn], prompt: bool, tools: Sequence[dict[str, Any]] | None
-    ) -> str:
-        text = self.tokenizer.apply_chat_template(
-            self._plain(messages),
-            chat_template=self._bounded,
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=prompt,
-        )
-        str(text).encode("utf-8")  # raises on half a surrogate pair, which no tokenizer takes
-        return str(text)
-
-    def _plain(self, messages: Sequence[Turn]) -> list[dict[str, Any]]:
-        thought = any("reasoning_content" in message for message in messages)
-        return plain_turns(messages, in_parts=thought and self._thoughts_in_parts)
-
-    @cached_property
-    def _thoughts_in_parts(self) -> bool:
-        """Whether the template reads thoughts as parts of an answer's content (Mistral's), not beside it."""
-        answer: Turn = {**_SIMPLEST[1], "reasoning_content": "mark_of_a_thought"}
-        for in_parts in (False, True):
-            turns = plain_turns([_SIMPLEST[0], answer], in_parts)
-            with contextlib.suppress(Exception):  # it may want other turns than these
-                text = self.tokenizer.apply_chat_template(turns, chat_template=self._bounded, tokenize=False)
-                printed = re.search("""["']type["']""", str(text))  # as they are given
-                if "mark_of_a_thought" in text and not printed:
-                    return in_parts
-        return False
-
-    def _takes_the_simplest(self) -> bool:
-        """Whether it renders a plain question and answer.
-
-        Raises:
-            UserError: it is no template at all, or takes too many steps for that.
-        """
-        from jinja2 import TemplateSyntaxError
-
-        try:
-            self._render(_SIMPLEST)
-        except TemplateSyntaxError as error:
-            raise broken(self.source, f"line {error.lineno}: {error.message}") from error
-        except Exception as error:  # the template may want other turns than these
-            if TOO_MANY in str(error):  # no row is shorter, and each would take as long
-                raise UserError(
-                    "the chat template refuses a plain question and answer",
-                    where=self.source,
-                    observed=TOO_MANY,
-                    remedy=_ANOTHER_TEMPLATE,
-                ) from error
-            return False
-        return True
-
-    def _refused(self, where: str, refusal: Exception | None) -> UserError:
-        remedy = "correct that row, or give model.chat_template a template that takes it"
-        observed = f"{type(refusal).__name__}: {refusal}"
-        if not self._usual:  # then it is not the row's fault
-            observed += f"; the template ({self.source}) refuses a plain question and answer, too"
-            remedy = _ANOTHER_TEMPLATE
-        return UserError(
-            "the chat template refuses the conversation", where=where, observed=observed, remedy=remedy
-        )
 
     def _spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         trained = answers_wanted(conversation, self.train_on)
@@ -410,89 +182,6 @@ class ChatEncoder:
             spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
         self._note_left_out(conversation, trained, "".join(text[start:stop] for start, stop in spans))
         return text, spans
-
-    def _check_rendered(
-        self,
-        text: str,
-        messages: Sequence[Turn],
-        tools: Sequence[dict[str, Any]] | None,
-        where: str,
-        *,
-        prompt: bool = False,
-    ) -> None:
-        """Refuse a template that leaves out, without a word, what the answers depend on."""
-        lost = [
-            f"the system turn (messages[{number}])"
-            for number, message in enumerate(messages, start=1)
-            if message["role"] == "system"
-            and not all(is_written(part.strip(), text) for part in self._without_switches(message["content"]))
-        ]
-        marks, turns, offered = with_marks(messages, tools)
-        if marks:
-            try:
-                text = self._render(turns, prompt, offered)
-            except Exception:  # it takes no others than these
-                marks = [(own.strip(), own, what) for _, own, what in marks]
-            lost += [what for mark, _, what in marks if not is_written(mark, text)]
-        if not lost:
-            return
-        chatml = set(TOKENS["qwen"]) <= set(self._special)
-        remedy = "set data.template=qwen (ChatML with tools), " if chatml else ""
-        remedy += "give model.chat_template one that does, or delete such rows"
-        if lost[0].startswith("the tool ") and not lost[0].startswith("the tool turn"):
-            remedy += "; or write the tools into the system prompt, and leave `tools` away"
-        raise UserError(
-            "the chat template leaves a part of the row out",
-            where=where,
-            observed=f"{lost[0]} is not in the rendering",
-            required="a template that renders system prompts, tools and their results if there are any",
-            remedy=remedy,
-        )
-
-    def _without_switches(self, system: str) -> list[str]:
-        """A system prompt around what the template reads as a switch, and does not write."""
-        switches = [
-            word for word in _SWITCHES if f"'{word}'" in self.template or f'"{word}"' in self.template
-        ]
-        return re.split("|".join(switches), system) if switches else [system]
-
-    def _with_ids(self, messages: Sequence[Turn]) -> Sequence[Turn]:
-        """The same with the ids that a template wants which writes those of calls."""
-        if not any(message.get("tool_calls") for message in messages) or not self._written_ids:
-            return messages
-        return self._identified(messages, naming_id if self._written_ids == "as names" else some_id)
-
-    def _identified(
-        self, messages: Sequence[Turn], id_of: Callable[[dict[str, Any], int], str]
-    ) -> Sequence[Turn]:
-        turns = with_ids(messages, id_of)
-        self._note_ids(messages, turns, named=id_of is naming_id)
-        return turns
-
-    def _note_ids(self, given: Sequence[Turn], taken: Sequence[Turn], named: bool = False) -> None:
-        """Note that calls have other ids now. `named`: those that hold the calls' names."""
-        own, new = (
-            [call.get("id") for turn in turns for call in turn.get("tool_calls", ())]
-            for turns in (given, taken)
-        )
-        if own != new:
-            what = "as the model writes them (functions.NAME:0)" if named else "of nine characters"
-            self._note(f"calls get ids {what}")
-
-    @cached_property
-    def _written_ids(self) -> str:
-        """How the template writes the ids of calls: "as names", in their place, "beside" them, "" = not."""
-        for id in ("mark_of_an_id", "mark0f1id"):  # some take no other than nine letters and digits
-            called: Turn = {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [call_of("mark_of_a_name", id)],
-            }
-            for form in forms([_SIMPLEST[0], called]):
-                with contextlib.suppress(Exception):  # it may want other turns than these
-                    text = self._rendered(form, prompt=False, tools=None)
-                    return "" if id not in text else "beside" if "mark_of_a_name" in text else "as names"
-        return ""
 
     def _note_left_out(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
         """Note a template that leaves out of trained answers what was thought or said, or changes it."""
@@ -530,8 +219,8 @@ class ChatEncoder:
     def _marks_headers(self) -> bool:
         """Whether the {% generation %} blocks take in the header that prompts end with, as Laguna's do."""
         with contextlib.suppress(Exception):  # it may want other turns than these
-            _, spans = self._marked_spans(Conversation(_SIMPLEST, 0, ""))
-            return spans[0][0] < len(self._render(_SIMPLEST[:1], prompt=True))
+            _, spans = self._marked_spans(Conversation(SIMPLEST, 0, ""))
+            return spans[0][0] < len(self._render(SIMPLEST[:1], prompt=True))
         return False
 
     def _without_headers(self, conversation: Conversation, text: str, spans: Sequence[Span]) -> list[Span]:
@@ -693,7 +382,7 @@ class ChatEncoder:
     def _closing(self) -> str:
         """A special token that the template puts behind a last answer's end, as Phi-3.5's; "" = none."""
         with contextlib.suppress(Exception):  # it may want other turns than these
-            text, longer = self._render(_SIMPLEST), self._render([*_SIMPLEST, _SIMPLEST[0]])
+            text, longer = self._render(SIMPLEST), self._render([*SIMPLEST, SIMPLEST[0]])
             token = self._ending(text)
             before = text.rstrip().removesuffix(token)
             if token and self._ending(before) and longer.startswith(before):
@@ -705,13 +394,13 @@ class ChatEncoder:
         """The special token that begins the turn after an answer, by that turn's role; {} where the template
         ends answers with one."""
         id = "functions.a:0"  # as Kimi's
-        called: Turn = {**_SIMPLEST[1], "tool_calls": [call_of("a", id)]}
+        called: Turn = {**SIMPLEST[1], "tool_calls": [call_of("a", id)]}
         result: Turn = {"role": "tool", "content": "a", "tool_call_id": id}
         found: dict[str, str] = {}
         with contextlib.suppress(Exception):  # here and below: it may want other turns than these
-            if self.marked or self._ending(self._render(_SIMPLEST)):
+            if self.marked or self._ending(self._render(SIMPLEST)):
                 return found
-        for turns in ([*_SIMPLEST, _SIMPLEST[0]], [_SIMPLEST[0], called, result]):
+        for turns in ([*SIMPLEST, SIMPLEST[0]], [SIMPLEST[0], called, result]):
             for form in forms(turns):
                 with contextlib.suppress(Exception):
                     before, whole = self._render(form[:-1]), self._render(form)
@@ -719,10 +408,6 @@ class ChatEncoder:
                     if token := next((token for token in self._special if follows.startswith(token)), ""):
                         found.setdefault(turns[-1]["role"], token)
         return found
-
-    def _note(self, line: str) -> None:
-        if line not in self.notes:
-            self.notes.append(line)
 
     def _wants_another_thought(
         self, messages: Sequence[Turn], i: int, tools: Sequence[dict[str, Any]] | None, before: str
@@ -777,18 +462,3 @@ def _wrong_thought(where: str, why: str, answer: Turn) -> UserError:
         required="what the model thought before the answer, as reasoning_content beside its content",
         remedy="add that, or give model.chat_template or data.template one that opens no thought",
     )
-
-
-def with_date(template: str, day: str) -> str:
-    """A template in which every strftime_now("...") is what it gives at 0:00 of a day, YYYY-MM-DD.
-
-    Without a fixed day the tokens of the same rows would be others after midnight, and a run could not be
-    resumed. Calls with a format that is no literal stay as they are.
-    """
-    at = datetime.datetime.fromisoformat(day)  # 0:00
-    return _DATE_CALL.sub(lambda call: json.dumps(at.strftime(call[1] or call[2] or "")), template)
-
-
-def dated(template: str) -> bool:
-    """Whether a template depends on the date."""
-    return "strftime_now(" in template

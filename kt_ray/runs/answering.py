@@ -26,7 +26,7 @@ from typing import Any
 from kt_ray.adapter.from_peft import adapter_directory
 from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.config.schema import Config
-from kt_ray.data.template import dated
+from kt_ray.data.chat_template import dated
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
