@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from kt_ray.config.fields import show
+from kt_ray.config.fields import closest, show
 from kt_ray.config.schema import Config
 
 
@@ -46,3 +46,9 @@ def regex_faults(key: str, pattern: Any) -> Iterator[Fault]:
             "a Python regular expression",
             f"correct {key}; in a shell put it in single quotes",
         )
+
+
+def guess(value: str, words: Iterable[str]) -> tuple[str | None, str]:
+    """The word that may be meant, and the question for the message."""
+    match = closest(value, words)
+    return match, f"; did you mean {match}?" if match else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kt_ray.config.checks import SOURCE_KEYS
+from kt_ray.config.data_checks import SOURCE_KEYS
 from kt_ray.data.formats import FORMATS, Parser
 from kt_ray.data.named_templates import TOKENS
 from kt_ray.modes import preview
