@@ -25,7 +25,7 @@ sys.path.insert(0, str(common.REPO))
 import torch
 
 from kt_ray import gpu_turns as turns
-from kt_ray.model.lora_linear import LoraFunction, Parts
+from kt_ray.model.lora_linear import Parts, with_adapters
 
 
 def call(device: torch.device) -> None:
@@ -33,7 +33,7 @@ def call(device: torch.device) -> None:
     x = torch.ones(16, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     a, b = (torch.ones(shape, device=device, requires_grad=True) for shape in ((8, 64), (64, 8)))
     base = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16, device=device).requires_grad_(False)
-    y = LoraFunction.apply(x, a, b, 1.0, base, True, slice(None), Parts.of(a, b, 1.0))
+    y = with_adapters(x, [(a, b, Parts.of(a, b, 1.0))], 1.0, base)
     torch.autograd.backward(y, torch.ones_like(y))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from kt_ray.config.schema import LoraConfig
 from kt_ray.model.known_outputs import KnownOutputs
-from kt_ray.model.lora_linear import LoraFunction
+from kt_ray.model.lora_linear import Parts, with_adapters
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.families import LAYERS, save_whole, write_config
@@ -143,7 +143,7 @@ def test_gradients_of_what_was_not_multiplied() -> None:
         x, a, b = (values[0].bfloat16().requires_grad_(), *(v.clone().requires_grad_() for v in values[1:]))
         known = KnownOutputs((base,)) if not multiplies else KnownOutputs()
         with known.given(None):
-            y = LoraFunction.apply(x, a, b, 0.5, base, multiplies)
+            y = with_adapters(x, [(a, b, Parts.of(a, b, 0.5))], 0.5, base, multiplies)
         y.backward(dy)
         results.append((y.detach(), x.grad, a.grad, b.grad))
     assert results[0][0].any() and not results[1][0].any()
