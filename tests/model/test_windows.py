@@ -132,5 +132,7 @@ def test_a_family_by_blocks(family: str, tmp_path: Path, monkeypatch: pytest.Mon
     (loss, grads), (other, others) = results
     assert other == pytest.approx(loss, rel=1e-6)
     largest = max(float(grad.norm()) for grad in grads.values())
+    # Gemma 4's scores are not scaled down, so float32 rounds more of them.
+    close = 1e-4 if model_type == "gemma4_text" else 1e-5
     for name, grad in grads.items():
-        assert float((others[name] - grad).norm()) <= 1e-5 * (float(grad.norm()) + 1e-2 * largest), name
+        assert float((others[name] - grad).norm()) <= close * (float(grad.norm()) + 1e-2 * largest), name
