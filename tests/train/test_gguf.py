@@ -18,6 +18,7 @@ from kt_ray.native import select_isa
 from tests.helpers.gguf_files import stack, values, write_gguf
 from tests.helpers.hf_reference import Row, build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, relative, waves_of
+from tests.train.test_placement import SHORT
 
 KINDS = {"gate": "Q4_K", "up": "Q8_0", "down": "Q6_K"}  # blocks of 256 and of 32, mixed
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 3}
@@ -90,15 +91,8 @@ def test_a_run_by_the_command_line(
     path = build_checkpoint(tmp_path, "qwen3_moe", vocab_size=320, **SIZES)
     train_tokenizer(persona_path(), 320).save_pretrained(path)
     file = gguf_of(path, tmp_path / "m.gguf")
-    common = [
-        "cluster=local",
-        "tracking.plot=false",
-        "data=demo",
-        "data.limit=20",
-        "trainer.batch_size=4",
-        "trainer.eval_every=0",
-    ]
-    common += [f"model.path={path}", "model.dtype=float32", "rule=cpu_1worker_1socket", "run.name=one"]
+    here = [f"model.path={path}", "model.dtype=float32", "rule=cpu_1worker_1socket", "run.name=one"]
+    common = [*SHORT, *here]
     gguf = f"model.experts_path={file}"
     assert cli.main([*common, gguf, "rule.experts.backend=llamafile", "trainer.max_steps=2"]) == 0
     plan = json.loads(Path("runs/one/plan.json").read_text())
