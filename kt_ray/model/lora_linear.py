@@ -26,7 +26,7 @@ _ALL = slice(None)
 
 
 class Share(NamedTuple):
-    """An adapter's rows of an input: so many of `of`, which follow the shares' before it."""
+    """One training's adapter, and how many of a batch's `of` rows it has: those behind the shares before."""
 
     rows: int
     of: int
@@ -177,8 +177,8 @@ class LoraFunction(torch.autograd.Function):
 
 
 class SharesFunction(torch.autograd.Function):
-    """base(x) + scale B A x as PEFT has it, products of A and B in float32, with an adapter for each so many
-    rows of x."""
+    """base(x) + scale B A x for several adapters, as PEFT has it for one: products of A and B in float32.
+    sizes: how many of x's rows each adapter has; sides: A and B of each."""
 
     @staticmethod
     def forward(
