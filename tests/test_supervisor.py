@@ -23,6 +23,7 @@ from kt_ray.errors import Stopped
 from kt_ray.runs.rundir import find_checkpoints
 from kt_ray.supervisor import LOG, ServerSupervisor, TrainingSupervisor
 from tests.helpers.composing import compose
+from tests.helpers.descriptors import descriptors, left_open
 
 ROOT = Path(__file__).resolve().parents[1]
 # A driver that does what the test says: one list of words per start.
@@ -287,10 +288,10 @@ def test_a_driver_that_cannot_be_started_is_tried_again(
         return popen(*given, **options)
 
     monkeypatch.setattr(subprocess, "Popen", refused)
-    open_files = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     assert place.go(["begin kill=9", "exit=0"]) == 0
     assert "the driver cannot be started: Resource temporarily unavailable" in place.log()
-    assert "restart 2 of 9" in place.log() and len(os.listdir("/proc/self/fd")) == open_files
+    assert "restart 2 of 9" in place.log() and not left_open(before)
 
 
 def test_a_thousand_restarts_in_vain_wait_no_longer(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from kt_ray.actors.ray.ray_actor import INLINE_BYTES, RUNG_BYTES, Packed, Peer, 
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.messages import Address, Mailbox, Message, Stalled
 from kt_ray.transport.shared_memory import FRAME_BYTES, PIPE_BYTES, Doorbell, DoorbellAddress, Ringer
+from tests.helpers.descriptors import descriptors, left_open
 
 SENDER = """
 import pickle, sys, time
@@ -58,14 +59,6 @@ def until(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-def descriptors() -> set[str]:
-    return {f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}" for fd in _open_ones()}
-
-
-def _open_ones() -> list[str]:
-    return [fd for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").is_symlink()]
 
 
 class Heard:
@@ -175,7 +168,7 @@ def test_what_is_not_the_peers_pipe_is_refused(heard: Heard, tmp_path: Path) -> 
     for wrong in ({"inode": heard.bell.address.inode + 1}, {"path": str(file), "inode": file.stat().st_ino}):
         with pytest.raises(FileNotFoundError, match="not the peer's pipe"):
             Ringer(dataclasses.replace(heard.bell.address, **wrong))
-    assert descriptors() == before
+    assert not left_open(before)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -189,7 +182,7 @@ def test_other_users_are_kept_out(heard: Heard) -> None:
 
 
 def test_close_leaves_no_descriptor_and_no_thread() -> None:
-    before, threads = descriptors(), threading.active_count()
+    before, threads = descriptors(), set(threading.enumerate())
     for full in (False, True):
         heard = Heard()
         ringer = Ringer(heard.bell.address)
@@ -202,8 +195,8 @@ def test_close_leaves_no_descriptor_and_no_thread() -> None:
         heard.bell.close()
         assert not ringer.ring(b"x")
         ringer.close()
-    until(lambda: threading.active_count() == threads)
-    assert descriptors() == before
+    until(lambda: threads.issuperset(threading.enumerate()))
+    assert not left_open(before)
 
 
 # -- ports -----------------------------------------------------------------------------------------
@@ -294,7 +287,7 @@ def test_rule_transport_ray_calls(pair: Pair) -> None:
     for size in SIZES:
         pair.arrives(f"of {size}", size)
     assert pair.calls[pair.there].count == len(SIZES)
-    assert descriptors() == before
+    assert not left_open(before)
 
 
 def test_a_peer_that_cannot_be_rung_is_called(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -338,7 +331,6 @@ def test_ports_give_back_what_they_opened() -> None:
     for epoch in range(5):
         pair.meet(epoch)
         pair.arrives("m", 1 << 16)
-    during = len(descriptors()) - len(before)
-    assert during == 2 * 2 + 2 + 3  # two pipes, two ringers; one segment, mapped twice
+    assert len(descriptors() - before) == 2 * 2 + 2 + 3  # two pipes, two ringers; one segment, mapped twice
     pair.close()
-    assert descriptors() == before
+    assert not left_open(before)
