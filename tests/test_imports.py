@@ -27,7 +27,7 @@ errors: terminal
 disk: errors
 parse: errors disk
 native: [torch]
-gptq:
+int4_packing:
 rotations:
 batch: [numpy]
 timeline:
@@ -37,7 +37,7 @@ gpu: errors [torch]
 cpu_products: [torch]
 gpu_turns: [torch]
 config: errors parse
-dims: errors parse gptq rotations
+dims: errors parse int4_packing rotations
 hardware: errors disk parse native config
 placement: errors parse config dims hardware
 timing: errors native config dims hardware placement
@@ -46,7 +46,7 @@ tracking: terminal disk parse timeline config
 evaluate: errors parse
 generate: errors [numpy torch]
 rewards: errors parse evaluate [numpy]
-checkpoint: terminal errors disk pulse parse native gptq rotations [torch]
+checkpoint: terminal errors disk pulse parse native int4_packing rotations [torch]
 model: errors pulse parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
     [numpy torch]
 adapter: disk parse config checkpoint [torch]
@@ -75,7 +75,7 @@ modes: terminal errors disk native timeline config dims hardware placement timin
     [numpy torch]
 recipe: terminal errors parse config dims data
 cli: terminal errors torch_environment config modes recipe runs supervisor
-tools: terminal errors disk parse config dims checkpoint model adapter data demo [numpy torch]
+tools: terminal errors disk parse int4_packing config dims checkpoint model adapter data demo [numpy torch]
 """
 
 # Modules that load less than their package: what reads files or plans starts without torch.

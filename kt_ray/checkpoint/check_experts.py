@@ -11,10 +11,11 @@ from pathlib import Path
 
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.errors import UserError
 
 _PLAIN = {"BF16": "bf16", "F32": "f32"}
-_READ = "BF16, F32, FP8, MXFP4, INT8 or INT4"
+_READ = "BF16, F32, FP8, MXFP4, NVFP4, INT8 or INT4"
 _CONVERT = "python -m kt_ray.tools convert {path} <new directory> --to bf16"
 
 
@@ -70,7 +71,7 @@ def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
         kinds[
             (index.tensors[name].dtype,)
             if matrix is None
-            else (matrix.data.dtype, matrix.scales.dtype, matrix.block, *(("GPTQ",) if matrix.gptq else ()))
+            else (matrix.data.dtype, matrix.scales.dtype, matrix.block, *_packing(matrix))
         ].append(name)
     if len(kinds) > 1:
         few = min(kinds.values(), key=len)
@@ -86,6 +87,10 @@ def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
     return _PLAIN.get(index.tensors[names[0]].dtype, "") if matrix is None else matrix.format
 
 
+def _packing(matrix: StoredMatrix) -> tuple[str, ...]:
+    return () if matrix.packing is None else (matrix.packing.name, matrix.format)
+
+
 def check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
     """Shape and type of biases."""
     for name in names:
@@ -98,12 +103,14 @@ def check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
 
 
 def expert_bytes_of(index: CheckpointIndex, groups: tuple[tuple[str, ...], ...], count: int) -> int:
-    """Bytes that one expert takes in the file; checked to be the same for all of a layer."""
+    """Bytes that the engine holds of one expert; checked to be the same for all of a layer."""
     total = 0
     for names in groups:
         matrix = index.matrices.get(names[0])
-        infos = [index.tensors[names[0]]] if matrix is None else [matrix.data, matrix.scales]
-        total += sum(info.nbytes for info in infos) // (count if len(names) == 1 and count > 1 else 1)
+        if matrix is not None:
+            total += matrix.nbytes
+        else:
+            total += index.tensors[names[0]].nbytes // (count if len(names) == 1 and count > 1 else 1)
     return total
 
 

@@ -105,8 +105,8 @@ def _check_file(
             for info in _spread([i for i in infos if i.name in scales]):
                 matrix = scales[info.name]
                 _check_scales(fd, info, matrix)
-                if matrix.gptq is not None:
-                    matrix.gptq.check()
+                if matrix.packing is not None:
+                    matrix.packing.check()
                 for key in matrix.keys:
                     if key.endswith(".weight_shape"):
                         _check_stated_shape(index.tensors[key], matrix)

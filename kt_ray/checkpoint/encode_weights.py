@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kt_ray.checkpoint.packings import Nvfp4, Packing
 from kt_ray.checkpoint.safetensors_file import BITS, TORCH_DTYPES, read_dtype, read_shape
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.native import ExpertMatrix
@@ -50,22 +51,22 @@ class Entry:
 class Encoding:
     """How one matrix, or a stack of them, is written: as `data` and `scales`."""
 
-    format: str  # "fp8", "mxfp4", "int8" or "int4"
+    format: str  # one of `kt_ray.native.matrix.SCALED_FORMATS`
     shape: tuple[int, ...]  # of the values: (N, K) or (E, N, K)
     block: tuple[int, int]  # rows and columns that one scale covers
     data: Entry
     scales: Entry
     extra: tuple[Entry, ...] = ()  # a weight_shape tensor, or nothing
     powers: bool = False  # scales are powers of two although their type could hold others
-    turned: bool = False  # data and scales are stored transposed, in GPTQ's packing
+    packing: Packing | None = None  # of a checkpoint's matrix; `new` gives none
 
     @classmethod
     def like(cls, matrix: StoredMatrix, *, powers: bool = False) -> Encoding:
         """As `matrix` is stored. What it has beside values and scales stays as it is, and is no entry."""
         data = Entry(matrix.data.name, matrix.data.dtype, matrix.data.shape)
         scales = Entry(matrix.scales.name, matrix.scales.dtype, matrix.scales.shape)
-        turned = matrix.gptq is not None
-        return cls(matrix.format, matrix.shape, matrix.block, data, scales, powers=powers, turned=turned)
+        packing = matrix.packing
+        return cls(matrix.format, matrix.shape, matrix.block, data, scales, powers=powers, packing=packing)
 
     @classmethod
     def new(cls, convention: str, name: str, shape: tuple[int, ...], *, group: int | None = None) -> Encoding:
@@ -135,6 +136,9 @@ class Encoding:
         """
         if tuple(value.shape) not in (self.shape, self.shape[-2:]):
             raise ValueError(f"{self.data.key}: shape {list(value.shape)}, required {list(self.shape)}")
+        if self.format in ("nvfp4", "uint4"):
+            assert before is not None, "no convention of `new` has this format"
+            return self._with_scales_kept(value, before)
         stack = value.reshape(-1, *self.shape[-2:])
         # Bands of rows bound the memory of rounding a large matrix; no scale may span two of them.
         whole = self.block[0] > _BAND or _BAND % self.block[0]
@@ -142,17 +146,27 @@ class Encoding:
         parts = stack.split(rows, 1)
         kept: Iterable[Tensor | None] = [None] * len(parts)
         if before is not None:
-            before = before.t().contiguous() if self.turned else before
+            before = before if self.packing is None else self.packing.scales(before).contiguous()
             down = -(-self.shape[-2] // self.block[0])
             kept = before.reshape(len(stack), down, -1).split(-(-rows // self.block[0]), 1)
         bands = [self._quantize(part, scales) for part, scales in zip(parts, kept, strict=True)]
         data, scales, meant = (torch.cat(each, 1) for each in zip(*bands, strict=True))
-        if self.turned:
-            data, scales = data[0].t().contiguous(), scales[0].t().contiguous()
+        if self.packing is not None:
+            data, scales = self.packing.stored(data[0]).contiguous(), scales[0].t().contiguous()
         drop = len(self.shape) - value.dim()
         shape = read_shape(self.data.dtype, self.data.shape)[drop:]
         data = data.reshape(shape).view(read_dtype(self.data.dtype))
         return data, scales.reshape(self.scales.shape[drop:]), meant.reshape(value.shape)
+
+    def _with_scales_kept(self, value: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One matrix whose scales are of two parts, which belong together: values alone are new."""
+        assert self.packing is not None
+        scales, factors = self.packing.scales(before).unsqueeze(0), None
+        if isinstance(self.packing, Nvfp4):
+            scales, factors = self.packing.read_scales().unsqueeze(0), scales.flatten()
+        group = self.block[1]
+        matrix = quantize(self.format, value.unsqueeze(0), group=group, scales=scales, factors=factors)
+        return self.packing.stored(matrix.data[0]).contiguous(), before, matrix.dequantize()[0]
 
     def _quantize(self, stack: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Data, scales in the file's type, and the values they stand for, of [n, rows, K]."""

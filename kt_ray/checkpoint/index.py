@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from kt_ray.checkpoint.packings import Gptq
 from kt_ray.checkpoint.safetensors_file import (
     TensorInfo,
     damaged,
@@ -138,7 +139,7 @@ class CheckpointIndex:
     def is_blank_bias(self, name: str) -> bool:
         """A bias of zeros beside GPTQ's integers: AutoGPTQ once gave one to every module."""
         matrix = self.matrices.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
-        return matrix is not None and matrix.gptq is not None and not bool(self.read(name).any())
+        return matrix is not None and isinstance(matrix.packing, Gptq) and not bool(self.read(name).any())
 
     def first(self, name: str) -> TensorInfo:
         """Where the values of a parameter of `names` lie."""

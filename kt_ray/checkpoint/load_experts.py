@@ -1,6 +1,6 @@
 """Read routed experts from the checkpoint straight into the memory the engine computes from.
 
-No file is mapped and nothing is repacked, but GPTQ's words, which are transposed: each expert's bytes go from
+No file is mapped and nothing is repacked but what packings.py takes apart: each expert's bytes go from
 the file to their final place, in huge pages where the machine has them; the halves of fused projections are
 views. An expert's matrices and scales lie one after the other, so that a GPU lane copies it in one piece. The
 reading threads touch the memory first, so the caller's memory policy decides its NUMA node. Only a backend
@@ -222,21 +222,20 @@ def _read(
         jobs.append(ReadJob(_one(infos, layout, expert), lambda i=i: slab[i]))  # type: ignore[misc]
 
 
-def _read_turned(
+def _read_packed(
     slab: Tensor,
     infos: Sequence[TensorInfo],
     matrices: Sequence[StoredMatrix],
     experts: Sequence[int],
     jobs: list[ReadJob],
 ) -> None:
-    """The same for experts one by one in GPTQ's order, which is not the engine's."""
+    """The same for experts one by one whose packing is not the engine's."""
 
     def place(i: int, expert: int, raw: Tensor) -> None:
-        parts = matrices[expert].gptq
-        assert parts is not None
-        if infos[expert] is matrices[expert].data:
-            parts.check()
-        slab[i].copy_(raw.t())
+        matrix = matrices[expert]
+        assert matrix.packing is not None
+        is_data = infos[expert] is matrix.data
+        slab[i].copy_(matrix.packing.values(raw) if is_data else matrix.packing.scales(raw))
 
     for i, expert in enumerate(experts):
         info = infos[expert]
@@ -260,8 +259,8 @@ def _as_stored(
 
     def filled(tensors: list[Tensor]) -> Tensor | ExpertMatrix:
         for slab, own in zip(tensors, infos, strict=True):
-            if matrices and matrices[0].gptq is not None:
-                _read_turned(slab, own, matrices, experts, jobs)
+            if matrices and matrices[0].packing is not None:
+                _read_packed(slab, own, matrices, experts, jobs)
             else:
                 _read(slab, own, layout, experts, jobs)
         if matrices:

@@ -9,16 +9,21 @@ Names, types and shapes tell which; the matrix gets the name of its parameter ("
            experts.gate_up_proj F8_E4M3 with experts.gate_up_proj_scale_inv: transformers' fused experts
     int8   X.weight I8 with X.weight_scale [N, 1] or [N, K/group]: compressed-tensors int-quantized
     int4   X.weight_packed I32 [N, K/8] with X.weight_scale: compressed-tensors pack-quantized
-           X.qweight I32 [K/8, N] with X.scales [K/group, N], X.qzeros and X.g_idx: kt_ray/gptq.py
+    uint4  the same with X.weight_zero_point: compressed-tensors, not symmetric (packings.py)
+           X.qweight I32 with X.scales and X.qzeros: AWQ, and GPTQ, there int4 if symmetric
+           (kt_ray/int4_packing.py)
     mxfp4  X_blocks U8 [E, N, K/32, 16] with X_scales U8 [E, N, K/32]: gpt-oss
            X.weight_packed U8 [N, K/2] with X.weight_scale U8: compressed-tensors mxfp4-pack-quantized
            X.weight I8 [N, K/2] with X.scale F8_E8M0 [N, K/32]: DeepSeek-V4
+    nvfp4  X.weight U8 [N, K/2] with X.weight_scale F8_E4M3 [N, K/16] and X.weight_scale_2 F32: ModelOpt
+           X.weight_packed U8 with X.weight_scale and X.weight_global_scale F32: compressed-tensors
 
 Sources: the released files' headers, `quantization_config` as transformers and compressed-tensors define it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,24 +32,25 @@ from typing import Any
 
 import torch
 
-from kt_ray import gptq, rotations
+from kt_ray import int4_packing, rotations
 from kt_ray.checkpoint.names import expert_name
-from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_shape, read_tensor
-from kt_ray.errors import UserError
+from kt_ray.checkpoint.packings import Awq, Gptq, Nvfp4, Packing, WithZeros, unread
+from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_dtype, read_shape, read_tensor
 from kt_ray.native import ExpertMatrix
 
 _SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 # Of activations and caches: no weight needs them.
-_ACTIVATION = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|activation_scale)$")
+_ACTIVATION = re.compile(
+    r"\.(input_scale|input_global_scale|output_scale|k_scale|v_scale|q_scale|activation_scale)$"
+)
 _SCALE = re.compile(
-    r"(\.weight_scale_inv|\.weight_scale|\.weight_shape|\.weight_zero_point|_scale_inv|\.qzeros|\.g_idx)$"
+    r"(\.weight_scale_inv|\.weight_scale|\.weight_scale_2|\.weight_global_scale|\.weight_shape|"
+    r"\.weight_zero_point|_scale_inv|\.qzeros|\.g_idx)$"
 )
 # Formats that no engine of this project reads, by how a key ends.
 _REFUSED = {
     ".weight_g_idx": "integers in an order of their own (actorder)",
-    ".weight_zero_point": "asymmetric integers (compressed-tensors with zero points)",
-    ".weight_global_scale": "NVFP4",
-    ".weight_scale_2": "NVFP4",
+    ".pre_quant_scale": "weights whose inputs must be scaled first (ModelOpt's AWQ)",
     ".weight.absmax": "bitsandbytes",
     ".weight.quant_map": "bitsandbytes",
     ".SCB": "bitsandbytes",
@@ -53,8 +59,7 @@ _REFUSED = {
     "_weight_qdata": "torchao",
 }
 _IN_WORDS = "pack-quantized"  # compressed-tensors' name of integers packed into I32
-_READ = "symmetric INT8/INT4 (compressed-tensors), or symmetric INT4 in GPTQ's packing"
-_OTHER = f"use the model's bfloat16 release, or one in block FP8, MXFP4, {_READ}"
+_READ = "BF16, F32, FP8, MXFP4, NVFP4, symmetric INT8, or INT4 (compressed-tensors, GPTQ, AWQ)"
 
 
 @dataclass(frozen=True)
@@ -62,29 +67,41 @@ class StoredMatrix:
     """One quantised matrix of a checkpoint, or a stack of them."""
 
     name: str  # of the parameter it stands for
-    format: str  # "fp8", "mxfp4", "int8" or "int4", as `kt_ray.native.ExpertMatrix` names them
+    format: (
+        str  # "fp8", "mxfp4", "nvfp4", "int8", "int4" or "uint4", as `kt_ray.native.ExpertMatrix` names them
+    )
     data: TensorInfo
     scales: TensorInfo
     shape: tuple[int, ...]  # of the values: (N, K), or (E, N, K) for a stack
     block: tuple[int, int]  # rows and columns that one scale covers
     keys: tuple[str, ...]  # of the checkpoint: data, scales and what else belongs to them
-    gptq: GptqParts | None = None  # of GPTQ's packing
+    packing: Packing | None = None  # where the engine takes other values or scales than are stored
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """Shape of the values' tensor as read, one matrix: [N, bytes or words of a row ...], or GPTQ's."""
+        """Shape of one matrix' values as read: [N, bytes or words of a row ...], or the packing's."""
         return read_shape(self.data.dtype, self.data.shape[len(self.shape) - 2 :])
 
     @property
     def data_shape(self) -> tuple[int, ...]:
         """The same as the engine takes it."""
-        return self.file_shape if self.gptq is None else self.file_shape[::-1]
+        rows, columns = self.shape[-2:]
+        if self.packing is None:
+            return self.file_shape
+        return (rows, columns // 32, 18) if self.format == "nvfp4" else (rows, columns // 8)
 
     @property
     def scales_shape(self) -> tuple[int, int]:
-        """Shape of one matrix' scales: [rows of blocks, columns of blocks]."""
+        """Shape of one matrix' scales as the engine takes them: [rows of blocks, columns of blocks]."""
         rows, columns = self.block
-        return -(-self.shape[-2] // rows), -(-self.shape[-1] // columns)
+        across = -(-self.shape[-1] // columns)
+        return -(-self.shape[-2] // rows), 2 * across if self.format == "uint4" else across
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the engine holds of one matrix."""
+        parts = (self.data_shape, self.data.dtype), (self.scales_shape, self.scales.dtype)
+        return sum(math.prod(shape) * read_dtype(dtype).itemsize for shape, dtype in parts)
 
     def matrix(self, data: torch.Tensor, scales: torch.Tensor) -> ExpertMatrix:
         """The engine's view of some matrices: data [n, *data_shape], scales [n, *scales_shape]."""
@@ -106,43 +123,13 @@ class StoredMatrix:
         """The same with values that were read already, [*file_shape] or a stack of them."""
         count = self.shape[0] if len(self.shape) == 3 else 1
         scales = read_tensor(self.scales)
-        if self.gptq is not None:
-            self.gptq.check()
-            data, scales = data.t().contiguous(), scales.t().contiguous()
+        if self.packing is not None:
+            data, scales = self.packing.values(data).contiguous(), self.packing.scales(scales).contiguous()
         return self.matrix(data.reshape(count, *self.data_shape), scales.reshape(count, *self.scales_shape))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values [N, K] or [E, N, K]: in float32, then rounded to `dtype`."""
         return self.read().dequantize(dtype).reshape(self.shape)
-
-
-@dataclass(frozen=True)
-class GptqParts:
-    """What GPTQ stores beside values and scales, and what it must hold to be read."""
-
-    zeros: TensorInfo  # I32 [groups, N / 8]
-    order: TensorInfo | None  # I32 [K]
-    zero_point: int
-    group: int
-
-    def check(self) -> None:
-        """Raises UserError: zero points, or an order of their own."""
-        word = int.from_bytes(bytes([self.zero_point * 17] * 4), "little", signed=True)
-        zeros = read_tensor(self.zeros)
-        if bool((zeros != word).any()):
-            if not bool(zeros.any()):
-                what = "shard holds zeros instead of zero points"
-                raise damaged(what, self.zeros.place, "zeros", f"{self.zero_point} throughout")
-            observed = f"zero points other than {self.zero_point}"
-            raise _unread(self.zeros.place, observed, "symmetric integers")
-        if self.order is not None:
-            order = read_tensor(self.order)
-            if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // self.group):
-                raise _unread(self.order.place, "an order of their own", f"groups of {self.group} in order")
-
-
-def _unread(where: object, observed: object, required: object) -> UserError:
-    return damaged("the checkpoint's quantised format cannot be read", where, observed, required, _OTHER)
 
 
 def find_matrices(
@@ -167,11 +154,16 @@ def find_matrices(
             faults.append(f"{name} ({tensors[name].dtype} without scales)")
             continue
         if name.endswith(".qweight"):
-            stored = _gptq_matrix(logical, name, scales, tensors, quantization)
+            stored = _turned(logical, name, scales, tensors, quantization)
+        elif _is_nvfp4(tensors[name], tensors[scales]):
+            stored = _nvfp4(logical, name, scales, tensors)
         else:
-            shape = logical.removesuffix(".weight") + ".weight_shape"
-            keys = (name, scales, *((shape,) if shape in tensors else ()))
+            base = logical.removesuffix(".weight")
+            keys = (name, scales, *(key for key in (f"{base}.weight_shape",) if key in tensors))
             stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization)
+            zeros = tensors.get(f"{base}.weight_zero_point")
+            if zeros is not None and not isinstance(stored, str):
+                stored = _with_zeros(stored, zeros)
         if isinstance(stored, str):
             faults.append(f"{name} {list(tensors[name].shape)} with {scales} {stored}")
             faulty.add(logical.removesuffix(".weight"))
@@ -195,22 +187,27 @@ def is_auxiliary(name: str) -> bool:
 
 def _refuse(path: Path, tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> None:
     if rotated := rotations.unread(quantization):
-        raise _unread(path / "config.json", f"weights {rotated}", "weights that need no other operation")
+        raise unread(path / "config.json", f"weights {rotated}", "weights that need no other operation")
     refused: dict[str, list[str]] = {}
-    other_bits, unread = _other_packed_bits(quantization), gptq.unread(quantization)
+    other_bits, turned = _other_packed_bits(quantization), int4_packing.unread(quantization)
     for name, info in tensors.items():
-        if unread and name.endswith((".qweight", ".qzeros")):
-            refused.setdefault(f"integers {unread}", []).append(name)
+        if turned and name.endswith((".qweight", ".qzeros")):
+            refused.setdefault(f"integers {turned}", []).append(name)
         if other_bits and info.dtype == "I32" and name.endswith(".weight_packed"):
             refused.setdefault(f"INT{other_bits} packed into words", []).append(name)
-        if info.dtype == "U8" and name.endswith(".weight") and f"{name}_scale" in tensors:
+        scales = tensors.get(f"{name}_scale") if info.dtype == "U8" and name.endswith(".weight") else None
+        if name.endswith(".weight_zero_point"):
+            words = tensors.get(name.removesuffix("zero_point") + "packed")
+            if words is None or words.dtype != "I32":
+                refused.setdefault("asymmetric integers that are not INT4 packed into words", []).append(name)
+        if scales is not None and not _is_nvfp4(info, scales):
             refused.setdefault("packed bytes (Quark's MXFP4, BitNet)", []).append(name)
         for suffix, what in _REFUSED.items():
             if name.endswith(suffix):
                 refused.setdefault(what, []).append(name)
     for what, names in sorted(refused.items()):
         observed = f"{what} ({len(names)} tensors)"
-        raise _unread(f"{path}, {min(names)}", observed, f"BF16, F32, FP8, MXFP4, {_READ}")
+        raise unread(f"{path}, {min(names)}", observed, _READ)
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -237,6 +234,9 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str | Non
     elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8", "F4") and name.endswith(".weight"):
         logical = name
         candidates = [name.removesuffix(".weight") + suffix for suffix in _SCALE_SUFFIXES]
+    elif info.dtype == "U8" and name.endswith(".weight") and f"{name}_scale" in tensors:
+        logical = name
+        candidates = [f"{name}_scale"]
     elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8") and expert_name(name) is not None:
         logical = name
         candidates = [f"{name}_scale_inv", f"{name}_scale"]
@@ -269,16 +269,18 @@ def _matrix(
     return StoredMatrix(name, kind, data, scales, shape, block, keys)
 
 
-def _gptq_matrix(
+def _turned(
     name: str, values: str, scales: str, tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
 ) -> StoredMatrix | str:
-    """The same in GPTQ's packing."""
-    base = values.removesuffix("qweight")
+    """The same in GPTQ's or AWQ's packing."""
+    base, packing = values.removesuffix("qweight"), int4_packing.method(quantization)
     data, own, zeros = tensors[values], tensors[scales], tensors.get(f"{base}qzeros")
-    order = tensors.get(f"{base}g_idx")
+    order = tensors.get(f"{base}g_idx") if packing == "gptq" else None
+    required = "[K / 8, N]" if packing == "gptq" else "[K, N / 8]"
     if data.dtype != "I32" or len(data.shape) != 2 or own.dtype not in ("F32", "BF16", "F16"):
-        return f"{own.dtype} {list(own.shape)} (values must be I32 [K / 8, N], scales F32, BF16 or F16)"
-    columns, rows = 8 * data.shape[0], data.shape[1]
+        return f"{own.dtype} {list(own.shape)} (values must be I32 {required}, scales F32, BF16 or F16)"
+    columns, rows = data.shape
+    columns, rows = (8 * columns, rows) if packing == "gptq" else (columns, 8 * rows)
     groups = own.shape[0] if len(own.shape) == 2 and own.shape[1] == rows else 0
     if not groups:
         return f"{list(own.shape)} (values {[rows, columns]})"
@@ -286,17 +288,55 @@ def _gptq_matrix(
     if zeros is None or zeros.dtype != "I32" or zeros.shape != (groups, rows // 8):
         required = f"{base}qzeros I32 [{groups}, {rows // 8}]"
         return f"{list(own.shape)} (required {required}; or a module of other than 4 bits)"
-    stated = gptq.stated_group(quantization) or columns
+    stated = int4_packing.stated_group(quantization) or columns
     if columns % groups or (order is None and groups != max(1, columns // stated)):
         said = f"config.json says {stated} columns each"
         return f"{list(own.shape)} ({groups} groups in rows of {columns}, {said})"
-    if columns // groups % 32:
-        return f"{list(own.shape)} (groups of {columns // groups}, required a multiple of 32)"
+    group = columns // groups
+    if group % 32:
+        return f"{list(own.shape)} (groups of {group}, required a multiple of 32)"
     if order is not None and (order.dtype != "I32" or order.shape != (columns,)):
         return f"{list(own.shape)} (required {base}g_idx I32 [{columns}])"
-    parts = GptqParts(zeros, order, gptq.zero_point(quantization), columns // groups)
     keys = (values, scales, zeros.name, *((order.name,) if order else ()))
-    return StoredMatrix(name, "int4", data, own, (rows, columns), (1, columns // groups), keys, parts)
+    zero_points = int4_packing.has_zeros(quantization)
+    parts: Packing = Awq(zeros)
+    if packing == "gptq":
+        parts = Gptq(zeros, order, group, int4_packing.stored_less(quantization), not zero_points)
+    kind = "uint4" if zero_points else "int4"
+    return StoredMatrix(name, kind, data, own, (rows, columns), (1, group), keys, parts)
+
+
+def _with_zeros(matrix: StoredMatrix, zeros: TensorInfo) -> StoredMatrix | str:
+    """compressed-tensors' integers with zero points."""
+    if len(matrix.shape) != 2:
+        return f"and {zeros.name} (a stack with zero points, required one matrix each)"
+    rows, groups = matrix.scales_shape
+    if (zeros.dtype, zeros.shape) not in (("I32", (-(-rows // 8), groups)), ("I8", (rows, groups))):
+        required = f"I32 [{-(-rows // 8)}, {groups}] or I8 [{rows}, {groups}]"
+        return f"and {zeros.name} {zeros.dtype} {list(zeros.shape)} (required {required})"
+    keys = (*matrix.keys[:2], zeros.name, *matrix.keys[2:])
+    return replace(matrix, format="uint4", keys=keys, packing=WithZeros(zeros))
+
+
+def _is_nvfp4(data: TensorInfo, scales: TensorInfo) -> bool:
+    return data.dtype in ("U8", "F4") and scales.dtype == "F8_E4M3"
+
+
+def _nvfp4(name: str, values: str, scales: str, tensors: Mapping[str, TensorInfo]) -> StoredMatrix | str:
+    """E2M1 with scales for 16 columns and one of the matrix."""
+    base, data, own = name.removesuffix(".weight"), tensors[values], tensors[scales]
+    divides = f"{base}.weight_global_scale" in tensors
+    factor = tensors.get(f"{base}.weight_global_scale" if divides else f"{base}.weight_scale_2")
+    if len(data.shape) != 2:
+        return f"{list(own.shape)} (values must be [N, K / 2])"
+    rows, columns = data.shape[0], data.shape[1] * (2 if data.dtype == "U8" else 1)
+    if own.shape != (rows, columns // 16) or columns % 32:
+        return f"{list(own.shape)} (values {[rows, columns]}, required [N, K / 16], K a multiple of 32)"
+    if factor is None or factor.dtype != "F32" or math.prod(factor.shape) != 1:
+        return f"{list(own.shape)} (required {base}.weight_scale_2 or .weight_global_scale, one number F32)"
+    keys = (values, factor.name, scales)
+    packing = Nvfp4(own, divides)
+    return StoredMatrix(name, "nvfp4", data, factor, (rows, columns), (rows, columns), keys, packing)
 
 
 def _kind(data: TensorInfo, scales: TensorInfo) -> str | None:

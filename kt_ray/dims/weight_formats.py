@@ -15,15 +15,15 @@ from typing import Any
 
 import regex
 
-from kt_ray import gptq, rotations
+from kt_ray import int4_packing, rotations
 from kt_ray.errors import UserError
 from kt_ray.parse import matches
 
 # What expert actors read from checkpoints, and so train. "fp8_block" is the engine's fp8 with blocks.
-TRAINABLE_FORMATS = ("bf16", "f32", "fp8", "fp8_block", "mxfp4", "int8", "int4")
+TRAINABLE_FORMATS = ("bf16", "f32", "fp8", "fp8_block", "mxfp4", "nvfp4", "int8", "int4", "uint4")
 
 _BITS = {"f32": 32, "bf16": 16, "f16": 16}
-_BITS |= {"fp8_block": 8, "fp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4, "nf4": 4}
+_BITS |= {"fp8_block": 8, "fp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4, "uint4": 4, "nf4": 4}
 _PLAIN = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -40,8 +40,8 @@ _EXPERT_NAMES = (
 class Storage:
     """How one kind of weights is stored."""
 
-    # "bf16", "f32", "f16", "fp8_block", "fp8", "mxfp4", "int8", "int4", or a method's name; an unknown one
-    # counts as bf16, the largest of those that checkpoints quantise from
+    # "bf16", "f32", "f16", "fp8_block", "fp8", "mxfp4", "nvfp4", "int8", "int4", "uint4" (with zero points),
+    # or a method's name; an unknown one counts as bf16, the largest of those that checkpoints quantise from
     format: str
     block: tuple[int, int] = (0, 0)  # rows and columns that share a scale; 0 = all of them
     scale_bytes: float = 0  # bytes of a scale (with its zero point); 0 = there are none
@@ -129,8 +129,8 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
         )
     group = _group_of(quantization, None) if method == "compressed-tensors" else None
     weights = group["weights"] if group else {}
-    stored, whole_numbers = fmt, fmt in ("int8", "int4")
-    unread = gptq.unread(quantization) if method in (*gptq.METHODS, "awq") else None
+    stored, whole_numbers = fmt, fmt in ("int8", "int4", "uint4")
+    unread = int4_packing.unread(quantization) if method in int4_packing.METHODS else None
     if rotated := rotations.unread(quantization):
         stored += f" {rotated}"
     elif unread:
@@ -139,9 +139,9 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
         stored += f" in the packing of {method}"
     elif fmt not in TRAINABLE_FORMATS:
         stored += f" as {method} packs them" if method and method != fmt else ""
-    elif whole_numbers and weights.get("symmetric") is False:
+    elif fmt == "int8" and weights.get("symmetric") is False:
         stored = f"asymmetric {fmt} (with zero points)"
-    elif fmt == "int4" and weights.get("actorder") in ("group", "dynamic"):
+    elif fmt in ("int4", "uint4") and weights.get("actorder") in ("group", "dynamic"):
         stored += " in an order of their own (actorder)"
     elif fmt == "int8" and "pack" in _packing(quantization, group):
         stored += " packed into words"
@@ -151,7 +151,7 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
         return None
     return (
         f"routed experts stored as {stored} are not read; use the model's BF16 checkpoint, or one in FP8 "
-        "(per block, row or tensor), MXFP4 or symmetric INT8/INT4 (compressed-tensors; GPTQ for INT4)"
+        "(per block, row or tensor), MXFP4, NVFP4, symmetric INT8 or INT4 (compressed-tensors, GPTQ, AWQ)"
     )
 
 
@@ -179,14 +179,13 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
         return _compressed_tensors(quantization, group)
     if method == "bitsandbytes":
         return Storage("nf4", (1, 64), 4) if quantization.get("load_in_4bit") else Storage("int8", (1, 0), 4)
-    if method in ("gptq", "awq", "auto-round"):
+    if method in int4_packing.METHODS:
         only = _modules_in_block(quantization)
         if only and not any(_matches(module, name) for module in only for name in names):
             return plain_storage(dtype)
         bits = _whole(quantization, "bits", "w_bit", default=4)
         columns = max(0, _whole(quantization, "group_size", "q_group_size", default=128))
-        zero = 0 if gptq.unread(quantization) is None else bits / 8
-        return Storage("int4" if bits <= 4 else "int8", (1, columns), 2 + zero)
+        return _integers(bits, (1, columns), int4_packing.has_zeros(quantization))
     if method == "quark":
         weights = _of_quark(quantization, names)
         block = _QUARK_BLOCKS.get(str(weights.get("qscheme")))
@@ -236,8 +235,13 @@ def _compressed_tensors(quantization: Mapping[str, Any], group: Mapping[str, Any
     }.get(strategy, (1, 0))
     if str(weights.get("type")) == "float":
         return Storage("fp8_block" if strategy == "block" else "fp8", block, 2)
-    zero = 0 if weights.get("symmetric", True) else bits / 8
-    return Storage("int4" if bits <= 4 else "int8", block, 2 + zero)
+    return _integers(bits, block, weights.get("symmetric") is False)
+
+
+def _integers(bits: int, block: tuple[int, int], zeros: bool) -> Storage:
+    """Zero points are held as numbers of the scales' type."""
+    kind = "int8" if bits > 4 else "uint4" if zeros else "int4"
+    return Storage(kind, block, 4 if zeros else 2)
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:

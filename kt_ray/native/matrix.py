@@ -26,7 +26,7 @@ GGUF_BLOCKS = {
 }
 """Elements and bytes of a block of each GGUF type, which holds its scales itself."""
 
-SCALED_FORMATS = ("fp8", "mxfp4", "int8", "int4")
+SCALED_FORMATS = ("fp8", "mxfp4", "nvfp4", "int8", "int4", "uint4")
 FORMATS = (*SCALED_FORMATS, *GGUF_BLOCKS)
 
 _E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 has it
@@ -34,12 +34,15 @@ _SCALE_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f1
 if _E8M0 is not None:
     _SCALE_TYPES[_E8M0] = "ue8m0"
 
-# Format: element type, elements of data per value of the matrix as a fraction, allowed types of scales.
+_REAL = ("f32", "bf16", "f16")
+# Format: element type; the smallest number of values in a row, and of elements that hold them; scales' types.
 _DATA = {
-    "fp8": (torch.float8_e4m3fn, 1, ("f32", "bf16", "f16", "ue8m0")),
-    "mxfp4": (torch.uint8, 2, ("ue8m0",)),
-    "int8": (torch.int8, 1, ("f32", "bf16", "f16")),
-    "int4": (torch.int32, 8, ("f32", "bf16", "f16")),
+    "fp8": (torch.float8_e4m3fn, 1, 1, (*_REAL, "ue8m0")),
+    "mxfp4": (torch.uint8, 32, 16, ("ue8m0",)),
+    "nvfp4": (torch.uint8, 32, 18, ("f32",)),
+    "int8": (torch.int8, 1, 1, _REAL),
+    "int4": (torch.int32, 32, 4, _REAL),
+    "uint4": (torch.int32, 32, 4, _REAL),
 }
 _MOST = 2**20  # rows or columns
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -53,26 +56,28 @@ def _pieces(n: int, size: int) -> int:
 class ExpertMatrix:
     """One projection of all local experts in a quantised format, as stored; W[e] is [N, K].
 
-    The constructors `fp8`, `mxfp4`, `int8`, `int4` and `gguf` take what checkpoints hold. Nothing is
-    copied: views of larger tensors do, such as every second row of a fused projection, as long as the
-    elements of a row lie together.
+    The constructors `fp8`, `mxfp4`, `nvfp4`, `int8`, `int4`, `uint4` and `gguf` take what checkpoints hold.
+    `nvfp4` and `uint4` put tensors together. Else nothing is copied: views of larger tensors do, such as
+    every second row of a fused projection, as long as the elements of a row lie together.
 
     Raises:
         ValueError: a tensor that does not fit; names the argument, what was seen, what is required.
     """
 
-    format: str  # "fp8", "mxfp4", "int8", "int4", "q8_0", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k" or "q6_k"
+    format: str  # one of `FORMATS`
     # [E, N, ...], the bytes of a row in the dimensions after the second: fp8 float8_e4m3fn and int8 int8 [K];
-    # mxfp4 uint8 [K / 2], low nibble first; int4 int32 [K / 8], nibbles of value + 8, low first; GGUF types
-    # uint8, their blocks
+    # mxfp4 uint8 [K / 2], low nibble first; nvfp4 uint8 [K / 32, 18], of each block two scales in E4M3, then
+    # nibbles; int4 and uint4 int32 [K / 8], nibbles of value + 8 and of value + zero point, low first; GGUF
+    # types uint8, their blocks
     data: Tensor
     shape: tuple[int, int, int]  # (E, N, K)
     # [E, ceil(N / rows), ceil(K / columns)] with `block` rows and columns: float32, bfloat16, float16, or
-    # ue8m0 (uint8 or float8_e8m0fnu, 2^(byte - 127)), the only type of mxfp4 and none of int8 and int4; None
-    # for GGUF types
+    # ue8m0 (uint8 or float8_e8m0fnu, 2^(byte - 127)), the only type of mxfp4 and none of the others but fp8;
+    # of nvfp4 float32, one of the matrix; of uint4 the zero points follow in each row, as many numbers of the
+    # same type; None for GGUF types
     scales: Tensor | None = None
-    # rows and columns that one scale covers; rows are 1 but for fp8, columns K or a multiple of 32; None: (1,
-    # K) or (1, group) as the scales' shape says, and (1, 32) for mxfp4
+    # rows and columns that one scale covers; rows are 1 but for fp8 and nvfp4 (all), columns K or a multiple
+    # of 32; None: (1, K) or (1, group) as the scales' shape says, (1, 32) for mxfp4, (N, K) for nvfp4
     block: tuple[int, int] | None = None
 
     @classmethod
@@ -101,6 +106,23 @@ class ExpertMatrix:
         return cls("mxfp4", blocks, (blocks.shape[0], blocks.shape[1], blocks.shape[2] * 32), scales)
 
     @classmethod
+    def nvfp4(cls, packed: Tensor, scales: Tensor, factors: Tensor) -> ExpertMatrix:
+        """E2M1 in groups of 16 along a row, a scale in E4M3 each, and a factor of the whole matrix.
+
+        Args:
+            packed: [E, N, K / 2] uint8, K a multiple of 32, low nibble first.
+            scales: [E, N, K / 16] float8_e4m3fn.
+            factors: [E] float32, of which each is multiplied with all scales of its matrix.
+        """
+        experts, rows, half = _three("packed", packed)
+        if half % 16 or tuple(scales.shape) != (experts, rows, half // 8):
+            required = f"[{experts}, {rows}, K / 16] and K a multiple of 32"
+            raise ValueError(f"scales: shape {list(scales.shape)}, K = {2 * half}, required {required}")
+        of_blocks = scales.view(torch.uint8).unflatten(2, (-1, 2))
+        blocks = torch.cat((of_blocks, packed.unflatten(2, (-1, 16))), 3)
+        return cls("nvfp4", blocks, (experts, rows, 2 * half), factors.reshape(experts, 1, 1))
+
+    @classmethod
     def int8(cls, data: Tensor, scales: Tensor) -> ExpertMatrix:
         """Symmetric 8-bit integers, scales per row or per group along a row.
 
@@ -121,6 +143,19 @@ class ExpertMatrix:
         experts, rows, words = _three("packed", packed)
         scales = scales.unsqueeze(-1) if scales.dim() == 2 else scales
         return cls("int4", packed, (experts, rows, words * 8), scales)
+
+    @classmethod
+    def uint4(cls, packed: Tensor, scales: Tensor, zeros: Tensor) -> ExpertMatrix:
+        """4-bit integers from 0 to 15, less a zero point, times a scale.
+
+        Args:
+            packed: [E, N, K / 8] int32.
+            scales: [E, N, K / group], group a multiple of 32.
+            zeros: the same shape, whole numbers of any type.
+        """
+        experts, rows, words = _three("packed", packed)
+        both = torch.cat((scales, zeros.to(scales.dtype)), 2)
+        return cls("uint4", packed, (experts, rows, words * 8), both)
 
     @classmethod
     def gguf(cls, kind: str, data: Tensor) -> ExpertMatrix:
@@ -167,9 +202,8 @@ class ExpertMatrix:
             dtype, multiple = torch.uint8, elements
             row = columns // elements * size
         else:
-            dtype, packing, _ = _DATA[self.format]
-            multiple = 32 if packing > 1 else 1
-            row = columns // packing
+            dtype, multiple, size, _ = _DATA[self.format]
+            row = columns // multiple * size
         if columns % multiple:
             raise ValueError(f"shape: K = {columns}, required a multiple of {multiple} for {self.format}")
         _check_tensor("data", self.data)
@@ -187,7 +221,10 @@ class ExpertMatrix:
         columns = self.shape[2]
         if self.format == "mxfp4":
             return 1, 32
+        if self.format == "nvfp4":
+            return self.shape[1:]
         groups = scales.shape[-1] if scales.dim() == 3 else 1
+        groups = groups // 2 if self.format == "uint4" else groups
         if groups == 0 or columns % groups:
             raise ValueError(f"scales: {groups} in a row, required a divisor of K = {columns}")
         return 1, columns // groups
@@ -196,7 +233,7 @@ class ExpertMatrix:
         rows, columns = self.scale_block
         experts, n, k = self.shape
         _check_tensor("scales", scales)
-        allowed = _DATA[self.format][2]
+        allowed = _DATA[self.format][3]
         if _SCALE_TYPES.get(scales.dtype) not in allowed:
             raise ValueError(f"scales: {scales.dtype}, required {_types(allowed)} for format {self.format}")
         if rows < 1 or columns < 1 or (columns < k and columns % 32):
@@ -205,13 +242,16 @@ class ExpertMatrix:
             )
         if 2**12 <= rows < n:  # the decoders find a row's block by a multiplication
             raise ValueError(f"block: {rows} rows, required fewer than 4096, or all {n}")
-        if rows > 1 and self.format != "fp8":
+        if self.format == "nvfp4":
+            if rows < n or columns < k:
+                raise ValueError(f"block: {(rows, columns)}, required all of {(n, k)} for format nvfp4")
+        elif rows > 1 and self.format != "fp8":
             raise ValueError(f"block: {rows} rows, required 1 for format {self.format}")
         if self.format == "mxfp4" and columns != 32:
             raise ValueError(f"block: {columns} columns, required 32 for format mxfp4")
-        if self.format in ("int8", "int4") and k % columns:
+        if self.format in ("int8", "int4", "uint4") and columns < k and k % columns:
             raise ValueError(f"block: {columns} columns, required a divisor of K = {k} for {self.format}")
-        required = (experts, _pieces(n, rows), _pieces(k, columns))
+        required = (experts, _pieces(n, rows), _pieces(k, columns) * (2 if self.format == "uint4" else 1))
         if tuple(scales.shape) != required:
             raise ValueError(
                 f"scales: shape {list(scales.shape)}, required {list(required)} for shape {self.shape} and "
@@ -283,17 +323,34 @@ def dequantize(
 ) -> Tensor:
     """Values [E, N, K] in float32 of tensors on any device; arguments as the fields of `ExpertMatrix`."""
     experts, n, k = shape
+    rows, columns = block
+
+    def spread(factors: Tensor) -> Tensor:
+        return factors.repeat_interleave(rows, 1)[:, :n].repeat_interleave(columns, 2)[:, :, :k]
+
+    factors = scales_to_float(scales)
     if format in ("fp8", "int8"):
         values = data.to(torch.float32)
     elif format == "mxfp4":
-        values = _e2m1_values(data.device)[torch.stack((data & 15, data >> 4), -1).long()]
+        values = _e2m1(data)
+    elif format == "nvfp4":
+        blocks = data.reshape(experts, n, k // 32, 18)
+        of_groups = blocks[..., :2].contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+        of_groups = of_groups.reshape(experts, n, k // 16) * factors
+        return of_groups.repeat_interleave(16, 2) * _e2m1(blocks[..., 2:]).reshape(experts, n, k)
     else:
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=data.device)
-        values = ((data.unsqueeze(-1) >> shifts & 15) - 8).to(torch.float32)
-    rows, columns = block
-    factors = scales_to_float(scales)
-    factors = factors.repeat_interleave(rows, 1)[:, :n].repeat_interleave(columns, 2)[:, :, :k]
-    return values.reshape(experts, n, k) * factors
+        values = (data.unsqueeze(-1) >> shifts & 15).to(torch.float32).reshape(experts, n, k)
+        if format == "uint4":
+            factors, zeros = factors.chunk(2, 2)
+            return (values - spread(zeros)) * spread(factors)
+        values = values - 8
+    return values.reshape(experts, n, k) * spread(factors)
+
+
+def _e2m1(data: Tensor) -> Tensor:
+    """Values [..., 2] of bytes [...], low nibble first."""
+    return _e2m1_values(data.device)[torch.stack((data & 15, data >> 4), -1).long()]
 
 
 @functools.cache

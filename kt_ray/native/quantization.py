@@ -23,6 +23,7 @@ def quantize(
     group: int | None = None,
     scale_type: ScaleType = "float32",
     scales: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> ExpertMatrix:
     """Quantises, each value to the nearest that its scale allows.
 
@@ -33,9 +34,10 @@ def quantize(
         format: one of `FORMATS`.
         w: [E, N, K], any floating type, finite.
         block: fp8 only: rows and columns that share a scale; None = each row its own.
-        group: int8 and int4 only: columns that share a scale; None = all.
-        scale_type: of fp8, int8 and int4; "ue8m0" for fp8 alone, rounded up to a power of two.
-        scales: of fp8, mxfp4, int8 and int4, as `ExpertMatrix` has them; None = what each block needs.
+        group: int8, int4 and uint4 only: columns that share a scale; None = all.
+        scale_type: of fp8, int8, int4 and uint4; "ue8m0" for fp8 alone, rounded up to a power of two.
+        scales: as `ExpertMatrix` has them, of nvfp4 as its constructor takes them, with `factors`; None =
+            what each block needs. Not of GGUF types.
 
     Raises:
         ValueError: an unknown format, or a shape that it cannot hold.
@@ -46,17 +48,24 @@ def quantize(
         raise ValueError(f"w: shape {list(w.shape)}, required three dimensions [E, N, K]")
     w = w.detach().to(torch.float32).contiguous()
     columns = w.shape[2]
-    multiple = GGUF_BLOCKS[format][0] if format in GGUF_BLOCKS else 32 if format in ("mxfp4", "int4") else 1
+    multiple = GGUF_BLOCKS[format][0] if format in GGUF_BLOCKS else 1 if format in ("fp8", "int8") else 32
     if columns % multiple:
         raise ValueError(f"w: K = {columns}, required a multiple of {multiple} for format {format}")
     if format == "fp8":
         return _fp8(w, block, scale_type, scales)
     if format == "mxfp4":
         return _mxfp4(w, scales)
-    if format in ("int8", "int4"):
+    if format == "nvfp4":
+        return _nvfp4(w, scales, factors)
+    if format in ("int8", "int4", "uint4"):
         if scale_type == "ue8m0":
             raise ValueError(f"scale_type: 'ue8m0', required float32, bfloat16 or float16 for {format}")
-        return _integers(format, w, columns if group is None else group, scale_type, scales)
+        group = columns if group is None else group
+        if group < 1 or columns % group:
+            raise ValueError(f"group: {group}, required a divisor of K = {columns}")
+        if format == "uint4":
+            return _uint4(w, group, scale_type, scales)
+        return _integers(format, w, group, scale_type, scales)
     if format in ("q4_k", "q5_k"):
         return ExpertMatrix.gguf(format, _q45_k(w, 4 if format == "q4_k" else 5))
     if format == "q6_k":
@@ -91,21 +100,36 @@ def _mxfp4(w: Tensor, scales: Tensor | None) -> ExpertMatrix:
     if scales is None:
         exponent = torch.frexp(grouped.abs().amax(-1)).exponent - 3
         scales = (exponent + 127).clamp(0, 254).to(torch.uint8)
-    scaled = grouped.abs() / scales_to_float(scales).unsqueeze(-1)
+    return ExpertMatrix.mxfp4(_e2m1_codes(grouped / scales_to_float(scales).unsqueeze(-1)), scales)
+
+
+def _e2m1_codes(values: Tensor) -> Tensor:
+    """The nearest codes [..., 2 n] in bytes [..., n], low nibble first."""
+    size = values.abs()
     # Halfway between neighbours the even code is nearest.
-    code = torch.zeros_like(scaled, dtype=torch.uint8)
+    code = torch.zeros_like(size, dtype=torch.uint8)
     for i, bound in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        code += (scaled >= bound) if i % 2 else (scaled > bound)
-    code |= torch.signbit(grouped).to(torch.uint8) << 3
-    return ExpertMatrix.mxfp4(code[..., 0::2] | code[..., 1::2] << 4, scales)
+        code += (size >= bound) if i % 2 else (size > bound)
+    code |= torch.signbit(values).to(torch.uint8) << 3
+    return code[..., 0::2] | code[..., 1::2] << 4
+
+
+def _nvfp4(w: Tensor, scales: Tensor | None, factors: Tensor | None) -> ExpertMatrix:
+    experts, n, k = w.shape
+    grouped = w.view(experts, n, k // 16, 16)
+    if factors is None:  # the largest value is then the largest code times the largest scale
+        factors = grouped.abs().amax((1, 2, 3)) / (6 * 448)
+    each = _nonzero(factors).view(-1, 1, 1)
+    if scales is None:
+        scales = (grouped.abs().amax(-1) / 6 / each).clamp(max=448).to(torch.float8_e4m3fn)
+    step = _nonzero(scales.to(torch.float32) * each).unsqueeze(-1)
+    return ExpertMatrix.nvfp4(_e2m1_codes(grouped / step).flatten(2), scales, factors)
 
 
 def _integers(
     format: str, w: Tensor, group: int, scale_type: ScaleType, scales: Tensor | None
 ) -> ExpertMatrix:
     experts, n, k = w.shape
-    if group < 1 or k % group:
-        raise ValueError(f"group: {group}, required a divisor of K = {k}")
     grouped = w.view(experts, n, k // group, group)
     steps = 127.0 if format == "int8" else 7.5
     # Scales that are given may be another's, who used all of int8.
@@ -116,9 +140,27 @@ def _integers(
     q = q.view(experts, n, k)
     if format == "int8":
         return ExpertMatrix.int8(q.to(torch.int8), scales)
-    nibbles = (q + 8).to(torch.int64).view(experts, n, k // 8, 8)
-    packed = (nibbles << torch.arange(0, 32, 4)).sum(-1)
-    return ExpertMatrix.int4(torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32), scales)
+    return ExpertMatrix.int4(words(q + 8), scales)
+
+
+def _uint4(w: Tensor, group: int, scale_type: ScaleType, both: Tensor | None) -> ExpertMatrix:
+    experts, n, k = w.shape
+    grouped = w.view(experts, n, k // group, group)
+    if both is None:
+        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scales = _stored((high - low) / 15, scale_type)
+        zeros = (-low / _nonzero(scales.to(torch.float32))).round().clamp(0, 15)
+    else:
+        scales, zeros = both.chunk(2, 2)
+    step = _nonzero(scales.to(torch.float32))
+    q = ((grouped / step.unsqueeze(-1)).round() + zeros.unsqueeze(-1)).clamp(0, 15)
+    return ExpertMatrix.uint4(words(q.view(experts, n, k)), scales, zeros)
+
+
+def words(codes: Tensor) -> Tensor:
+    """Codes [..., 8 n] from 0 to 15 in int32 words [..., n], the first in the lowest bits."""
+    packed = (codes.to(torch.int64).unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
 def _q45_k(w: Tensor, bits: int) -> Tensor:

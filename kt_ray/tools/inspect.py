@@ -24,6 +24,7 @@ from kt_ray.checkpoint.names import expert_name, family, part_of
 from kt_ray.checkpoint.safetensors_file import read_tensor
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.errors import UserError
+from kt_ray.int4_packing import METHODS
 from kt_ray.parse import read_json
 
 _UNTESTED = "by its documented key names (untested)"
@@ -52,6 +53,8 @@ def convention(matrix: StoredMatrix) -> str:
         ends = {"_blocks": "blocks and scales", "_packed": "packed"}
         form = next((text for end, text in ends.items() if matrix.data.name.endswith(end)), "E8M0 scales")
         return f"mxfp4 ({form})"
+    if matrix.format == "nvfp4":
+        return f"nvfp4 ({matrix.scales.dtype} scale per tensor, E4M3 scale per group of 16)"
     if rows >= shape[0] and columns >= shape[1] and shape[0] > 1:
         per = "block" if matrix.scales.name.endswith("_inv") else "tensor"
     elif rows == 1:
@@ -125,7 +128,7 @@ def _checkpoint_takes(index: CheckpointIndex, groups: dict[str, ExpertGroup]) ->
         trains = f"no: {error.what}"
     quantization = index.config.get("quantization_config") or index.text_config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    methods = (None, "fp8", "compressed-tensors", "mxfp4", "fbgemm_fp8", "gptq", "auto-round")
+    methods = (None, "fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "modelopt", *METHODS)
     if index.matrices and method is None:
         text = "no: quantised tensors without a quantization_config in config.json"
         return {"kt_ray": trains, "transformers": text, "vLLM": text, "SGLang": text}

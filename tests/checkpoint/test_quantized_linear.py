@@ -156,7 +156,9 @@ def test_the_module_alone(kind: str, tmp_path: Path) -> None:
     save_file(
         {k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"}
     )
-    quantization = {"weight_block_size": [BLOCK, BLOCK]} | ({"quant_method": kind} if kind == "gptq" else {})
+    quantization: dict[str, Any] = {"weight_block_size": [BLOCK, BLOCK]}
+    if kind in ("gptq", "awq"):
+        quantization = {"quant_method": kind, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     index = CheckpointIndex.open(tmp_path)
     stored = index.matrices["a.weight"].read()

@@ -18,6 +18,7 @@ from kt_ray.experts.lane_weights import expert_tensors, pack
 from kt_ray.native import ExpertFormula, ExpertMatrix, quantize
 from tests.checkpoint.conftest import config_dict, write_checkpoint
 from tests.helpers.corrupt.quantised import ROTATED
+from tests.helpers.released.formats import Encode, Encoded, awq, gptq_zeros, int4_zeros, nvfp4
 
 Tensors = dict[str, torch.Tensor]
 E, I, H = 3, 96, 160  # rows and columns of every projection are multiples of 32, and not of 128
@@ -223,6 +224,7 @@ def test_quantised_while_reading(tmp_path: Path, target: Any, stored: str) -> No
 
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32}
 
 
 def _gptq(path: Path, tensors: Tensors, **quantization: Any) -> CheckpointIndex:
@@ -321,6 +323,106 @@ def test_gptq_of_other_content(
         check_content(_gptq(tmp_path / "all", odd))
 
 
+def _released(encode: Encode) -> tuple[Tensors, Tensors]:
+    """Experts as they are released, and their values."""
+    generator = torch.Generator().manual_seed(9)
+    tensors: Tensors = {}
+    values: Tensors = {}
+    for leaf, shape in {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}.items():
+        for e in range(E):
+            name = f"{PREFIX}.{e}.{leaf}.weight"
+            stored, values[name] = encode(name, torch.randn(*shape, generator=generator))
+            tensors |= stored
+    return tensors, values
+
+
+def _second_version(name: str, value: torch.Tensor) -> Encoded:
+    stored, values = gptq_zeros(name, value)
+    return Encoded({k: v + 0x11111111 if "qzeros" in k else v for k, v in stored.items()}, values)
+
+
+def _zeros_as_bytes(name: str, value: torch.Tensor) -> Encoded:
+    """As compressed-tensors once stored them: from -8 to 7, one per byte."""
+    stored, values = int4_zeros(name, value)
+    key = f"{name}_zero_point"
+    nibbles = stored[key].unsqueeze(1) >> torch.arange(0, 32, 4)[None, :, None] & 15
+    return Encoded(stored | {key: (nibbles.flatten(0, 1) - 8).to(torch.int8)}, values)
+
+
+PACKINGS: dict[str, tuple[str, dict[str, Any], Encode]] = {
+    "gptq": ("uint4", GPTQ | {"sym": False}, gptq_zeros),
+    "gptq_v2": ("uint4", GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, _second_version),
+    "awq": ("uint4", AWQ, awq),
+    "auto-round": (
+        "uint4",
+        AWQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+        awq,
+    ),
+    "compressed-tensors": ("uint4", {"quant_method": "compressed-tensors"}, int4_zeros),
+    "compressed-tensors, bytes": ("uint4", {"quant_method": "compressed-tensors"}, _zeros_as_bytes),
+    "modelopt": ("nvfp4", {"quant_method": "modelopt"}, nvfp4(("", "_scale", "_scale_2"), False)),
+    "nvfp4-pack-quantized": (
+        *("nvfp4", {"quant_method": "compressed-tensors"}),
+        nvfp4(("_packed", "_scale", "_global_scale"), True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PACKINGS)
+def test_what_is_taken_apart(tmp_path: Path, case: str) -> None:
+    """Zero points, and scales of two levels."""
+    kind, quantization, encode = PACKINGS[case]
+    tensors, values = _released(encode)
+    beside = {
+        f"{PREFIX}.0.up_proj.input_scale": torch.ones(1),
+        f"{PREFIX}.0.up_proj.input_global_scale": torch.ones(1),
+    }
+    path = write_checkpoint(tmp_path, tensors | beside, config=_config(quantization_config=quantization))
+    index = CheckpointIndex.open(path)
+    check_content(index)
+    layout = ExpertLayout.detect(index)
+    assert layout.distinct_formats == (kind,) and set(index.names) == set(values)
+    loaded = load_experts(index, layout, 1, [2, 0], threads=2)
+    assert loaded.bytes == 2 * layout.expert_bytes[1]
+    assert len(pack(expert_tensors(loaded, 1)).stretches) == 1
+    for leaf, matrix in {"gate_proj": loaded.gate, "up_proj": loaded.up, "down_proj": loaded.down}.items():
+        assert isinstance(matrix, ExpertMatrix) and matrix.format == kind
+        wanted = torch.stack([values[f"{PREFIX}.{e}.{leaf}.weight"] for e in (2, 0)])
+        assert torch.equal(matrix.dequantize(), wanted)
+        assert torch.equal(index.value(f"{PREFIX}.0.{leaf}.weight"), wanted[1])
+    eight = load_experts(index, layout, 1, [1], target="int8")
+    wanted = quantize("int8", values[f"{PREFIX}.1.up_proj.weight"][None], scale_type="bfloat16").dequantize()
+    assert isinstance(eight.up, ExpertMatrix) and torch.equal(eight.up.dequantize(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "change", "message"),
+    [
+        ("gptq", "up_proj.qzeros", lambda v: torch.full_like(v, -1), "a zero point stored as 15"),
+        (
+            "modelopt",
+            "up_proj.weight_scale",
+            lambda v: torch.full_like(v.view(torch.uint8), 127),
+            "found NaN",
+        ),
+    ],
+)
+def test_content_that_is_not_read(
+    tmp_path: Path, case: str, key: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    _, quantization, encode = PACKINGS[case]
+    tensors, _ = _released(encode)
+    tensors = {k: change(v).view(v.dtype) if k.endswith(key) else v for k, v in tensors.items()}
+    path = write_checkpoint(tmp_path, tensors, config=_config(quantization_config=quantization))
+    index = CheckpointIndex.open(path)
+    for read in (
+        lambda: check_content(index),
+        lambda: load_experts(index, ExpertLayout.detect(index), 1, [1]),
+    ):
+        with pytest.raises(UserError, match=message):
+            read()
+
+
 def test_gptq_beside_another_packing_of_int4(tmp_path: Path) -> None:
     """Words of the same type, scales and groups, but in another order."""
     base = f"{PREFIX}.1.gate_proj"
@@ -342,13 +444,9 @@ def test_biases_beside_gptq_that_are_not_blank(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"bits": 8}, "integers of 8 bits in the packing of gptq"),
-        ({"sym": False}, "integers with zero points in the packing of gptq"),
         ({"desc_act": True}, "integers in an order of their own (desc_act) in the packing of gptq"),
-        ({"quant_method": "awq"}, "integers in the packing of awq"),
-        (
-            {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
-            "integers in the packing of auto-round auto_round:auto_awq",
-        ),
+        ({"quant_method": "awq", "version": "gemv"}, "integers in the packing of awq, version gemv"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:x"}, "auto-round auto_round:x"),
     ],
 )
 def test_integers_in_other_packings_are_refused(
@@ -356,13 +454,14 @@ def test_integers_in_other_packings_are_refused(
 ) -> None:
     with pytest.raises(UserError) as caught:
         ExpertLayout.detect(_gptq(tmp_path, _gptq_experts()[0], **changes))
-    assert message in str(caught.value) and "symmetric INT4 in GPTQ's packing" in caught.value.line()
+    assert message in str(caught.value) and "INT4 (compressed-tensors, GPTQ, AWQ)" in caught.value.line()
 
 
 def _info(name: str, dtype: str, *shape: int) -> TensorInfo:
     return TensorInfo(name, Path("model.safetensors"), dtype, shape, 0, 0)
 
 
+PACKED = [_info("a.weight_packed", "I32", 8, 8), _info("a.weight_scale", "BF16", 8, 2)]
 FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
     "scales of another shape": (
         [_info("a.weight", "F8_E4M3", 256, 256), _info("a.weight_scale_inv", "F32", 2, 3)],
@@ -374,7 +473,43 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
         "groups of 16, required a multiple of 32",
     ),
     "zero points": ([_info("a.weight_zero_point", "I32", 8)], "asymmetric"),
-    "nvfp4": ([_info("a.weight_global_scale", "F32", 1)], "NVFP4"),
+    "int8 with zero points": (
+        [
+            _info("a.weight", "I8", 8, 8),
+            _info("a.weight_scale", "F32", 8),
+            _info("a.weight_zero_point", "I8", 8),
+        ],
+        "asymmetric integers that are not INT4",
+    ),
+    "zero points of another shape": (
+        [*PACKED, _info("a.weight_zero_point", "I32", 8, 2)],
+        "and a.weight_zero_point I32 [8, 2] (required I32 [1, 2] or I8 [8, 2])",
+    ),
+    "a stack with zero points": (
+        [
+            *(_info("a.weight_packed", "I32", 2, 8, 8), _info("a.weight_scale", "BF16", 2, 8, 2)),
+            _info("a.weight_zero_point", "I32", 2, 1, 2),
+        ],
+        "a stack with zero points, required one matrix each",
+    ),
+    "nvfp4 without values": ([_info("a.weight_global_scale", "F32", 1)], "a.weight_global_scale (no weight)"),
+    "nvfp4 without its number": (
+        [_info("a.weight", "U8", 8, 32), _info("a.weight_scale", "F8_E4M3", 8, 4)],
+        "required a.weight_scale_2 or .weight_global_scale, one number F32",
+    ),
+    "nvfp4 of other groups": (
+        [
+            _info("a.weight", "U8", 8, 32),
+            _info("a.weight_scale", "F8_E4M3", 8, 2),
+            _info("a.weight_scale_2", "F32"),
+        ],
+        "a.weight_scale [8, 2] (values [8, 64], required [N, K / 16], K a multiple of 32)",
+    ),
+    "scaled inputs": ([_info("a.pre_quant_scale", "BF16", 8)], "inputs must be scaled first"),
+    "awq, values of another type": (
+        [_info("a.qweight", "I16", 8, 8), _info("a.scales", "F16", 2, 8), _info("a.qzeros", "I32", 2, 1)],
+        "values must be I32 [K, N / 8]",
+    ),
     "awq": ([_info("a.qweight", "I32", 8, 8)], "GPTQ or AWQ"),
     "gptq without scales": ([_info("a.qweight", "I32", 8, 8)], "a.qweight (I32 without scales)"),
     "gptq without zero points": (
@@ -446,7 +581,10 @@ def test_what_the_tensors_do_not_tell_is_refused() -> None:
 @pytest.mark.parametrize("case", FAULTS)
 def test_refused(case: str) -> None:
     infos, message = FAULTS[case]
-    config = {} if case == "awq" else {"quantization_config": GPTQ} if "a.q" in infos[0].name else {}
+    quantization = (
+        AWQ if case.startswith("awq,") else GPTQ if "a.q" in infos[0].name and case != "awq" else {}
+    )
+    config = {"quantization_config": quantization}
     with pytest.raises(UserError) as caught:
         find_matrices(Path("model"), {info.name: info for info in infos}, config)
     assert message in str(caught.value) and caught.value.remedy

@@ -166,6 +166,26 @@ def test_gptq(changes: dict[str, Any], attention: bool) -> None:
     assert bool(dims.quantised and dims.quantised[0].params) == attention
 
 
+@pytest.mark.parametrize(
+    ("quantization", "kind", "bits"),
+    [
+        ({"quant_method": "gptq", "sym": False, "group_size": 32}, "uint4", 4 + 32 / 32),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32}, "uint4", 4 + 32 / 32),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "group_size": 32}, "uint4", 4 + 32 / 32),
+        (packed(num_bits=4, type="int", group_size=32, symmetric=False), "uint4", 4 + 32 / 32),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", 4 + 8 / 16),
+        (
+            packed(format="nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
+            *("nvfp4", 4 + 8 / 16),
+        ),
+    ],
+)
+def test_zero_points_and_scales_of_two_levels(quantization: dict[str, Any], kind: str, bits: float) -> None:
+    dims, plain = small_dims("mixtral", quantization_config=quantization), small_dims("mixtral")
+    assert (dims.refusal, dims.expert_format) == (None, kind)
+    assert dims.expert_bytes() == plain.expert_bytes() * bits / 16
+
+
 def test_gptq_of_some_modules() -> None:
     only = [["self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]
     quantization = {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": only}
@@ -202,19 +222,17 @@ def test_weights_outside_the_experts() -> None:
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ({"quant_method": "gptq", "sym": False}, "stored as int4 with zero points in the packing of gptq"),
         ({"quant_method": "gptq", "bits": 8}, "stored as int8 of 8 bits in the packing of gptq"),
         ({"quant_method": "gptq", "desc_act": True}, "an order of their own (desc_act)"),
         ({"quant_method": "gptq", "group_size": 16}, "groups of 16"),
         ({"quant_method": "auto-round", "bits": 4}, "stored as int4 in the packing of auto-round"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "stored as int4 in the packing of awq"),
+        ({"quant_method": "awq", "version": "gemv"}, "stored as uint4 in the packing of awq, version gemv"),
+        ({"quant_method": "awq", "w_bit": 3}, "stored as uint4 of 3 bits in the packing of awq"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
             "stored as nf4 in the packing of bitsandbytes",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "stored as nvfp4"),
-        (packed(format="nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), "stored as nvfp4"),
-        (packed(num_bits=4, type="int", group_size=32, symmetric=False), "asymmetric int4"),
+        (packed(num_bits=8, type="int", strategy="channel", symmetric=False), "asymmetric int8"),
         (packed(num_bits=4, type="int", group_size=32, actorder="group"), "actorder"),
         (packed(format="pack-quantized", num_bits=8, type="int"), "packed into words"),
         (packed(num_bits=4, type="int", strategy="group", group_size=16), "groups of 16"),

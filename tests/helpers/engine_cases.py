@@ -31,7 +31,7 @@ FIELDS = (
 VARIANTS = (
     *("f32", "bf16", "fp8-128x128", "fp8-128x128-ue8m0", "fp8-channel", "fp8-3x32", "mxfp4"),
     *("int8-channel", "int8-32", "int8-128", "int4-channel", "int4-32", "int4-128"),
-    *("q8_0", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"),
+    *("q8_0", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "nvfp4", "uint4-32", "uint4-128"),
 )
 SILU, GELU, OAI, RELU2 = range(4)
 RANDOM, NOBODY, ONE, TWICE, SPARSE, UNEVEN = range(6)

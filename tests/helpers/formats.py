@@ -26,7 +26,7 @@ def random_matrix(
         shape: (E, N, K).
         generator: of the random numbers.
         block: fp8 only: rows and columns of a scale, None = per row.
-        group: int8 and int4 only: columns of a scale, None = all.
+        group: int8, int4 and uint4 only: columns of a scale, None = all.
         scales: their type; mxfp4's are always uint8.
     """
 
@@ -50,9 +50,17 @@ def random_matrix(
         return ExpertMatrix.mxfp4(bits(experts, n, k // 32, 16), exponents)
     if format == "int8":
         return ExpertMatrix.int8(bits(*shape).view(torch.int8), factors(experts, n, k // (group or k)))
-    if format == "int4":
-        packed = bits(experts, n, k // 2).view(torch.int32)
-        return ExpertMatrix.int4(packed, factors(experts, n, k // (group or k)))
+    if format == "nvfp4":
+        own = bits(experts, n, k // 16)
+        own[(own & 127) == 127] = 0  # NaN
+        of_matrices = (1 + torch.rand(experts, generator=generator)) / 2**14
+        return ExpertMatrix.nvfp4(bits(experts, n, k // 2), own.view(torch.float8_e4m3fn), of_matrices)
+    if format in ("int4", "uint4"):
+        packed, groups = bits(experts, n, k // 2).view(torch.int32), k // (group or k)
+        own = factors(experts, n, groups)
+        if format == "int4":
+            return ExpertMatrix.int4(packed, own)
+        return ExpertMatrix.uint4(packed, own, bits(experts, n, groups) & 15)
     elements, size = GGUF_BLOCKS[format]
     blocks = bits(experts, n, k // elements, size)
     # The high byte of every half: 2^-8 to 2^-6, or 2^-14 to 2^-12 where 6 bits of scale come on top.

@@ -23,13 +23,13 @@ class Variant:
     Attributes:
         format: its name.
         multiple: H and I must be multiples of it.
-        block: rows and columns that one scale covers; None = all columns.
+        block: rows and columns that one scale covers; None = all.
         scales: dtype of the scales; uint8 = powers of two (ue8m0); None = inside the blocks.
     """
 
     format: str
     multiple: int = 1
-    block: tuple[int, int | None] = (1, None)
+    block: tuple[int | None, int | None] = (1, None)
     scales: torch.dtype | None = None
 
 
@@ -42,6 +42,9 @@ VARIANTS = {
     "int8-128": Variant("int8", 128, (1, 128), torch.bfloat16),
     "int4-32": Variant("int4", 32, (1, 32), torch.bfloat16),
     "int4-128": Variant("int4", 128, (1, 128), torch.float16),
+    "nvfp4": Variant("nvfp4", 32, (None, None), torch.float32),
+    "uint4-32": Variant("uint4", 32, (1, 32), torch.float16),
+    "uint4-128": Variant("uint4", 128, (1, 128), torch.bfloat16),
     **{name: Variant(name, 32) for name in ("q8_0", "q4_0", "q5_0", "q5_1")},
     **{name: Variant(name, 256) for name in ("q4_k", "q5_k", "q6_k")},
 }
@@ -80,8 +83,12 @@ def _codes(name: str, e: int, n: int, k: int, g: torch.Generator) -> tuple[Tenso
         return torch.randint(0, 256, (e, n, k // 2), generator=g, dtype=torch.uint8), 2.9
     if name == "int8":
         return torch.randint(-128, 128, (e, n, k), generator=g, dtype=torch.int8), 74.0
+    if name == "nvfp4":
+        blocks = torch.randint(0, 256, (e, n, k // 32, 18), generator=g, dtype=torch.uint8)
+        blocks[..., :2] %= 127  # no NaN, and scales have no signs
+        return blocks, 2.9 * 118
     words = torch.randint(-(2**31), 2**31, (e, n, k // 8), generator=g, dtype=torch.int64)
-    return words.to(torch.int32), 4.6
+    return words.to(torch.int32), 6.5 if name == "uint4" else 4.6
 
 
 def random_matrix(variant: Variant, e: int, n: int, k: int, g: torch.Generator) -> ExpertMatrix:
@@ -89,7 +96,7 @@ def random_matrix(variant: Variant, e: int, n: int, k: int, g: torch.Generator) 
     if variant.scales is None:
         return _gguf(variant.format, e, n, k, g)
     data, size = _codes(variant.format, e, n, k, g)
-    rows, cols = variant.block[0], variant.block[1] or k
+    rows, cols = variant.block[0] or n, variant.block[1] or k
     grid = e, math.ceil(n / rows), math.ceil(k / cols)
     if variant.scales == torch.uint8:
         exponent = 127 + round(math.log2(1 / (size * math.sqrt(k))))
@@ -97,6 +104,9 @@ def random_matrix(variant: Variant, e: int, n: int, k: int, g: torch.Generator) 
     else:
         scales = ((0.5 + torch.rand(grid, generator=g)) / (size * math.sqrt(k))).to(variant.scales)
         scales[0, -1, -1] = 0
+        if variant.format == "uint4":
+            zeros = torch.randint(0, 16, grid, generator=g).to(variant.scales)
+            scales = torch.cat((scales, zeros), 2)
     return ExpertMatrix(variant.format, data, (e, n, k), scales, (rows, cols))
 
 

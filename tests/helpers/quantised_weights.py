@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kt_ray.checkpoint import CheckpointIndex
-from tests.helpers.released.formats import gptq
+from tests.helpers.released.formats import awq, gptq, nvfp4
 
-FORMATS = ("fp8_block", "fp8_row", "int8", "int4", "gptq", "mxfp4")
+FORMATS = ("fp8_block", "fp8_row", "int8", "int4", "gptq", "awq", "mxfp4", "nvfp4")
 BLOCK = 32
+_RELEASED = {"gptq": gptq, "awq": awq, "nvfp4": nvfp4(("", "_scale", "_scale_2"), False)}
 
 
 def quantise(name: str, weight: Tensor, kind: str) -> dict[str, Tensor]:
@@ -42,8 +43,8 @@ def quantise(name: str, weight: Tensor, kind: str) -> dict[str, Tensor]:
         scales = weight.abs().amax(1, keepdim=True).clamp_min(1e-6) / 127
         return {name: (weight / scales).round().to(torch.int8), f"{name}_scale": scales}
     groups = weight.reshape(n, k // 32, 32)
-    if kind == "gptq":
-        return gptq(name, weight).tensors
+    if kind in _RELEASED:
+        return _RELEASED[kind](name, weight).tensors
     if kind == "int4":
         scales = (groups.abs().amax(2) / 7).clamp_min(1e-6)
         nibbles = (groups / scales[..., None]).round().clamp(-8, 7).to(torch.int32).view(n, k) + 8
@@ -76,8 +77,8 @@ def write_quantised(path: Path, names: list[str], kind: str) -> None:
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     if kind == "fp8_block":
         config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-    elif kind == "gptq":
-        config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    elif kind in ("gptq", "awq"):
+        config["quantization_config"] = {"quant_method": kind, "bits": 4, "group_size": 32}
     else:
         config["quantization_config"] = {"quant_method": "compressed-tensors"}
     (path / "config.json").write_text(json.dumps(config))

@@ -334,7 +334,7 @@ def test_model(tmp_path: Path) -> None:
     write(tmp_path, "config.json", json.dumps(SMALL["mixtral"]))
     config = make_config(model={"path": str(tmp_path)}).model
     verdict(software.model(config), FAIL)  # no shards
-    quantised = {**SMALL["mixtral"], "quantization_config": {"quant_method": "awq"}}
+    quantised = {**SMALL["mixtral"], "quantization_config": {"quant_method": "awq", "version": "gemv"}}
     write(tmp_path, "config.json", json.dumps(quantised))
     verdict(software.model(config), FAIL, "awq")
 

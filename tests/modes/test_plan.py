@@ -205,10 +205,10 @@ def test_model_options(model: str) -> None:
 
 
 def test_untrainable_plan_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    packed = {**SMALL["mixtral"], "quantization_config": {"quant_method": "awq", "bits": 4}}
+    packed = {**SMALL["mixtral"], "quantization_config": {"quant_method": "awq", "version": "gemv"}}
     (tmp_path / "config.json").write_text(json.dumps(packed))
     code, text = output(capsys, f"model.path={tmp_path}")
-    assert code == 0 and "plan only: routed experts stored as int4 in the packing of awq" in text
+    assert code == 0 and "plan only: routed experts stored as uint4 in the packing of awq" in text
     assert "note: a BF16 checkpoint of this model fits" in text
 
 

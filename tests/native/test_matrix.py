@@ -41,6 +41,11 @@ CASES: dict[str, Callable[[], ExpertMatrix]] = {
     "int8-groups": lambda: random_matrix("int8", (2, 7, 256), generator(), group=64, scales=torch.float16),
     "int4-groups": lambda: random_matrix("int4", (2, 5, 384), generator(), group=128, scales=torch.bfloat16),
     "int4-rows": lambda: random_matrix("int4", (2, 5, 96), generator()),
+    "nvfp4": lambda: random_matrix("nvfp4", (2, 5, 96), generator()),
+    "uint4-groups": lambda: random_matrix(
+        "uint4", (2, 5, 384), generator(), group=128, scales=torch.bfloat16
+    ),
+    "uint4-rows": lambda: random_matrix("uint4", (2, 5, 96), generator()),
     **{kind: partial(random_matrix, kind, (2, 5, 512), generator()) for kind in GGUF_BLOCKS},
 }
 
@@ -82,7 +87,7 @@ def test_the_decoder_gives_the_oracles_values_bit_for_bit(driver: Path, name: st
     assert torch.equal(decode(driver, matrix), matrix.dequantize()[0])
 
 
-@pytest.mark.parametrize("format", ["fp8", "mxfp4", *GGUF_BLOCKS])
+@pytest.mark.parametrize("format", ["fp8", "mxfp4", "nvfp4", *GGUF_BLOCKS])
 def test_the_decoder_gives_the_oracles_values_for_any_bits(driver: Path, format: str) -> None:
     """Scales that are subnormal, infinite or no numbers, values that overflow."""
     matrix = random_matrix(format, (1, 16, 512), generator(), scales=torch.uint8)
@@ -161,6 +166,25 @@ def test_int4_by_hand() -> None:
     assert got[16:].tolist() == [-8] * 8 + [-7] * 8
 
 
+def test_uint4_by_hand() -> None:
+    packed = torch.tensor([0x76543210, -0x01234568, 0, 0x11111111] * 2, dtype=torch.int32).view(1, 1, 8)
+    scales, zeros = torch.tensor([[[0.5, 2.0]]]), torch.tensor([[[3, 15]]])
+    got = ExpertMatrix.uint4(packed, scales, zeros).dequantize().flatten()
+    assert (got[:32] * 2).tolist() == [*range(-3, 13), *[-3] * 8, *[-2] * 8]
+    assert (got[32:] / 2).tolist() == [*range(-15, 1), *[-15] * 8, *[-14] * 8]
+
+
+def test_nvfp4_by_hand() -> None:
+    packed = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, dtype=torch.uint8).view(
+        1, 1, 16
+    )
+    scales = torch.tensor([2.0, 448.0]).to(torch.float8_e4m3fn).view(1, 1, 2)
+    got = ExpertMatrix.nvfp4(packed, scales, torch.tensor([0.25])).dequantize().flatten()
+    sizes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert (got[:16] * 2).tolist() == [*sizes, *(-size for size in sizes)]
+    assert torch.equal(got[16:], got[:16] * 224)
+
+
 def test_ue8m0_from_end_to_end() -> None:
     values = scales_to_float(torch.arange(256, dtype=torch.uint8))
     assert values[:255].double().tolist() == [2.0 ** (e - 127) for e in range(255)]
@@ -178,6 +202,8 @@ BOUNDS = {
     "mxfp4": 2**-2,
     "int8": 0.51 / 127,
     "int4": 0.51 / 7.5 + 0.034,  # 7.5 is cut to 7
+    "nvfp4": 2**-2,
+    "uint4": 2 * 1.02 / 15,  # the zero point is rounded, too
     "q8_0": 0.51 / 127,
     "q4_0": 0.51 / 8 + 0.064,  # the other end is cut by a whole step
     "q5_0": 0.51 / 16 + 0.033,
@@ -296,6 +322,20 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (
         lambda: ExpertMatrix.int4(torch.zeros(2, 4, 3, dtype=torch.int32), torch.ones(2, 4)),
         "shape: K = 24, required a multiple of 32 for int4",
+    ),
+    (
+        lambda: ExpertMatrix.nvfp4(U8[..., :48], F8[..., :5], torch.ones(2)),
+        "scales: shape [2, 4, 5], K = 96, required [2, 4, K / 16] and K a multiple of 32",
+    ),
+    (
+        lambda: ExpertMatrix("nvfp4", U8[..., :54], (2, 4, 96), torch.ones(2, 1, 1), (2, 96)),
+        "block: (2, 96), required all of (4, 96) for format nvfp4",
+    ),
+    (
+        lambda: ExpertMatrix(
+            "uint4", torch.zeros(2, 4, 8, dtype=torch.int32), (2, 4, 64), torch.ones(2, 4, 3)
+        ),
+        "scales: shape [2, 4, 3], required [2, 4, 2]",
     ),
     (lambda: ExpertMatrix.gguf("q3_k", U8), "kind: 'q3_k', required one of q8_0"),
     (lambda: ExpertMatrix.gguf("Q6_K", U8), "data: rows of 288 bytes, required a multiple of 210"),

@@ -193,7 +193,7 @@ def test_float16_is_computed_in_bfloat16() -> None:
 
 
 def test_refused_models_are_planned_but_not_trained() -> None:
-    dims = small_dims(quantization_config={"quant_method": "awq", "bits": 4})
+    dims = small_dims(quantization_config={"quant_method": "awq", "version": "gemv"})
     assert make_plan(dims, make_config(mode="plan"), make_hardware()).budgets
     with pytest.raises(UserError, match="cannot be trained") as caught:
         make_plan(dims, make_config(mode="train"), make_hardware())

@@ -18,7 +18,7 @@ from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.convert import Options, convert
 from kt_ray.tools.merge import merge
-from tests.helpers.released.formats import gptq
+from tests.helpers.released.formats import Encode, awq, gptq, gptq_zeros, int4_zeros, nvfp4
 from tests.helpers.tiny_families import tiny_family
 from tests.helpers.tiny_moe import (
     E,
@@ -37,18 +37,19 @@ from tests.helpers.tiny_moe import (
 )
 
 
-def gptq_experts() -> dict[str, torch.Tensor]:
+def released(encode: Encode) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for key, value in per_expert().items():
-        tensors |= gptq(key, value.float()).tensors if ".experts." in key else {key: value}
+        tensors |= encode(key, value.float()).tensors if ".experts." in key else {key: value}
     return tensors
 
 
 MIXTRAL: dict[str, Any] = {"moe": "block_sparse_moe", "leaves": ("w1", "w3", "w2")}
 SCALE = 6 / 4
 # Largest relative error of what was quantised again.
-BOUNDS = {"fp8": 0.03, "int8": 0.01, "int4": 0.11, "mxfp4": 0.14, "plain": 0.004}
+BOUNDS = {"fp8": 0.03, "int8": 0.01, "int4": 0.11, "mxfp4": 0.14, "nvfp4": 0.13, "plain": 0.004}
 GPT_OSS = {"model_type": "gpt_oss"}
+NOT_SYMMETRIC = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
 BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bf16": ("plain", per_expert(), {}),
     "float32": ("plain", per_expert(torch.float32), {}),
@@ -63,7 +64,12 @@ BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fp8 fused": ("fp8", encoded(fused(), "fp8-fused"), {}),
     "int8": ("int8", encoded(per_expert(), "int8"), {}),
     "int4": ("int4", encoded(per_expert(), "int4", group=32), {}),
-    "gptq": ("int4", gptq_experts(), {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+    "gptq": ("int4", released(gptq), {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+    "gptq, zero points": ("int4", released(gptq_zeros), {"quantization_config": NOT_SYMMETRIC}),
+    "awq": ("int4", released(awq), {"quantization_config": {"quant_method": "awq", "group_size": 32}}),
+    "int4, zero points": ("int4", released(int4_zeros), {}),
+    "nvfp4": ("nvfp4", released(nvfp4(("", "_scale", "_scale_2"), False)), {}),
+    "nvfp4 packed": ("nvfp4", released(nvfp4(("_packed", "_scale", "_global_scale"), True)), {}),
     "mxfp4": ("mxfp4", encoded(per_expert(), "mxfp4"), {}),
     "fp4": ("mxfp4", encoded(per_expert(), "fp4"), {}),
 }

@@ -44,10 +44,18 @@ _SMOOTH = (("router_jitter_noise", 1.0),)
 BOUNDS = {"qwen3_next": 4e-5, "qwen3_5_moe": 4e-5}
 # Most experts streamed to the attention worker, which computes them for its own tokens; the actor the others.
 STREAMED = ("rule.experts.stream=0.7", "rule.experts.stream_to=workers", "rule.experts.lane_device=cpu")
-STREAMED_CASES = ("deepseek_v3-fp8", "gpt_oss-mxfp4_blocks", "kimi_k2-int4", "qwen2_moe-bf16")
+STREAMED_CASES = (
+    "deepseek_v3-fp8",
+    "deepseek_v3-nvfp4",
+    "qwen3_moe-awq",
+    "gpt_oss-mxfp4_blocks",
+    "kimi_k2-int4",
+    "qwen2_moe-bf16",
+)
 STORED = [
     Case("deepseek_v2", "int8"),
     Case("deepseek_v3", "fp8"),
+    Case("deepseek_v3", "nvfp4"),
     Case("deepseek_v32", "fp8", _ALL),
     Case("deepseek_v4", "v4_fp4", _ALL + _FREE),
     Case("deepseek_v4", "v4_fp8", _ALL + _FREE),
@@ -56,15 +64,19 @@ STORED = [
     Case("gpt_oss", "bf16", _FREE),
     Case("gpt_oss", "mxfp4_blocks", _FREE),
     Case("kimi_k2", "int4"),
+    Case("kimi_k2", "int4_zeros"),
     Case("minimax_m2", "fp8"),
     Case("mixtral", "bf16"),
     Case("olmoe", "bf16"),
     Case("phimoe", "bf16", _SMOOTH),
     Case("qwen2_moe", "bf16"),
     Case("qwen3_5_moe", "bf16"),
+    Case("qwen3_moe", "awq"),
     Case("qwen3_moe", "fp8"),
     Case("qwen3_moe", "gptq"),
+    Case("qwen3_moe", "gptq_zeros"),
     Case("qwen3_moe", "mxfp4"),
+    Case("qwen3_moe", "nvfp4_packed"),
     Case("qwen3_next", "fp8"),
 ]
 

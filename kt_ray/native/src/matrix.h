@@ -6,8 +6,11 @@
 namespace kt {
 
 // X(name) for every format.
+// clang-format off
 #define KT_FORMATS(X) \
-    X(f32) X(bf16) X(fp8) X(mxfp4) X(int8) X(int4) X(q8_0) X(q4_0) X(q5_0) X(q5_1) X(q4_k) X(q5_k) X(q6_k)
+    X(f32) X(bf16) X(fp8) X(mxfp4) X(nvfp4) X(int8) X(int4) X(uint4) \
+    X(q8_0) X(q4_0) X(q5_0) X(q5_1) X(q4_k) X(q5_k) X(q6_k)
+// clang-format on
 
 #define KT_FORMAT(name) name,
 enum class Format : int32_t { KT_FORMATS(KT_FORMAT) };
@@ -21,9 +24,9 @@ struct Matrix {
     Format format;
     ScaleType scale_type;
     const uint8_t* data;
-    int64_t row_bytes;  // between rows n
-    int64_t col_bytes;  // f32, bf16 only: between elements k
-    const uint8_t* scales;
+    int64_t row_bytes;        // between rows n
+    int64_t col_bytes;        // f32, bf16 only: between elements k
+    const uint8_t* scales;    // uint4: those of a row, then as many zero points, numbers of the same type
     int64_t scale_row_bytes;  // between rows of scales; the scales of a row are contiguous
     int64_t block_rows;       // one scale covers so many rows: fp8 < 4096 or all, others 1 ...
     int64_t block_cols;       // ... by so many columns: a multiple of 32, or all of them

@@ -214,8 +214,8 @@ MODEL: list[Case] = [
     Case(
         "experts AWQ by config",
         TINY,
-        ["int4 in the packing of awq", "use the model's BF16 checkpoint", "mode=plan"],
-        lambda p: p.config(quantization_config={"quant_method": "awq", "bits": 4}),
+        ["uint4 in the packing of awq, version gemv", "use the model's BF16 checkpoint", "mode=plan"],
+        lambda p: p.config(quantization_config={"quant_method": "awq", "version": "gemv"}),
     ),
     Case(
         "experts F16",

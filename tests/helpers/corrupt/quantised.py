@@ -114,7 +114,7 @@ QUANTISED: list[Case] = [
         "int4 zero points",
         "int4",
         _beside(f"{EXPERT}.weight_zero_point", torch.zeros(32, 2, dtype=torch.int8)),
-        ["asymmetric integers", f"{EXPERT}.weight_zero_point"],
+        ["mixed types", EXPERT, "with zero points"],
     ),
     Case(
         "int4 in an order of its own",

@@ -8,7 +8,7 @@ Legend: N rows, K columns, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -122,6 +122,89 @@ def gptq(key: str, value: Tensor) -> Encoded:
         f"{name}g_idx": torch.arange(columns, dtype=torch.int32) // 32,
     }
     return Encoded(tensors, codes * wide)
+
+
+def _packed_with_zeros(value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes from 0 to 15 [N, K], zero points and float16 scales [N, K/32], values: scale (code - zero)."""
+    groups = value.view(value.shape[0], -1, 32)
+    low, high = groups.amin(2), groups.amax(2)
+    scale = ((high - low) / 15).half()
+    zero = (-low / scale.float()).round().clamp(1, 15)  # 0 would be stored as -1 by GPTQ
+    wide, zeros = (_spread(part, (1, 32), value.shape) for part in (scale.float(), zero))
+    codes = ((value / wide).round() + zeros).clamp(0, 15)
+    return codes.long(), zero.long(), scale, (codes - zeros) * wide
+
+
+def _words(codes: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """Eight neighbours along the last dimension in an int32: from the lowest bits on, in this order."""
+    words = torch.zeros(*codes.shape[:-1], codes.shape[-1] // 8, dtype=torch.int64)
+    for nibble, place in enumerate(order):
+        words += codes[..., place::8] << 4 * nibble
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def gptq_zeros(key: str, value: Tensor) -> Encoded:
+    """GPTQ with "sym": false, first version: zero points less 1, eight rows of W in a word."""
+    if value.shape[1] % 32:
+        return plain(torch.bfloat16)(key, value)
+    codes, zero, scale, values = _packed_with_zeros(value)
+    name = key.removesuffix("weight")
+    tensors = {
+        f"{name}qweight": _words(codes).t().contiguous(),
+        f"{name}scales": scale.t().contiguous(),
+        f"{name}qzeros": _words(zero.t() - 1),
+    }
+    return Encoded(tensors, values)
+
+
+def awq(key: str, value: Tensor) -> Encoded:
+    """AWQ, version gemm: eight rows of W in a word, in AutoAWQ's order; zero points likewise."""
+    if value.shape[1] % 32:
+        return plain(torch.bfloat16)(key, value)
+    codes, zero, scale, values = _packed_with_zeros(value)
+    name, order = key.removesuffix("weight"), (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        f"{name}qweight": _words(codes.t(), order),
+        f"{name}scales": scale.t().contiguous(),
+        f"{name}qzeros": _words(zero.t(), order),
+    }
+    return Encoded(tensors, values)
+
+
+def int4_zeros(key: str, value: Tensor) -> Encoded:
+    """compressed-tensors' pack-quantized with "symmetric": false: zero points of eight rows in a word."""
+    codes, zero, scale, values = _packed_with_zeros(value)
+    tensors = {
+        f"{key}_packed": _words(codes),
+        f"{key}_scale": scale,
+        f"{key}_zero_point": _words(zero.t()).t().contiguous(),
+        f"{key}_shape": torch.tensor(value.shape, dtype=torch.int64),
+    }
+    return Encoded(tensors, values)
+
+
+def nvfp4(names: tuple[str, str, str], divides: bool) -> Encode:
+    """E2M1, a scale in E4M3 for 16 columns, one number for all.
+
+    Args:
+        names: ends of the keys of values, scales and number, after "...weight".
+        divides: the number divides the scales; else it multiplies them.
+    """
+
+    def encode(key: str, value: Tensor) -> Encoded:
+        groups = value.unflatten(-1, (-1, 16))
+        number = value.abs().amax() / (6 * 448)
+        number = (1 / (1 / number)).float() if divides else number
+        scales = (groups.abs().amax(-1) / 6 / number).clamp(max=448).to(torch.float8_e4m3fn)
+        wide = (scales.float() * number)[..., None]
+        codes = (groups.abs()[..., None] / wide[..., None] - _FP4).abs().nan_to_num(0).argmin(-1)
+        nibbles = (codes + 8 * (groups < 0)).flatten(-2)
+        stored = (nibbles[..., 0::2] + 16 * nibbles[..., 1::2]).to(torch.uint8)
+        told = (1 / number if divides else number).reshape(1) if divides else number
+        tensors = dict(zip((key + end for end in names), (stored, scales, told), strict=True))
+        return Encoded(tensors, (_FP4[codes] * groups.sign() * wide).flatten(-2))
+
+    return encode
 
 
 def _fp4(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

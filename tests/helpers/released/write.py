@@ -24,14 +24,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.helpers.released.families import Config, Sizes, released_config, text_config
 from tests.helpers.released.formats import (
     Encode,
+    awq,
     fp4_scale,
     fp8_block,
     fp8_row,
     gptq,
+    gptq_zeros,
     int4_packed,
+    int4_zeros,
     int8_row,
     mxfp4_blocks,
     mxfp4_packed,
+    nvfp4,
     plain,
 )
 
@@ -48,9 +52,13 @@ _FP8 = {
 }
 
 
-def _group(bits: int, kind: str, strategy: str, group: int | None = None) -> Config:
-    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "group_size": group, "symmetric": True}
-    return {"group_0": {"targets": ["Linear"], "weights": {**weights, "dynamic": False}}}
+def _group(
+    bits: int, kind: str, strategy: str, group: int | None = None, *, symmetric: bool = True
+) -> Config:
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "group_size": group}
+    return {
+        "group_0": {"targets": ["Linear"], "weights": {**weights, "symmetric": symmetric, "dynamic": False}}
+    }
 
 
 def _compressed(fmt: str, groups: Config, ignore: list[str]) -> Config:
@@ -111,6 +119,36 @@ FORMATS: dict[str, Format] = {
         gptq,
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
         Sizes(96, 160, 64, 2),
+    ),
+    "gptq_zeros": Format(
+        gptq_zeros,
+        gptq_zeros,
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False},
+        Sizes(96, 160, 64, 2),
+    ),
+    "awq": Format(
+        awq,
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+        Sizes(96, 160, 64, 2),
+    ),
+    "int4_zeros": Format(
+        int4_zeros,
+        None,
+        _compressed("pack-quantized", _group(4, "int", "group", 32, symmetric=False), _EXPERTS_ONLY),
+        _GROUPED,
+    ),
+    "nvfp4": Format(
+        nvfp4(("", "_scale", "_scale_2"), False),
+        None,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*self_attn*"]},
+        _GROUPED,
+    ),
+    "nvfp4_packed": Format(
+        nvfp4(("_packed", "_scale", "_global_scale"), True),
+        None,
+        _compressed("nvfp4-pack-quantized", _group(4, "float", "tensor_group", 16), _EXPERTS_ONLY),
+        _GROUPED,
     ),
     "mxfp4": Format(
         mxfp4_packed,

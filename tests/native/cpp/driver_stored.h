@@ -80,9 +80,13 @@ inline float of_fp8(uint8_t v) {
     const double size = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
     return static_cast<float>(v >> 7 ? -size : size);
 }
+inline float e2m1(int code) {
+    static constexpr float kValues[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    return code < 8 ? kValues[code] : -kValues[code - 8];
+}
 inline uint16_t half_at(const uint8_t* p) { return static_cast<uint16_t>(p[0] | p[1] << 8); }
 
-// A format with the sizes and type of its scales; block_cols 0: all.
+// A format with the sizes and type of its scales; block_rows or block_cols 0: all.
 struct Variant {
     const char* name;
     kt::Format format;
@@ -114,6 +118,9 @@ constexpr Variant kVariants[] = {
     {"q4_k", kt::Format::q4_k, 256, 1, 0, kt::ScaleType::none, 256, 144, 220},
     {"q5_k", kt::Format::q5_k, 256, 1, 0, kt::ScaleType::none, 256, 176, 450},
     {"q6_k", kt::Format::q6_k, 256, 1, 0, kt::ScaleType::none, 256, 210, 1370},
+    {"nvfp4", kt::Format::nvfp4, 32, 0, 0, kt::ScaleType::f32, 32, 18, 342},
+    {"uint4-32", kt::Format::uint4, 32, 1, 32, kt::ScaleType::f16, 32, 16, 6.5},
+    {"uint4-128", kt::Format::uint4, 128, 1, 128, kt::ScaleType::bf16, 32, 16, 6.5},
 };
 constexpr int64_t kNumVariants = sizeof(kVariants) / sizeof(kVariants[0]);
 
@@ -180,7 +187,7 @@ class StoredMaker {
         m.scale_type = v.scale;
         m.rows = n;
         m.cols = k;
-        m.block_rows = v.block_rows;
+        m.block_rows = v.block_rows == 0 ? n : v.block_rows;
         m.block_cols = v.block_cols == 0 ? k : v.block_cols;
         plain_ = v.format == kt::Format::f32 || v.format == kt::Format::bf16;
         place_data(layout);
@@ -207,7 +214,7 @@ class StoredMaker {
             last = (n_ - 1) * m.row_bytes + units * unit;
         }
         out_.view.expert_bytes = (last + unit - 1) / unit * unit + layout.pad * unit;
-        const bool single = !plain_ && v_.format != kt::Format::int4;
+        const bool single = !plain_ && v_.format != kt::Format::int4 && v_.format != kt::Format::uint4;
         out_.data = Bytes(e_ == 0 ? 0 : (e_ - 1) * out_.view.expert_bytes + last, single ? layout.shift : 0);
         m.data = out_.data.at();
         for (int64_t i = 0; i < out_.data.size(); ++i)
@@ -217,13 +224,20 @@ class StoredMaker {
     void place_scales(const Layout& layout) {
         kt::Matrix& m = out_.view.first;
         const int64_t size = scale_bytes(), rows = (n_ + m.block_rows - 1) / m.block_rows;
-        const int64_t cols = (k_ + m.block_cols - 1) / m.block_cols;
+        const int64_t groups = (k_ + m.block_cols - 1) / m.block_cols;
+        const int64_t cols = v_.format == kt::Format::uint4 ? 2 * groups : groups;
         m.scale_row_bytes = (cols + layout.pad) * size;
         const int64_t used = (rows - 1) * m.scale_row_bytes + cols * size;
         out_.view.scale_expert_bytes = used + layout.pad * size;
         out_.scales = Bytes(e_ == 0 ? 0 : (e_ - 1) * out_.view.scale_expert_bytes + used, 0);
         m.scales = out_.scales.at();
         for (int64_t i = 0; i + size <= out_.scales.size(); i += size) write_scale(out_.scales.at(i));
+        if (cols > groups)
+            for (int64_t row = 0; row < e_ * rows; ++row)
+                for (int64_t group = groups; group < cols; ++group)
+                    write_number(out_.scales.at(row / rows * out_.view.scale_expert_bytes +
+                                                row % rows * m.scale_row_bytes + group * size),
+                                 static_cast<float>(random_.below(16)));
     }
 
     int64_t scale_bytes() const {
@@ -233,17 +247,21 @@ class StoredMaker {
     double factor() { return random_.below(64) == 0 ? 0 : unit_ * (0.5 + random_.unit()); }
 
     void write_scale(uint8_t* to) {
-        const float v = static_cast<float>(factor());
-        const uint16_t half = v_.scale == kt::ScaleType::f16 ? half_of(v) : bf16_of(v);
-        if (v_.scale == kt::ScaleType::f32) std::memcpy(to, &v, 4);
-        if (scale_bytes() == 2) std::memcpy(to, &half, 2);
+        write_number(to, static_cast<float>(factor()));
         if (scale_bytes() == 1)
             *to = static_cast<uint8_t>(126 + std::lround(std::log2(unit_)) + random_.below(3));
     }
 
-    float scale_of(const kt::Matrix& m, int64_t row, int64_t k) const {
+    void write_number(uint8_t* to, float v) const {
+        const uint16_t half = v_.scale == kt::ScaleType::f16 ? half_of(v) : bf16_of(v);
+        if (v_.scale == kt::ScaleType::f32) std::memcpy(to, &v, 4);
+        if (scale_bytes() == 2) std::memcpy(to, &half, 2);
+    }
+
+    // `after`: so many scales further.
+    float scale_of(const kt::Matrix& m, int64_t row, int64_t k, int64_t after = 0) const {
         const uint8_t* p =
-            m.scales + row / m.block_rows * m.scale_row_bytes + k / m.block_cols * scale_bytes();
+            m.scales + row / m.block_rows * m.scale_row_bytes + (k / m.block_cols + after) * scale_bytes();
         if (v_.scale == kt::ScaleType::ue8m0) return static_cast<float>(std::ldexp(1.0, *p - 127));
         float v;
         if (v_.scale == kt::ScaleType::f32)
@@ -270,12 +288,18 @@ class StoredMaker {
             } else if (v_.format == kt::Format::int8) {
                 values[k] = static_cast<float>(static_cast<int8_t>(*at)) * scale_of(m, row, k);
             } else if (v_.format == kt::Format::mxfp4 || v_.format == kt::Format::int4) {
-                static constexpr float kE2M1[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
                 const int code = at[k % 32 / 2] >> (k % 2 * 4) & 15;
-                const float v = v_.format == kt::Format::int4 ? static_cast<float>(code - 8)
-                                : code < 8                    ? kE2M1[code]
-                                                              : -kE2M1[code - 8];
+                const float v = v_.format == kt::Format::int4 ? static_cast<float>(code - 8) : e2m1(code);
                 values[k] = v * scale_of(m, row, k);
+            } else if (v_.format == kt::Format::uint4) {
+                const int code = at[k % 32 / 2] >> (k % 2 * 4) & 15;
+                const float zero = scale_of(m, row, k, k_ / m.block_cols);
+                values[k] = scale_of(m, row, k) * (static_cast<float>(code) - zero);
+            } else if (v_.format == kt::Format::nvfp4) {
+                uint8_t* own = at + k % 32 / 16;
+                if ((*own & 127) == 127) *own = 0;  // NaN
+                const float scale = of_fp8(*own) * scale_of(m, row, k);
+                values[k] = scale * e2m1(at[2 + k % 32 / 2] >> (k % 2 * 4) & 15);
             } else {
                 if (k % v_.elements == 0) write_factors(at);
                 values[k] = gguf_value(v_.format, at, k % v_.elements);

@@ -50,11 +50,13 @@ struct Stored {
         if (format == Format::fp8 && !wild)  // no NaN
             for (auto& byte : data) byte &= 0xf7;
         m.data = data.data();
-        m.block_rows = by_block ? 48 : 1;
-        m.block_cols = by_block ? 64 : format == Format::int8 || format == Format::fp8 ? cols : 32;
+        const bool whole = format == Format::nvfp4;
+        const bool by_row = format == Format::int8 || format == Format::fp8;
+        m.block_rows = by_block ? 48 : whole ? rows : 1;
+        m.block_cols = by_block ? 64 : whole || by_row ? cols : 32;
         if (type == ScaleType::none) return;
         const int64_t size = scale_size(type);
-        m.scale_row_bytes = pieces(cols, m.block_cols) * size;
+        m.scale_row_bytes = pieces(cols, m.block_cols) * size * (format == Format::uint4 ? 2 : 1);
         scales.resize(static_cast<size_t>(pieces(rows, m.block_rows) * m.scale_row_bytes));
         for (auto& byte : scales) byte = static_cast<uint8_t>(next());
         if (!wild) {
@@ -161,8 +163,10 @@ int test() {
         {Format::bf16, {none}},
         {Format::fp8, {ScaleType::f32, ScaleType::bf16, ScaleType::f16, ScaleType::ue8m0}},
         {Format::mxfp4, {ScaleType::ue8m0}},
+        {Format::nvfp4, real},
         {Format::int8, real},
         {Format::int4, real},
+        {Format::uint4, real},
         {Format::q8_0, {none}},
         {Format::q4_0, {none}},
         {Format::q5_0, {none}},
@@ -170,8 +174,9 @@ int test() {
         {Format::q4_k, {none}},
         {Format::q5_k, {none}},
         {Format::q6_k, {none}}};
-    const char* const names[] = {"f32",  "bf16", "fp8",  "mxfp4", "int8", "int4", "q8_0",
-                                 "q4_0", "q5_0", "q5_1", "q4_k",  "q5_k", "q6_k"};
+#define KT_NAME(name) #name,
+    const char* const names[] = {KT_FORMATS(KT_NAME)};
+#undef KT_NAME
     for (const Kind& kind : kinds)
         for (const ScaleType type : kind.types)
             test.format(kind.format, type, names[static_cast<int>(kind.format)]);

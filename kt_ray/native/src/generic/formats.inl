@@ -86,6 +86,18 @@ inline float strip_scale(const Matrix& m, int64_t n, int64_t k) {
     return scale_value(m.scale_type, m.scales + row * m.scale_row_bytes + col * scale_size(m.scale_type));
 }
 
+// Of uint4: where the zero point of a strip lies behind its scale.
+inline int64_t zero_distance(const Matrix& m) {
+    const uint32_t groups =
+        m.block_cols < m.cols ? static_cast<uint32_t>(m.cols) / static_cast<uint32_t>(m.block_cols) : 1;
+    return groups * scale_size(m.scale_type);
+}
+inline float strip_zero(const Matrix& m, int64_t n, int64_t k) {
+    Matrix zeros = m;
+    zeros.scales += zero_distance(m);
+    return strip_scale(zeros, n, k);
+}
+
 // Scales of the strips at column k of `count` rows from n on.
 inline void column_scales(const Matrix& m, int64_t n, int64_t k, int64_t count, float* to) {
     const int64_t column =
@@ -214,6 +226,35 @@ template <>
 struct FormatTraits<Format::mxfp4> : NibbleTraits<Format::mxfp4> {};
 template <>
 struct FormatTraits<Format::int4> : NibbleTraits<Format::int4> {};
+
+// Integers from 0 to 15 less a zero point.
+template <>
+struct FormatTraits<Format::uint4> : WholeStrips<Format::uint4> {
+    static constexpr int64_t kElements = kStrip, kBytes = 16;
+
+    static void whole(const Matrix& m, int64_t n, int64_t k, const uint8_t* block, float* __restrict to) {
+        const float scale = strip_scale(m, n, k), zero = strip_zero(m, n, k);
+        Codes codes;
+        for (int64_t j = 0; j < 4; ++j) codes.set(j, spread_nibbles(load_as<uint32_t>(block + 4 * j)));
+        for (int64_t j = 0; j < kStrip; ++j) to[j] = scale * (static_cast<float>(codes.of[j]) - zero);
+    }
+};
+
+// E2M1 with a scale in E4M3 for 16 elements; those of a strip come before its nibbles. One scale more is of
+// the whole matrix.
+template <>
+struct FormatTraits<Format::nvfp4> : WholeStrips<Format::nvfp4> {
+    static constexpr int64_t kElements = kStrip, kBytes = 18;
+
+    static void whole(const Matrix& m, int64_t n, int64_t k, const uint8_t* block, float* __restrict to) {
+        const float all = strip_scale(m, n, k);
+        const float scale[2] = {fp8_to_float(block[0]) * all, fp8_to_float(block[1]) * all};
+        Codes codes;
+        for (int64_t j = 0; j < 4; ++j) codes.set(j, spread_nibbles(load_as<uint32_t>(block + 2 + 4 * j)));
+        for (int64_t j = 0; j < kStrip; ++j)
+            to[j] = (j < 16 ? scale[0] : scale[1]) * fp4_to_float(codes.of[j]);
+    }
+};
 
 template <>
 struct FormatTraits<Format::q8_0> : WholeStrips<Format::q8_0> {

@@ -216,7 +216,7 @@ struct FastRow<Format::mxfp4> : NibbleRow {
     __m512i table;
 
     explicit FastRow(const Matrix& m) : NibbleRow(m) {
-        const __m512 values = NibbleStrip<Format::mxfp4>(m).values;
+        const __m512 values = e2m1_values();
         table = rounded(values, values);
     }
     KT_INLINE __m512i word(__m512i raw, int q) const {

@@ -510,6 +510,11 @@ struct Strip<Format::int8> {
     }
 };
 
+inline __m512 e2m1_values() {
+    return _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f,
+                          -3.0f, -4.0f, -6.0f);
+}
+
 // MXFP4, INT4: 16 bytes of nibbles, scales apart.
 template <Format F>
 struct NibbleStrip {
@@ -519,9 +524,7 @@ struct NibbleStrip {
     __m512 values;
 
     explicit NibbleStrip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes), scales(m) {
-        values = F == Format::int4 ? counting(-8)
-                                   : _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f,
-                                                    -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
+        values = F == Format::mxfp4 ? e2m1_values() : counting(F == Format::int4 ? -8 : 0);
     }
     KT_INLINE __m512i bf16(int64_t n, int64_t k) const { return bf16(at(n, k), scales.of_row(n, k)); }
     KT_INLINE const uint8_t* at(int64_t n, int64_t k) const { return data + n * row_bytes + k / 2; }
@@ -537,6 +540,48 @@ struct Strip<Format::mxfp4> : NibbleStrip<Format::mxfp4> {
 template <>
 struct Strip<Format::int4> : NibbleStrip<Format::int4> {
     using NibbleStrip::NibbleStrip;
+};
+
+template <>
+struct Strip<Format::uint4> : NibbleStrip<Format::uint4> {
+    int64_t zeros;  // bytes from a scale to its zero point
+
+    explicit Strip(const Matrix& m) : NibbleStrip(m), zeros(zero_distance(m)) {}
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const { return bf16(at(n, k), scales.of_row(n, k)); }
+    KT_INLINE __m512i bf16(const uint8_t* p, const uint8_t* scale) const {
+        const __m512 v = _mm512_mul_ps(_mm512_sub_ps(values, scales(scale + zeros)), scales(scale));
+        return look_up(rounded(v), nibble_pairs(p));
+    }
+};
+
+// E4M3 of every byte.
+struct Fp8Scales {
+    alignas(64) float of[256];
+
+    constexpr Fp8Scales() : of() {
+        for (uint32_t v = 0; v < 256; ++v) of[v] = v < 128 ? kFp8.of[v] : -kFp8.of[v - 128];
+    }
+};
+constexpr Fp8Scales kFp8Scales;
+
+// The values of two scales are a table of 32.
+template <>
+struct Strip<Format::nvfp4> {
+    const uint8_t* data;
+    int64_t row_bytes;
+    StripScales scales;
+    __m512 values = e2m1_values();
+    __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+
+    explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes), scales(m) {}
+    KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
+        const uint8_t* p = data + n * row_bytes + k / kStrip * FormatTraits<Format::nvfp4>::kBytes;
+        const __m512 all = scales(scales.of_block(n, k));
+        const auto scaled = [&](uint8_t scale) __attribute__((always_inline)) {
+            return _mm512_mul_ps(values, _mm512_mul_ps(_mm512_set1_ps(kFp8Scales.of[scale]), all));
+        };
+        return look_up(rounded(scaled(p[0]), scaled(p[1])), _mm512_or_si512(nibble_pairs(p + 2), second));
+    }
 };
 
 #include "isa/avx512_strips_gguf.inl"

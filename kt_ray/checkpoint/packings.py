@@ -1,0 +1,173 @@
+"""How a checkpoint's tensors become values and scales as the engine takes them, where they differ.
+
+Gptq, Awq    integers turned round (kt_ray/int4_packing.py)
+WithZeros    X.weight_packed as int4 has it, X.weight_zero_point I32 [N / 8, K / group], eight rows of W in
+             a word, or I8 [N, K / group]: compressed-tensors, of integers that are not symmetric
+Nvfp4        E2M1 as mxfp4 has it, a scale F8_E4M3 for 16 columns, and one number F32 of the matrix: it
+             multiplies the scales (X.weight_scale_2 of ModelOpt) or divides them (X.weight_global_scale of
+             compressed-tensors)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_tensor
+from kt_ray.errors import UserError
+from kt_ray.int4_packing import AWQ_ROWS
+from kt_ray.native.quantization import words
+
+_OTHER = (
+    "use the model's bfloat16 release, or one in block FP8, MXFP4, NVFP4, symmetric INT8 or INT4 "
+    "(compressed-tensors, GPTQ, AWQ)"
+)
+_NIBBLES = torch.arange(0, 32, 4, dtype=torch.int32)
+
+
+def unread(where: object, observed: object, required: object) -> UserError:
+    """A format that is not read."""
+    return damaged("the checkpoint's quantised format cannot be read", where, observed, required, _OTHER)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """int32 [..., n] to int32 [..., n, 8] from 0 to 15, the lowest bits first."""
+    return packed.unsqueeze(-1) >> _NIBBLES & 15
+
+
+@dataclass(frozen=True)
+class Packing:
+    """One matrix W [N, K]: what the engine takes, out of what the file holds.
+
+    Raises:
+        UserError: the file holds something that is not read.
+    """
+
+    name: ClassVar[str]
+
+    def check(self) -> None:
+        """Only raises."""
+
+    def values(self, stored: Tensor) -> Tensor:
+        """Out of the values' tensor: [N, ...] as `ExpertMatrix.data`, without experts."""
+        return stored
+
+    def scales(self, stored: Tensor) -> Tensor:
+        """Out of the scales' tensor: as `ExpertMatrix.scales`, without experts."""
+        return stored
+
+    def stored(self, values: Tensor) -> Tensor:
+        """The inverse of `values`."""
+        return values
+
+
+@dataclass(frozen=True)
+class Gptq(Packing):
+    """Zero points, and what they and the order of columns must be to be read."""
+
+    zeros: TensorInfo  # I32 [groups, N / 8]
+    order: TensorInfo | None  # I32 [K]
+    group: int  # columns
+    less: int  # by how much zero points are stored too small
+    symmetric: bool  # all zero points must be 8
+    name = "GPTQ"
+
+    def check(self) -> None:
+        self._zeros()
+        if self.order is not None:
+            order = read_tensor(self.order)
+            if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // self.group):
+                raise unread(self.order.place, "an order of their own", f"groups of {self.group} in order")
+
+    def _zeros(self) -> Tensor:
+        """Zero points [groups, N]."""
+        zeros, expected = _nibbles(read_tensor(self.zeros)).flatten(1), 8 - self.less
+        if self.symmetric and bool((zeros != expected).any()):
+            if not bool(zeros.any()):
+                what = "shard holds zeros instead of zero points"
+                raise damaged(what, self.zeros.place, "zeros", f"{expected} throughout")
+            raise unread(self.zeros.place, f"zero points other than {expected}", "symmetric integers")
+        if not self.symmetric and self.less and bool((zeros == 15).any()):
+            # Some read it as 16, others as 0.
+            raise unread(self.zeros.place, "a zero point stored as 15", "from 0 to 14, each stored less 1")
+        return zeros + self.less
+
+    def values(self, stored: Tensor) -> Tensor:
+        return stored.t()
+
+    def stored(self, values: Tensor) -> Tensor:
+        return values.t()
+
+    def scales(self, stored: Tensor) -> Tensor:
+        self.check()
+        return (stored if self.symmetric else torch.cat((stored, self._zeros().to(stored.dtype)))).t()
+
+
+@dataclass(frozen=True)
+class Awq(Packing):
+    """Zero points I32 [groups, N / 8]."""
+
+    zeros: TensorInfo
+    name = "AWQ"
+
+    def values(self, stored: Tensor) -> Tensor:
+        return words(_awq_codes(stored).t())
+
+    def stored(self, values: Tensor) -> Tensor:
+        codes = _nibbles(values).flatten(1).t()
+        return words(codes.unflatten(1, (-1, 8))[..., AWQ_ROWS].flatten(1))
+
+    def scales(self, stored: Tensor) -> Tensor:
+        return torch.cat((stored, _awq_codes(read_tensor(self.zeros)).to(stored.dtype))).t()
+
+
+def _awq_codes(packed: Tensor) -> Tensor:
+    """int32 [n, N / 8] to [n, N]."""
+    return _nibbles(packed)[..., [AWQ_ROWS.index(row) for row in range(8)]].flatten(1)
+
+
+@dataclass(frozen=True)
+class WithZeros(Packing):
+    """Zero points I32 [N / 8, groups] or I8 [N, groups]."""
+
+    zeros: TensorInfo
+    name = "with zero points"
+
+    def scales(self, stored: Tensor) -> Tensor:
+        zeros = read_tensor(self.zeros)
+        # As of the values, 8 is added to integers from -8 to 7.
+        codes = zeros + 8 if zeros.dtype == torch.int8 else _nibbles(zeros).transpose(1, 2).flatten(0, 1)
+        return torch.cat((stored, codes[: len(stored)].to(stored.dtype)), 1)
+
+
+@dataclass(frozen=True)
+class Nvfp4(Packing):
+    """Scales F8_E4M3 [N, K / 16]. What the engine takes for scales is the number of the whole matrix."""
+
+    of_groups: TensorInfo
+    divides: bool  # that number divides the scales
+    name = "NVFP4"
+
+    def check(self) -> None:
+        self.read_scales()
+
+    def read_scales(self) -> Tensor:
+        """F8_E4M3 [N, K / 16]."""
+        scales = read_tensor(self.of_groups)
+        if bool((scales.view(torch.uint8) & 127 == 127).any()):
+            raise damaged("scales are not finite", self.of_groups.place, "NaN", "finite scales")
+        return scales
+
+    def values(self, stored: Tensor) -> Tensor:
+        scales = self.read_scales().view(torch.uint8).unflatten(1, (-1, 2))
+        return torch.cat((scales, stored.view(torch.uint8).unflatten(1, (-1, 16))), 2)
+
+    def scales(self, stored: Tensor) -> Tensor:
+        factor = stored.reshape(1, 1)
+        return factor.reciprocal() if self.divides else factor
+
+    def stored(self, values: Tensor) -> Tensor:
+        return values[..., 2:].flatten(1)
