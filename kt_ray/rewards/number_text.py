@@ -7,7 +7,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_DIGITS = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _RAISED = r"(?:\s?\^\s?|\*\*| \*\* )(?:\{[+-]?\d+\}|[+-]?\d+)"
 _POSITIVE = rf"{_DIGITS}(?:[eE][+-]?\d+)?(?:{_RAISED})?"
 _UNITS = {"%": 1e-2, "percent": 1e-2, "hundred": 1e2, "thousand": 1e3, "k": 1e3}
@@ -28,7 +28,13 @@ _SUPERSCRIPT = re.compile("⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _VULGAR = {ord(one): " " + unicodedata.normalize("NFKC", one).replace("⁄", "/") for one in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _BULLET = re.compile(r"(?<=\n)([ \t]*)-[ \t]+")  # of a list in Markdown: its hyphen is no sign
 _MINUS = re.compile(r"−|(?:–|(?<![\d)] )\b(?i:minus|negative) )(?=[$€£¥]?\d)")
+_LATEX_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")  # which separates no list
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|[\u00a0\u2009\u202f])(?=\d{3})")
+# 3,5 and 1.234,5 in an answer, where no list or pair is meant; the comma of 3,500 separates thousands.
+_DECIMAL_COMMA = re.compile(
+    r"(?<![A-Za-z0-9_.,(\[])(?<!\\\{)(?![1-9]\d{0,2},\d{3}(?!\d))(\d+|\d{1,3}(?:\.\d{3})+),(\d+)(?![.,]?\d)"
+)
+_REPEATED = re.compile(r"(?<!\d)(\d{0,9}\.\d{0,9})\\(?:overline|bar)\s*(?:\{(\d{1,9})\}|(\d))")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d|,\d|\s?/)")
 _SPACE = re.compile(r"\\(?:[;: ]|left(?![a-z])|right(?![a-z]))|~")
 _WORDS = re.compile(
@@ -73,8 +79,11 @@ _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _HASHES = re.compile(r"####([^\n]*)")
 _STATEMENT = re.compile(
     r"(?:\banswers?\b(?: to (?:the|this|your) \w+)?[ \t*_]*"
-    r"(?:is|are|was|equals|(?:would|should|must|will) be|[:=])|答案[*_]*(?:应该|应当|应)?[是为:])([^\n]*)",
-    re.IGNORECASE,
+    r"(?:is|are|was|equals|(?:would|should|must|will) be|[:=])|答案[*_]*(?:应该|应当|应)?[是为:]"
+    # not "Answer 3 questions"
+    r"|\bfinal answer(?=\W{1,4}\d)"
+    r"|^[^\w\n]{0,9}answer(?=[^\w\n]{1,4}[\d.,/]+%?[*_$]*[ \t]*(?:\(|$)))([^\n]*)",
+    re.IGNORECASE | re.MULTILINE,
 )
 _NEXT_LINE = re.compile(r"\s*([^\n]*)")
 
@@ -116,12 +125,12 @@ def stated_number(text: str) -> Number | None:
     "#### x", "answer is x" (also "answer: x", "answer is 2 + 3 = x"), any number. A box or tag without
     exactly one number has none, and one with a root, \pi or a letter to be multiplied neither.
     """
-    text = _plain(text)
+    text = _DECIMAL_COMMA.sub(_with_point, _plain(text))
     marked, content = _marked(text)
     if marked:
         return _only(content)
     for statement in reversed(list(_STATEMENT.finditer(text))):
-        if numbers := _numbers(_SUM.sub(_without_sum, statement[1])):
+        if numbers := _numbers(_SUM.sub(_without_sum, _without_spaces(statement[1]))):
             return numbers[0]
         line = _NEXT_LINE.match(text, statement.end())
         if line and not re.search(r"\w", statement[1]) and (number := _alone(line[1])):
@@ -155,7 +164,8 @@ def _marked(text: str) -> tuple[bool, str]:
 
 def _alone(line: str) -> Number | None:
     """The number that a line consists of, with marks of LaTeX and Markdown around it."""
-    match = _NUMBER.fullmatch(line.lstrip(" \t*_$[]\\").rstrip(" \t*_.$[]\\"))  # .5 has its point
+    line = _without_spaces(line.lstrip(" \t*_$[]\\").rstrip(" \t*_.$[]\\"))  # .5 has its point
+    match = _NUMBER.fullmatch(line)
     numbers = _of_match(match) if match else []
     return numbers[0] if len(numbers) == 1 else None
 
@@ -180,6 +190,8 @@ def _plain(text: str) -> str:
     text = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
     text = _MINUS.sub("-", _BULLET.sub(r"\1", text))
     text = _THOUSANDS.sub(",", text.replace("\\!", ""))
+    text = _LATEX_COMMA.sub(".", text)
+    text = _REPEATED.sub(lambda match: match[1] + (match[2] or match[3]) * 20, text)
     text = _SPACE.sub(" ", text.replace("\\,", "").replace("\\$", "$"))
     text = _WORDS.sub(_without_unit, text)
     text = _NO_PART.sub(lambda match: match[1] or "", text)
@@ -201,6 +213,15 @@ def _without_sum(match: re.Match[str]) -> str:
     return "" if computed and match["equals"] else match[0]
 
 
+def _without_spaces(text: str) -> str:
+    """With 10000 for 10 000."""
+    return _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
+
+
+def _with_point(match: re.Match[str]) -> str:
+    return f"{match[1].replace('.', '')}.{match[2]}"
+
+
 def _slash(match: re.Match[str]) -> str:
     space = " " if match.start() and match.string[match.start() - 1].isdigit() else ""
     return f"{space}{match[1] or match[2] or ''}/{match[3] or match[4] or ''}"
@@ -209,7 +230,7 @@ def _slash(match: re.Match[str]) -> str:
 def _only(text: str) -> Number | None:
     if _SEVERAL.search(text) or _BRACKETS.fullmatch(text):
         return None
-    text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
+    text = _without_spaces(text)
     for side in reversed(_EQUALS.split(text)):
         numbers = _numbers(side)
         if len(numbers) > 1 or _SYMBOL.search(side) or "^" in _NUMBER.sub("", side):

@@ -136,6 +136,8 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         ("The answer is (48 clips + 24 clips) / 2 = 36 clips", 36, 1),
         ("The answer is 25% of 80 = 20", 20, 1),
         ("The answer is 42 (6 * 7 = 42)", 42, 1),
+        *[(f"{said} 42 (3 per box)", 42, 1) for said in ("answer", "So.\n**Answer**", "Final answer")],
+        ("To answer 3 questions\nAnswer 4 questions\nin 5 hours", 5, 1),
         (r"The answer is $\frac{10}{3} \approx 3.33$.", "10/3", 1),
         ("The answer is 2 * 10/3 ≈ 6.67", 6.67, 1),
         # Ways of writing.
@@ -182,6 +184,22 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         ("x =\n-3", -3, 1),
         ("10-12", 12, 1),
         ("1,000,000", 1e6, 1),
+        *[
+            (f"{comma}{end}", 3.5, 1)
+            for comma in ("3,5", "The answer is 3,5", "答案是3,5", "#### 3,5", r"\boxed{3,50}")
+            for end in ("", ".")
+        ],
+        ("0,125", 0.125, 1),
+        ("0,125", 125, 0),
+        ("1.234.567,89 €", 1234567.89, 1),
+        ("3,500", 3500, 1),
+        (r"\boxed{3{,}5}", "3{,}5", 1),
+        *[(several, 3.5, 0) for several in (r"\boxed{(3,5)}", r"\boxed{\{3,5\}}", "3,5,7", "3, 5", "1,3,5")],
+        ("The answer is 12 345.", 12345, 1),
+        ("#### 12 345", "12,345", 1),
+        (r"0.\overline{3}", "1/3", 1),
+        (r"\boxed{0.1\overline{6}}", r"1/6", 1),
+        (r"\boxed{0.\bar9}", 1, 1),
         (r"1{,}000\,000", 1e6, 1),
         ("3/4", 0.75, 1),
         (r"-\frac{3}{4}", -0.75, 1),
@@ -230,7 +248,7 @@ def test_numeric(text: str, answer: Any, expected: float) -> None:
     assert reward("numeric", text, answer) == expected
 
 
-@pytest.mark.parametrize("repeated", ["3", "1 + ", "a < b ", "1 1/", "(1 a"])
+@pytest.mark.parametrize("repeated", ["3", "1 + ", "a < b ", "1 1/", "(1 a", "\n", "1,"])
 def test_an_answer_without_end_is_judged_at_once(repeated: str) -> None:
     """Models that repeat themselves do so to their last token; a tenth of a second, not a minute."""
     began = time.monotonic()
@@ -287,6 +305,8 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
         ("numeric", math.inf, "inf"),
         ("numeric", r"\sqrt{2}", "sqrt"),
         ("numeric", "2x", "'2x'"),
+        ("numeric", "3,5", "'3,5'"),
+        ("numeric", "0,125", "'0,125'"),
         ("json_schema", "{", "Expecting"),
         ("json_schema", [1], "[1]"),
         ("json_schema", {"type": "number?"}, "no schema: 'number?'"),
