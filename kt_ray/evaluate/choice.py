@@ -31,9 +31,9 @@ _IS = (
 _STATEMENTS = (
     r"\\boxed\s*\{\s*(?:\\(?:text|mathrm|mathbf)\s*\{)?",
     rf"<answer>{_BETWEEN}",
-    rf"(?<!wrong )(?<!incorrect )\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}"
+    rf"(?<!wrong )(?<!incorrect )(?<!false )(?<!n['’]t think the )(?<!n['’]t believe the )\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}"
     rf"{_BETWEEN}(?:(?:option|choice|letter)\s+[(\[*]*)?",
-    rf"\b(?:choose|pick|select|go with)\b(?:\s+(?:option|choice|answer))?{_BETWEEN}",
+    rf"(?<!not )(?<!n['’]t )\b(?:choose|pick|select|go with)\b(?:\s+(?:option|choice|answer))?{_BETWEEN}",
     rf"(?:答案|正确选项)(?:应该|应当|应)?(?:是|为|选择|选)?{_BETWEEN}",
     rf"(?<!不)(?<!不应)(?:选择|选)(?!项){_BETWEEN}",
 )
@@ -47,13 +47,21 @@ _JUDGED = (
     r"(?i:\b(?:therefore|thus|hence|so|that|only|and|but)\s|[.,:;!?，。、；：]|^)\s*[(\[*]*"
     rf"(%s){_IS_RIGHT}"
 )
-_WRONG = rf"[)\]*]*\s*(?:is (?:wrong|incorrect|false|not (?:the )?(?:{_RIGHT}))|(?:是|项)?错)"
+_WRONG = (
+    rf"[)\]*]*\s*(?:is (?:(?:an? |the )?(?:wrong|incorrect|false)|not (?:the )?(?:{_RIGHT}))|(?:是|项)?错)"
+)
 _DENIED = rf"[)\].:,*_`\"]*\s*(?i:(?:this|that|it)\s)?{_WRONG}"  # "A: This is wrong. B is correct."
 _END = r"(?!\w|['’]\w)"  # of an option's letter
 # Two options in one breath settle nothing. "B is wrong" says something else.
 _SECOND = (
     r"[)\]*}]*\s*(?:,|、|/|&|\band\b|\bor\b|和|或|与)\s*(?:and\s+|or\s+)?(?i:(?:maybe|perhaps)\s+)?"
     r"(?i:(?:option|choice|letter)\s+)?[(\[*]*(%s)(?!\w|['’]\w|[)\]*]*\s+(?:is|has|does|would)\b)"
+)
+# "The wrong answers are B and C", "not A or B", "I don't think it is B"
+_CALLED_WRONG = (
+    rf"(?i:\b(?:wrong|incorrect|false|worst)\s+(?:answer|option|choice|letter)s?\b{_IS}{_BETWEEN}|\bnot\s+"
+    r"|(?:\bnot|n['’]t)\s+(?:choose|pick|select|go with|(?:think|believe)\s+(?:that\s+)?(?:it|the answer)\s+is)"
+    rf"{_BETWEEN}){{known}}{_END}(?:{_SECOND.replace('(%s)', '{known}')})*"
 )
 # After these words (in small letters) a single "A" is an option; after others it is the article.
 _VERBS = ("is", "or", "and", "because", "since", "as", "but", "seems", "would", "must", "should", "for")
@@ -102,7 +110,12 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     begun = rf"^[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[–—]|\s*-\s|\s*\n)"
     first = re.match(begun, text)
     by_itself = re.match(rf"[^\w\n]*{known}[^\w\n]*\n[^\n]*\w\w", text)
-    listed = not by_itself and re.findall(begun, text, re.MULTILINE)[:2] == [*letters[:2]]
+    begin = [*re.finditer(begun, text, re.MULTILINE)][:2]
+    # In small letters: "B. Wrong" may be an option.
+    unlike = any(
+        re.match(rf"{_DENIED}|[)\].:,*_`\"]*\s*(?:wrong|incorrect)\b", text[m.end(1) :]) for m in begin
+    )
+    listed = not (by_itself or unlike) and [m[1] for m in begin] == [*letters[:2]]
     rest = text[first.end(1) :] if first else ""
     if first and not (listed or re.match(_DENIED, rest) or _names_second(rest, known)):
         return first[1]
@@ -112,7 +125,8 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     line = re.search(rf"\n[^\w\n]*({known})[^\w\n]*\Z", text)
     if line:
         return line[1]
-    denied = r"(?<!\bnot )(?<!n't )(?<!not be )(?<!n't be )(?<!不是)(?<!不选)"
+    text = re.sub(_CALLED_WRONG.replace("{known}", known), "", text)
+    denied = r"(?<!n't )(?<!not be )(?<!n't be )(?<!不是)(?<!不选)"
     alone = {
         match[1]
         for match in re.finditer(rf"(?<![A-Za-z0-9'’]){denied}({known})(?![A-Za-z0-9'’]|-\w|{_WRONG})", text)

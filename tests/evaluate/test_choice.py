@@ -64,6 +64,24 @@ ANSWERS = [
     ("The answer is (B), A good one.", "B"),
     ("A is true, but that was not asked. Option D is correct.", "D"),
     *[(f"A{wrong} is wrong. B is correct.", "B") for wrong in (")", ": This")],
+    ("A. Paris\nB. wrong: it is in England", "A"),
+    ("A. Right\nB. Wrong", None),
+    # called wrong
+    *[
+        (text, None)
+        for text in (
+            "The wrong answer is B.",
+            "The only incorrect choice: (B)",
+            "B is the wrong answer",
+            "Not B.",
+            "I would not choose B",
+            "I don’t think the answer is B.",
+            "I don't think that it is B",
+            "The false answer would be B",
+        )
+    ],
+    ("The wrong answers are B and C, so A", "A"),
+    ("The worst option is B; C it is", "C"),
     # on the last line
     ("A. 5\nB. 6\n\nB", "B"),
     ("B. Rome\n\nA. is in France\nC. is in Spain", "B"),
