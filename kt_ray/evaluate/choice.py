@@ -31,7 +31,8 @@ _IS = (
 _STATEMENTS = (
     r"\\boxed\s*\{\s*(?:\\(?:text|mathrm|mathbf)\s*\{)?",
     rf"<answer>{_BETWEEN}",
-    rf"(?<!wrong )(?<!incorrect )(?<!false )(?<!n['’]t think the )(?<!n['’]t believe the )\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}"
+    rf"(?<!wrong )(?<!incorrect )(?<!false )(?<!n['’]t think the )(?<!n['’]t believe the )"
+    rf"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}"
     rf"{_BETWEEN}(?:(?:option|choice|letter)\s+[(\[*]*)?",
     rf"(?<!not )(?<!n['’]t )\b(?:choose|pick|select|go with)\b(?:\s+(?:option|choice|answer))?{_BETWEEN}",
     rf"(?:答案|正确选项)(?:应该|应当|应)?(?:是|为|选择|选)?{_BETWEEN}",
@@ -60,7 +61,8 @@ _SECOND = (
 # "The wrong answers are B and C", "not A or B", "I don't think it is B"
 _CALLED_WRONG = (
     rf"(?i:\b(?:wrong|incorrect|false|worst)\s+(?:answer|option|choice|letter)s?\b{_IS}{_BETWEEN}|\bnot\s+"
-    r"|(?:\bnot|n['’]t)\s+(?:choose|pick|select|go with|(?:think|believe)\s+(?:that\s+)?(?:it|the answer)\s+is)"
+    r"|(?:\bnot|n['’]t)\s+(?:choose|pick|select|go with|"
+    r"(?:think|believe)\s+(?:that\s+)?(?:it|the answer)\s+is)"
     rf"{_BETWEEN}){{known}}{_END}(?:{_SECOND.replace('(%s)', '{known}')})*"
 )
 # After these words (in small letters) a single "A" is an option; after others it is the article.
@@ -115,7 +117,7 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     unlike = any(
         re.match(rf"{_DENIED}|[)\].:,*_`\"]*\s*(?:wrong|incorrect)\b", text[m.end(1) :]) for m in begin
     )
-    listed = not (by_itself or unlike) and [m[1] for m in begin] == [*letters[:2]]
+    listed = not (by_itself or unlike) and [match[1] for match in begin] == [*letters[:2]]
     rest = text[first.end(1) :] if first else ""
     if first and not (listed or re.match(_DENIED, rest) or _names_second(rest, known)):
         return first[1]
