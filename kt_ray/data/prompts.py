@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,10 +36,20 @@ def as_prompts(data: DataConfig) -> DataConfig:
 
 
 def with_answer(prompt: Conversation) -> Conversation:
-    """A conversation that ends with the row's `answer`, "" where it has none."""
+    """A conversation that ends with the row's `answer`, "" where it has none; of several the first."""
     given = (prompt.columns or {}).get("answer")
-    answer: Turn = {"role": "assistant", "content": "" if given is None else str(given)}
+    answer: Turn = {"role": "assistant", "content": _as_text(given)}
     return replace(prompt, messages=(*prompt.messages, answer), columns=None)
+
+
+def _as_text(answer: Any) -> str:
+    if isinstance(answer, list):
+        return _as_text(answer[0] if answer else None)
+    if isinstance(answer, float) and answer.is_integer():  # as a column of numbers that lacks one has them
+        answer = int(answer)
+    if isinstance(answer, dict):
+        return json.dumps(answer, ensure_ascii=False)
+    return "" if answer is None else str(answer)
 
 
 def encode_prompts(

@@ -111,8 +111,18 @@ def test_held_out_prompts_and_copies_by_weight(tokenizer_dir: Path, tmp_path: Pa
     assert len(bundle.train) == 16 and len(bundle.prompts) == 16
 
 
-@pytest.mark.parametrize(("answer", "label"), [(None, ""), (0, "0"), ("Tilda", "Tilda")])
-def test_no_answer_is_no_word(answer: object, label: str) -> None:
-    """A null in the column, as tables have it for a row without one."""
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        (None, ""),  # as tables have it for a row without one
+        (0, "0"),
+        (7.0, "7"),
+        ("Tilda", "Tilda"),
+        (["Tilda", "Tilda Marrow"], "Tilda"),
+        ([], ""),
+        ({"type": "object"}, '{"type": "object"}'),
+    ],
+)
+def test_the_label_of_a_prompt_is_its_answer_as_text(answer: object, label: str) -> None:
     prompt = Conversation(({"role": "user", "content": "Who?"},), 0, "line 1", columns={"answer": answer})
     assert with_answer(prompt).messages[-1]["content"] == label
