@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.batch import IGNORE, Objective
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.data.batches import Batches, eval_waves, mismatched
+from kt_ray.data.batches import Batches, eval_waves, flat, mismatched
 from kt_ray.data.row_types import Pair, Row
 from kt_ray.errors import UserError
 from kt_ray.model.preference_losses import dpo_losses, kto_losses, orpo_losses, simpo_losses
@@ -64,7 +65,8 @@ def expected_loss(stage: str, policy: Reference, base: Reference, rows: list[Row
     if stage == "kto":
         others = mismatched(rows, 512)
         with torch.no_grad():
-            kl = max(0.0, float((answers(policy, others) - answers(base, others)).mean()))
+            ratios = answers(policy, others) - answers(base, others) if others else torch.zeros(1)
+        kl = max(0.0, float(ratios.mean()))
         wanted = torch.tensor([r.sign > 0 for r in rows])
         return kto_losses(mine - theirs, wanted, Objective("kto", 0, kl=kl)).mean()
     mean = mine / torch.tensor([r.trained for r in rows])
@@ -111,9 +113,18 @@ def test_loss_and_gradients(path: Path, stage: str, layout: str) -> None:
         reports = [trainer._pass(0, "train", wave, objective.units, objective=objective)[1] for wave in waves]
         gradients = cluster.gradients()
         held_out, units_of_it = trainer._held_out_loss(0)
+        smaller = replace(config, trainer=replace(config.trainer, batch_size=2))
+        in_batches = (
+            trainer_for(cluster, smaller, units)._held_out_loss(0) if layout == "one worker" else None
+        )
         figures = trainer._preference.figures(waves, objective, reports)
     assert sum(r.loss for r in reports) == pytest.approx(float(wanted.detach()), rel=1e-5)
     assert held_out == pytest.approx(float(wanted.detach()), rel=1e-5) and units_of_it == len(units)
+    if in_batches is not None:  # of which each has its own reference point (KTO) and weighs by its rows
+        with torch.no_grad():
+            parts = [flat(units[i : i + 2])[0] for i in range(0, len(units), 2)]
+            means = [float(expected_loss(stage, policy, base, part)) * len(part) for part in parts]
+        assert in_batches == (pytest.approx(sum(means) / len(rows), rel=1e-5), len(units))
     errors = relative(gradients, expected)
     assert max(errors.values()) <= 1e-4, max(errors.items(), key=lambda item: item[1])
     assert {"reward_chosen", "reward_rejected"} < set(figures)
