@@ -297,6 +297,18 @@ def _optim(c: Config) -> Iterator[Fault]:
                 "less than 1 (a share) or a whole number",
                 f"set {key}={int(value)}",
             )
+    for key, schedules in (
+        ("optim.decay", ("wsd",)),
+        ("optim.decay_shape", ("wsd",)),
+        ("optim.min_lr_ratio", ("cosine", "linear", "wsd")),
+    ):
+        if optim.schedule not in schedules and value_of(c, key) != fields()[key].default:
+            yield Fault(
+                key,
+                f"has no meaning with optim.schedule={optim.schedule}",
+                " or ".join(f"optim.schedule={name}" for name in schedules),
+                f"set optim.schedule={schedules[0]}, or leave out {key}",
+            )
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Fault("optim.betas", "is out of range", "two numbers at least 0 and less than 1")
     if c.trainer.max_steps is not None:
@@ -328,6 +340,18 @@ def _trainer(c: Config) -> Iterator[Fault]:
             f"has no meaning for trainer.stage={trainer.stage} with preference.loss={loss}",
             "0, or trainer.stage=dpo with preference.loss=sigmoid or robust",
         )
+    for key, stages in (
+        ("preference.beta", ("dpo", "orpo", "kto")),
+        ("preference.desirable_weight", ("kto",)),
+        ("preference.undesirable_weight", ("kto",)),
+    ):
+        if trainer.stage not in stages and value_of(c, key) != fields()[key].default:
+            yield Fault(
+                key,
+                f"has no meaning for trainer.stage={trainer.stage}",
+                " or ".join(f"trainer.stage={name}" for name in stages),
+                f"set trainer.stage={stages[0]}, or leave out {key}",
+            )
     if trainer.stage == "kto" and rows == 1 and c.mode == "train":
         yield Fault(
             "trainer.batch_size",

@@ -113,8 +113,9 @@ def test_every_answer_is_right(
     proposed = re.search(r"To fix: write (.*)$", error)
     assert (proposed[1] if proposed else "") == written, error
     if not written.startswith(("model.path", "data.path")):
-        rows = ["data=demo"] if written.startswith("model=") else []
-        compose([*rows, *shlex.split(written)])  # what is proposed works
+        needed = {"model=": "data=demo", "preference.": "trainer.stage=dpo"}
+        others = [option for key, option in needed.items() if written.startswith(key)]
+        compose([*others, *shlex.split(written)])  # what is proposed works
 
 
 def test_all_of_a_command_line_are_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:

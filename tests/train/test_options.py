@@ -350,13 +350,17 @@ def test_a_gradient_that_is_not_finite(go: Go) -> None:
         ("trainer.save_best=true", r"save_best=true goes by the held-out loss"),
         ("trainer.spike=0.5", r"spike=0\.5 would refuse ordinary steps"),
         ("trainer.profile_steps=[0]", r"counts steps from 1"),
+        ("preference.beta=0.5", r"beta=0\.5 has no meaning for trainer\.stage=sft; .*stage=orpo"),
+        ("preference.desirable_weight=2", r"desirable_weight=2.* required trainer\.stage=kto\."),
+        ("optim.decay=0.5", r"optim\.decay=0\.5 has no meaning with optim\.schedule=cosine; .*schedule=wsd"),
+        ("optim.min_lr_ratio=0.1 optim.schedule=constant", r"min_lr_ratio.*schedule=constant; .*linear"),
         ("preference.label_smoothing=0.1", r"label_smoothing.*has no meaning for trainer\.stage=sft"),
         ("trainer.stage=rlhf", r"trainer\.stage=rlhf is not known"),
     ],
 )
 def test_refused_before_anything_starts(setting: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        compose(["trainer.eval_every=0", setting])
+        compose(["trainer.eval_every=0", *setting.split()])
 
 
 def test_skipping_leaves_no_trace_and_counts(tmp_path: Path) -> None:
