@@ -372,6 +372,12 @@ def _trainer(c: Config) -> Iterator[Fault]:
                 "goes by the held-out loss, but trainer.eval_every=0",
                 remedy="set trainer.eval_every=<steps>",
             )
+    if trainer.early_stopping_threshold and not trainer.early_stopping:
+        yield Fault(
+            "trainer.early_stopping_threshold",
+            "has no meaning with trainer.early_stopping=0",
+            remedy="set trainer.early_stopping=<evaluations>, or trainer.early_stopping_threshold=0",
+        )
     if 0 < trainer.spike <= 1:
         yield Fault(
             "trainer.spike",

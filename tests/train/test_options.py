@@ -196,7 +196,8 @@ def test_best_is_saved_where_it_is_found(go: Go) -> None:
 
 
 def test_what_is_kept_is_compared_with_trained_states_only(go: Go) -> None:
-    settings = ["trainer.eval_every=2", "trainer.save_best=true", "trainer.early_stopping_threshold=0.5"]
+    settings = ["trainer.eval_every=2", "trainer.save_best=true", "trainer.early_stopping=9"]
+    settings.append("trainer.early_stopping_threshold=0.5")
     trainer, _, told = go(*settings, held_out=[1.0, 2.0, 1.9, 1.95, math.nan])
     assert told == ["save 2", "best 2 2.0", "save 4", "best 4 1.9", "save 8"]
     assert trainer.kept == (4, 1.9) and trainer.best == (0, 1.0)
@@ -348,6 +349,7 @@ def test_a_gradient_that_is_not_finite(go: Go) -> None:
     [
         ("trainer.early_stopping=2", r"early_stopping=2 goes by the held-out loss.*eval_every"),
         ("trainer.save_best=true", r"save_best=true goes by the held-out loss"),
+        ("trainer.early_stopping_threshold=0.1", r"no meaning with trainer\.early_stopping=0\."),
         ("trainer.spike=0.5", r"spike=0\.5 would refuse ordinary steps"),
         ("trainer.profile_steps=[0]", r"counts steps from 1"),
         ("preference.beta=0.5", r"beta=0\.5 has no meaning for trainer\.stage=sft; .*stage=orpo"),
