@@ -65,9 +65,15 @@ def advantages(rewards: np.ndarray, *, scaled: bool) -> np.ndarray:
     values = np.zeros(len(rewards))
     if known.any() and np.ptp(rewards[known]) > 0:
         values[known] = rewards[known] - rewards[known].mean()
-    if scaled and known.sum() > 1:
-        values /= rewards[known].std(ddof=1) + _EPSILON
+    if scaled:
+        values /= deviation(rewards) + _EPSILON
     return values
+
+
+def deviation(rewards: np.ndarray) -> float:
+    """That of a sample, as torch.std; 0 of fewer than two. `rewards` as in `advantages`."""
+    known = rewards[~np.isnan(rewards)]
+    return float(known.std(ddof=1)) if len(known) > 1 else 0.0
 
 
 def token_weights(mean: str, lengths: np.ndarray, counted: np.ndarray, longest: int) -> np.ndarray:
@@ -275,7 +281,7 @@ class Policy:
             some = ~np.isnan(groups).all(axis=1)
             advantages = np.array([answer.advantage for answer in self._step]).reshape(groups.shape)
             figures["reward"] = float(np.nanmean(rewards))
-            figures["reward_std"] = float(np.nanstd(groups[some], axis=1).mean())
+            figures["reward_std"] = float(np.mean([deviation(group) for group in groups[some]]))
             figures["equal_groups"] = float((~advantages[some].any(axis=1)).mean())
         figures |= self._ratios(waves, reports)
         tokens, seconds = self._sampled

@@ -189,6 +189,7 @@ def test_equal_rewards_are_not_trained_on() -> None:
     assert samples == [0, 1, 2, 3]  # of the first group only
     figures = made.figures(waves, [reports(wave) for wave in waves])
     assert figures["reward"] == pytest.approx(np.mean(REWARDS)) and figures["equal_groups"] == 0.5
+    assert figures["reward_std"] == pytest.approx(np.std(REWARDS[:4], ddof=1) / 2)  # advantages' deviation
     waves, _ = policy(config("grpo.kl_coef=0.1"), Answers()).prepared(0)
     assert sum(len(micro.sample_ids) for micro in micros(waves)) == 8  # the divergence is theirs, too
     waves, _ = policy(config(), Answers([0.0])).prepared(0)
