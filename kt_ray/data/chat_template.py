@@ -90,6 +90,7 @@ class ChatTemplate:
         self.marked = _GENERATION.search(self.template) is not None
         self._bounded = bounded(self.rendered, self.source)
         self._usual = self._takes_the_simplest()
+        self._special += self._plain_endings()
 
     def _choose(self, template: str | None) -> str:
         if template is not None:
@@ -211,6 +212,17 @@ class ChatTemplate:
                 ) from error
             return False
         return True
+
+    def _plain_endings(self) -> list[str]:
+        """A token of the tokenizer's, not marked as special, that the template ends answers with."""
+        added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
+        with contextlib.suppress(Exception):  # it may want other turns than these
+            text = self._render(SIMPLEST).rstrip()
+            for token in self._special:  # the conversation's end may follow, as in Phi-3.5's
+                text = text.removesuffix(token).rstrip() if text.endswith(token) else text
+            found = {token for token in added if len(token) > 1 and text.endswith(token)}  # "b" is the answer
+            return sorted(found.difference(self._special), key=len)[-1:]
+        return []
 
     def _with_thoughts(self, messages: Sequence[Turn]) -> tuple[Turn, ...]:
         """Where the template writes thoughts otherwise, one that an answer begins with in <think> is taken

@@ -544,11 +544,17 @@ def test_a_call_that_has_its_own_end_is_given_no_other() -> None:
     assert spoken(encoder, ASK, SAID, ASK, calls("look")) == [said, "look" + END]
 
 
-def test_what_ends_the_whole_conversation_ends_no_answer() -> None:
-    """As Phi-3.5's template, whose answers end with another token."""
-    template = PLAIN + "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% endif %}"
-    tokens = ["<|im_start|>", "<|im_end|>"]
-    encoder = ChatEncoder(make_tokenizer(template, eos_token="<|endoftext|>", extra_special_tokens=tokens))
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("closing", ["<|endoftext|>", ""])
+def test_what_ends_the_whole_conversation_ends_no_answer(closing: str, special: bool) -> None:
+    """As Phi-3.5's template, whose answers end with another token; special: whether the tokenizer says so."""
+    from tokenizers import AddedToken
+
+    template = PLAIN + "{% if not add_generation_prompt %}{{ '" + closing + "' }}{% endif %}"
+    tokenizer = make_tokenizer(template, eos_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"])
+    tokenizer.add_tokens([AddedToken("<|im_end|>", special=special)])
+    tokenizer.add_tokens(["b", "</think>"])
+    encoder = ChatEncoder(tokenizer)
     said = SAID["content"] + END
     assert spoken(encoder, ASK, SAID) == [said]
     assert spoken(encoder, ASK, SAID, ASK, SAID) == [said, said]
