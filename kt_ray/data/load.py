@@ -15,7 +15,7 @@ from kt_ray.data.chat_template import dated
 from kt_ray.data.encode_rows import Encoded, Samples, encode_rows
 from kt_ray.data.held_out_split import as_split, same_prompt, split
 from kt_ray.data.pack_rows import pack
-from kt_ray.data.prompts import Prompt, as_prompts, encode_prompts
+from kt_ray.data.prompts import Prompt, RowCheck, as_prompts, encode_prompts
 from kt_ray.data.row_types import KINDS, Conversation
 from kt_ray.data.sources import SourceRows, eval_source, left_out, read_sources, sources_of, weighted
 from kt_ray.data.template import ChatEncoder
@@ -56,6 +56,7 @@ def load_data(
     seed: int,
     kinds: Sequence[str] = KINDS,
     cache: TokenCache | None = None,
+    check: RowCheck | None = None,
 ) -> DataBundle:
     """Read, split and tokenise as `config.data` says.
 
@@ -65,6 +66,7 @@ def load_data(
         seed: decides which rows are held out, and how they are packed.
         kinds: of rows that the caller can use, of kt_ray.data.row_types.KINDS.
         cache: of tokenised rows; None = the default place, as large as data.cache_gb says.
+        check: of the rows of prompts.
 
     Raises:
         UserError: any fault in files, rows, tokenizer or template, with file and line.
@@ -98,7 +100,7 @@ def load_data(
             eval_samples = [(row, first + sample) for row, sample in eval_samples]
 
         def encode(samples: Samples, report: SplitReport) -> list[Any]:
-            found = encode_prompts(samples, encoder, longest, report, data.bad_rows == "skip")
+            found = encode_prompts(samples, encoder, longest, report, data.bad_rows == "skip", check)
             prompts.update(found)
             return [prompt.row for prompt in found.values()]
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,9 @@ from kt_ray.data.row_types import Conversation, Row, Turn
 from kt_ray.data.template import ChatEncoder
 from kt_ray.data.token_counts import SplitReport
 from kt_ray.errors import UserError
+
+# Refuses a row (its columns, file and line) whose answers cannot be rewarded: `Reward.check_row`.
+RowCheck = Callable[[Mapping[str, Any], str], None]
 
 
 @dataclass(frozen=True)
@@ -58,20 +61,23 @@ def encode_prompts(
     longest: int,
     report: SplitReport,
     skip_bad: bool,
+    check: RowCheck | None = None,
 ) -> dict[int, Prompt]:
     """Sample id -> prompt, counted into `report`. Those of more than `longest` tokens are left out.
 
     Raises:
-        UserError: a row that the template refuses, unless `skip_bad`; nothing left.
+        UserError: a row that the template or `check` refuses, unless `skip_bad`; nothing left.
     """
     prompts: dict[int, Prompt] = {}
-    bad = BadRows(skip_bad)
+    faults: dict[str, UserError] = {}  # by the row's place: a weight takes rows several times
     for conversation, sample in samples:
         try:
             turns, where = conversation.messages, conversation.where
             ids = encoder.prompt_ids(turns, tools=conversation.tools, where=where)
+            if check is not None and len(ids) <= longest:
+                check(conversation.columns or {}, where)
         except UserError as fault:
-            bad.add(fault)
+            faults.setdefault(where, fault)
             continue
         report.source_rows += 1
         report.longest = max(report.longest, len(ids))
@@ -84,6 +90,9 @@ def encode_prompts(
         row = Row(np.array(ids, dtype=np.int64), np.full(len(ids), IGNORE, dtype=np.int64), sample)
         opened = encoder.opens_thought(ids)
         prompts[sample] = Prompt(row, text, conversation.columns or {}, where, opened)
+    bad = BadRows(skip_bad)
+    for refused in faults.values():
+        bad.add(refused)
     if left_out := bad.settle(report.source_rows, "the data"):
         report.notes.append(left_out)
     if samples and not prompts:

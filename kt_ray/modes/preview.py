@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 from kt_ray.config.schema import Config
@@ -14,6 +15,7 @@ from kt_ray.hardware.describe import hardware_for
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.modes.plan import as_adapter, model_dims
 from kt_ray.placement.render import LAYOUT, counted, layout_line
+from kt_ray.rewards.reward import load_reward
 from kt_ray.runs.known_load import known_load, resumed_choice
 from kt_ray.runs.plan_time import (
     duration,
@@ -39,7 +41,11 @@ def run(config: Config) -> int:
     directory = named or resolve_model_dir(model)
     if config.data.packing:
         check_packing_family(directory)
-    bundle = load_data(config, directory, config.seed, KINDS)
+    with contextlib.ExitStack() as stack:
+        check = None
+        if config.trainer.stage == "grpo" and config.reward is not None:
+            check = stack.enter_context(contextlib.closing(load_reward(config.reward))).check_row
+        bundle = load_data(config, directory, config.seed, KINDS, check=check)
     console = screen_console(file=sys.stdout)
     count = config.trainer.preview or 3
     print_preview(preview_rows(bundle.train, bundle.tokenizer, count), console)

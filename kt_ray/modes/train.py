@@ -71,14 +71,23 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     began = time.monotonic()
+    if config.trainer.stage != policy_steps.STAGE:
+        return _checked(config, None, began)
+    assert config.reward is not None
+    with contextlib.closing(load_reward(config.reward)) as reward:
+        return _checked(config, reward, began)
+
+
+def _checked(config: Config, reward: Reward | None, began: float) -> int:
+    """All that can be refused before anything runs, and then the run. reward: of trainer.stage=grpo."""
     config, manifest = intact_checkpoint(config)
     undated, config = config, dated_as_before(config)
-    prepared = prepare(config, manifest)
+    prepared = prepare(config, manifest, None if reward is None else reward.check_row)
     if not prepared.data.dated:
         config = undated
     config = replace(config, lora=prepared.config.lora)  # which may be an adapter's
     final = final_questions(prepared)
-    answering = _policy(prepared)
+    answering = None if reward is None else (_policy(prepared), reward)
     resume = resume_point(prepared, manifest)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
     prediction = predicted_run(config, prepared.plan, rates, prepared.batches.train(0))
@@ -91,28 +100,19 @@ def run(config: Config) -> int:
         return _run(prepared, rundir, resume, prediction, sampled, rates, final, answering, began)
     finally:
         rundir.close()
-        if answering is not None:
-            answering[1].close()
 
 
-def _policy(prepared: Prepared) -> tuple[PreparedGeneration, Reward] | None:
-    """How the policy of trainer.stage=grpo answers, and what its answers are worth; None = another stage.
+def _policy(prepared: Prepared) -> PreparedGeneration:
+    """How the policy of trainer.stage=grpo answers.
 
     Raises:
-        UserError: the family cannot generate, the reward is none, or does not fit a row.
+        UserError: the family cannot generate.
     """
-    if prepared.config.trainer.stage != policy_steps.STAGE:
-        return None
-    assert prepared.config.reward is not None
-    reward = load_reward(prepared.config.reward)
-    prompts = prepared.data.prompts.values()
-    for prompt in prompts:
-        reward.check_row(prompt.columns, prompt.where)
     generation = generation_for(prepared)
-    longest = max(prompts, key=lambda prompt: len(prompt.row.input_ids))
+    longest = max(prepared.data.prompts.values(), key=lambda prompt: len(prompt.row.input_ids))
     ids = tuple(longest.row.input_ids.tolist())
     generation.request(ids, longest.where, adapter=True, seed=0)  # refused now, not amid the run
-    return generation, reward
+    return generation
 
 
 def _check_room(prepared: Prepared, resume: ResumePoint | None, seconds: float) -> None:

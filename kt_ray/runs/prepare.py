@@ -33,6 +33,7 @@ from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, Pair, Row, eval_waves, load_data
 from kt_ray.data.batches import flat
 from kt_ray.data.held_out_split import nothing_held_out
+from kt_ray.data.prompts import RowCheck
 from kt_ray.demo import resolve_model_dir
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.model_dims import ModelDims
@@ -117,11 +118,11 @@ def _digest(rows: Sequence[Row | Pair]) -> str:
     return digest.hexdigest()[:16]
 
 
-def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
+def prepare(config: Config, manifest: Manifest | None = None, check: RowCheck | None = None) -> Prepared:
     """Check model, hardware, plan and data of a training run, cheapest first.
 
     Args:
-        manifest: of the checkpoint that the run continues.
+        manifest: of the checkpoint that the run continues. check: of the rows of prompts.
 
     Raises:
         UserError: the first fault.
@@ -131,7 +132,7 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     resolve_targets(
         config.lora.target_modules, model.module_names, config.lora.layers, experts=config.lora.experts
     )
-    data = load_data(config, model.model_dir, config.seed)
+    data = load_data(config, model.model_dir, config.seed, check=check)
     check_stage(config.trainer.stage, data)
     _check_held_out(config, data)
     data.report.notes += _beyond_context(config, model.plan.dims.context, data)

@@ -10,11 +10,12 @@ import pytest
 
 from kt_ray.batch import IGNORE
 from kt_ray.data.load import DataBundle, load_data
-from kt_ray.data.prompts import with_answer
+from kt_ray.data.prompts import RowCheck, with_answer
 from kt_ray.data.row_types import Conversation
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import UserError
+from kt_ray.rewards.reward import load_reward
 from tests.helpers.composing import compose
 
 
@@ -25,11 +26,17 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(directory: Path, rows: list[dict[str, Any]], path: Path, *settings: str) -> DataBundle:
+def load(
+    directory: Path,
+    rows: list[dict[str, Any]],
+    path: Path,
+    *settings: str,
+    check: RowCheck | None = None,
+) -> DataBundle:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = ("trainer.stage=grpo", "reward=regex", "data.eval_fraction=0", "generate.max_new_tokens=24")
     config = compose([f"model.path={directory}", f"data.path={path}", "data.max_length=64", *own, *settings])
-    return load_data(config, str(directory), 0)
+    return load_data(config, str(directory), 0, check=check)
 
 
 def texts(bundle: DataBundle) -> list[str]:
@@ -95,6 +102,19 @@ def test_what_asks_nothing(tokenizer_dir: Path, tmp_path: Path) -> None:
             load(tokenizer_dir, [good, row], tmp_path / "rows.jsonl")
     bundle = load(tokenizer_dir, [good, bad], tmp_path / "rows.jsonl", "data.bad_rows=skip")
     assert len(bundle.train) == 1
+
+
+def test_rows_that_cannot_be_judged_are_told_all_at_once(tokenizer_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "Who?", "answer": answer} for answer in (1, "Tilda", 2, "nobody", "long? no")]
+    rows[-1]["prompt"] = "Who? " * 40  # left out for its length
+    check, path = load_reward("numeric").check_row, tmp_path / "rows.jsonl"
+    with pytest.raises(UserError) as raised:
+        load(tokenizer_dir, rows, path, check=check)
+    assert "reward=numeric cannot judge answers to a row (line 2, line 4)" in raised.value.line()
+    weighted = (f"data.sources=[{{path: {path}, weight: 2}}]", "data.path=null", "data.bad_rows=skip")
+    bundle = load(tokenizer_dir, rows, path, *weighted, check=check)
+    assert sorted(prompt.columns["answer"] for prompt in bundle.prompts.values()) == [1, 1, 2, 2]
+    assert any("(line 2, line 4)" in line for line in bundle.report.lines())
 
 
 def test_held_out_prompts_and_copies_by_weight(tokenizer_dir: Path, tmp_path: Path) -> None:

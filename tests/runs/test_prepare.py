@@ -72,7 +72,7 @@ def test_a_warm_up_of_more_steps_than_the_rows_give(
     row = np.ones(4, np.int64)
     data = SimpleNamespace(train=[Row(row, row, i) for i in range(32)], eval=[], pad_id=0)
     data.report = DataReport(4)
-    monkeypatch.setattr(preparing, "load_data", lambda *_: data)
+    monkeypatch.setattr(preparing, "load_data", lambda *_, **__: data)
     monkeypatch.setattr(preparing, "resumed_load", lambda *_: None)
     monkeypatch.setattr(preparing, "resolve_targets", lambda *_, **__: None)
     monkeypatch.setattr(preparing, "Prepared", SimpleNamespace)
