@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kt_ray.evaluate.answer_file import (
     ADAPTER_FILE,
     BASE_FILE,
     AnswerFile,
+    AnswerRow,
     check_complete,
     check_same_questions,
     find_answers,
@@ -28,6 +30,7 @@ from kt_ray.evaluate.answer_file import (
     of_present_adapter,
     settings_beside,
 )
+from kt_ray.evaluate.choice import label_letter
 from kt_ray.evaluate.loss_sums import loss_figures, read_losses
 from kt_ray.evaluate.scores import score
 from kt_ray.evaluate.table import Comparison, compare
@@ -36,6 +39,7 @@ from kt_ray.tracking import MultiTracker, library_trackers, read_jsonl, series
 from kt_ray.tracking.progress import shortened
 
 JSON_FILE, MARKDOWN_FILE = "eval.json", "eval.md"
+_OPTIONS = "ABCDEFGHIJ"  # that a data set may have
 # Keys of `generate` that change no answer.
 _SPEED = ("batch_size", "prefill_tokens", "cache_tokens")
 
@@ -158,6 +162,11 @@ def evaluate(
             "start mode=predict or mode=eval with generate.adapter again to ask them once more",
         )
     rows = next(side.rows for side in (adapter, base) if side is not None)
+    if config.eval.choice == "auto" and (more := _more_letters(rows, config.eval.letters)):
+        notes += (
+            f"every label is an option's letter, but not all are in eval.letters={config.eval.letters}: "
+            f"letter accuracy is left out, eval.letters={more} measures it",
+        )
     if unlabelled := sum(not row.label.strip() for row in rows):
         notes += (
             f"{unlabelled} of the rows have no label to compare answers with, and score nothing: the column "
@@ -169,6 +178,12 @@ def evaluate(
         for side in (base, adapter)
     ]
     return compare(*scores, samples=config.eval.samples, losses=losses, notes=notes)
+
+
+def _more_letters(rows: Sequence[AnswerRow], letters: str) -> str:
+    """What eval.letters would have to be, where all labels are options and some none of it; "" = not so."""
+    found = [label_letter(row.label, _OPTIONS) or "" for row in rows]
+    return "" if "" in found or {*found} <= {*letters} else _OPTIONS[: _OPTIONS.index(max(found)) + 1]
 
 
 def write(result: Comparison, directory: Path) -> None:

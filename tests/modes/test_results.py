@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -50,12 +51,16 @@ def test_a_runs_own_losses_are_those_of_its_adapter(runs):
     assert losses_of_run(runs / "a") == {}  # not in nats per token
 
 
-def test_rows_without_a_label_are_counted(runs):
-    rows = [{"prompt": "q", "predict": "a", "label": label} for label in ("a", "", " ")]
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [(("a", "", " "), "2 of the rows have no label"), (("A", "(E)"), "every label .* eval.letters=ABCDE")],
+)
+def test_labels_that_are_not_scored_are_told(runs, labels, said):
+    rows = [{"prompt": "q", "predict": "a", "label": label} for label in labels]
     (runs / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cli.main(["mode=eval", f"eval.adapter={runs}/answers.jsonl", "eval.out=out"]) == 0
     (note,) = json.loads((runs.parent / "out" / "eval.json").read_text())["notes"]
-    assert note.startswith("2 of the rows have no label")
+    assert re.match(said, note)
 
 
 def test_eval_of_files_into_another_directory(runs):
