@@ -28,18 +28,18 @@ _IS = (
     r"(?:\s+to\s+(?:the|this)\s+\w+)?(?:\s+(?:is|are|would be|must be|should be)\b"
     r"(?:\s+(?:(?:most\s+)?likely|probably|clearly|therefore|thus|hence|then|indeed|definitely)\b)?)?"
 )
+_HOLDS = "(?<!wrong )(?<!incorrect )(?<!false )(?<!n['’]t think the )(?<!n['’]t believe the )"
 _STATEMENTS = (
     r"\\boxed\s*\{\s*(?:\\(?:text|mathrm|mathbf)\s*\{)?",
     rf"<answer>{_BETWEEN}",
-    rf"(?<!wrong )(?<!incorrect )(?<!false )(?<!n['’]t think the )(?<!n['’]t believe the )"
-    rf"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}"
+    rf"{_HOLDS}\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}"
     rf"{_BETWEEN}(?:(?:option|choice|letter)\s+[(\[*]*)?",
     rf"(?<!not )(?<!n['’]t )\b(?:choose|pick|select|go with)\b(?:\s+(?:option|choice|answer))?{_BETWEEN}",
     rf"(?:答案|正确选项)(?:应该|应当|应)?(?:是|为|选择|选)?{_BETWEEN}",
     rf"(?<!不)(?<!不应)(?:选择|选)(?!项){_BETWEEN}",
 )
 # A small letter where nothing else can be meant.
-_SMALL = r"(?im:\banswer\s*:\s*[(\[*]*)((?i:%s))[^\w\n]*$"
+_SMALL = _HOLDS + r"(?im:\banswer(?:\s+is|\s*:)\s*[(\[*]*)((?i:%s))(?:[^\w\n]*$|(?<=\(.)\))"
 _RIGHT = "correct|right|best|true|answer"
 _IS_RIGHT = rf"(?i:[)\]*]*\s+(?:is|would be|must be)\s+(?:the\s+)?(?:{_RIGHT}|most\s\w+)\b)"
 _OPTION = rf"(?i:\b(?:option|choice)\s+[(\[*]*)(%s){_IS_RIGHT}"
@@ -95,8 +95,8 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     the options are listed (the first two begin lines, with a text) or it is called wrong; the only one that
     is called right ("B is correct"); a letter alone on the last line; the only option letter that stands
     alone anywhere and is not denied. Reasoning in <think> is left out. Options are capital letters; a small
-    one counts only where the whole answer, or all behind "answer:", is that letter. An article ("A cat") or
-    "I" is no option.
+    one counts only where the whole answer, or all behind "answer:" or "answer is", is that letter, or where
+    it stands there in brackets. An article ("A cat") or "I" is no option.
     """
     text = _plain(without_thinking(text), keep_lines=True)
     known = _options(letters)
@@ -113,13 +113,11 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     first = re.match(begun, text)
     by_itself = re.match(rf"[^\w\n]*{known}[^\w\n]*\n[^\n]*\w\w", text)
     begin = [*re.finditer(begun, text, re.MULTILINE)][:2]
-    # In small letters: "B. Wrong" may be an option.
-    unlike = any(
-        re.match(rf"{_DENIED}|[)\].:,*_`\"]*\s*(?:wrong|incorrect)\b", text[m.end(1) :]) for m in begin
-    )
+    wrong = rf"{_DENIED}|[)\].:,*_`\"]*\s*(?:wrong|incorrect)\b"  # "B. Wrong" may be an option
+    unlike = any(re.match(wrong, text[match.end(1) :]) for match in begin)
     listed = not (by_itself or unlike) and [match[1] for match in begin] == [*letters[:2]]
     rest = text[first.end(1) :] if first else ""
-    if first and not (listed or re.match(_DENIED, rest) or _names_second(rest, known)):
+    if first and not (listed or re.match(wrong, rest) or _names_second(rest, known)):
         return first[1]
     judged = {match[1] for match in _found(text, _JUDGED % known)}
     if len(judged) == 1:

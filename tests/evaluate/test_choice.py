@@ -26,7 +26,10 @@ ANSWERS = [
     ("The answer is B.", "B"),
     ("The answer is (C), because A is wrong", "C"),
     ("The correct answer is: **B) Paris**", "B"),
-    ("Answer: b", "B"),
+    *[
+        (text, "B")
+        for text in ("Answer: b", "The answer is b.", "The answer is (b), Paris", "Answer: (b) Paris")
+    ],
     ("Let us see. A is too small, so I choose D.", "D"),
     ("The answer is A. No wait, the answer is D", "D"),
     ("so \\boxed{D}", "D"),
@@ -66,6 +69,7 @@ ANSWERS = [
     *[(f"A{wrong} is wrong. B is correct.", "B") for wrong in (")", ": This")],
     ("A. Paris\nB. wrong: it is in England", "A"),
     ("A. Right\nB. Wrong", None),
+    ("A. wrong\nB. right\nC. wrong", None),
     # called wrong
     *[
         (text, None)
