@@ -307,7 +307,7 @@ def _optim(c: Config) -> Iterator[Fault]:
                 key,
                 f"has no meaning with optim.schedule={optim.schedule}",
                 " or ".join(f"optim.schedule={name}" for name in schedules),
-                f"set optim.schedule={schedules[0]}, or leave out {key}",
+                f"set optim.schedule={schedules[0]}, or {key}={show(fields()[key].default)} (the default)",
             )
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Fault("optim.betas", "is out of range", "two numbers at least 0 and less than 1")
@@ -350,7 +350,7 @@ def _trainer(c: Config) -> Iterator[Fault]:
                 key,
                 f"has no meaning for trainer.stage={trainer.stage}",
                 " or ".join(f"trainer.stage={name}" for name in stages),
-                f"set trainer.stage={stages[0]}, or leave out {key}",
+                f"set trainer.stage={stages[0]}, or {key}={show(fields()[key].default)} (the default)",
             )
     if trainer.stage == "kto" and rows == 1 and c.mode == "train":
         yield Fault(
