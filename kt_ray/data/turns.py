@@ -42,6 +42,8 @@ _TURN_OF = re.compile(rf"""(["'])(?:role|from)\1\s*:\s*(["'])(?:{"|".join(ROLES)
 FILL = "fill or delete that row"
 # names that files use for what the model thought before an answer
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# Names under which ms-swift's and Axolotl's files say whether an answer is trained; a number is no such mark.
+_MARKS = ("loss", "train", "training")
 # key of the role, key of the text
 OPENAI = ("role", "content")
 SHAREGPT = ("from", "value")
@@ -156,7 +158,10 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
             raise wrong(f"{place}.{key}", thought, where, "a string")
         if isinstance(thought, str) and thought.strip():
             result.setdefault("reasoning_content", thought)
+    marks = [mark for key in _MARKS if isinstance(mark := message.get(key), bool)]
     weight = message.get("weight")
+    if weight is None and marks:
+        weight = int(all(marks))
     if weight is not None and role == "assistant":
         if weight not in (0, 1):
             raise wrong(f"{place}.weight", weight, where, "0 (not trained) or 1")

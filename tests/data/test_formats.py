@@ -392,6 +392,21 @@ def test_a_date_in_a_table_is_no_text_of_a_call() -> None:
         parse({"instruction": "q", "output": "a", "tools": offered})
 
 
+@pytest.mark.parametrize(
+    ("marks", "weight"),
+    [
+        ({"loss": False}, 0),
+        ({"train": False, "weight": None}, 0),
+        ({"training": True}, 1),
+        ({"loss": 0.0}, None),
+    ],
+)
+def test_an_answer_that_other_programs_do_not_train(marks: dict[str, Any], weight: int | None) -> None:
+    answer = {"from": "gpt", "value": "a", **marks}
+    found, _ = parse({"conversations": [{"from": "human", "value": "q", "loss": True}, answer]})
+    assert found.messages[1].get("weight") == weight and "weight" not in found.messages[0]
+
+
 def test_tool_turns() -> None:
     row = {
         "messages": [
