@@ -81,7 +81,7 @@ _STATEMENT = re.compile(
     r"(?:\banswers?\b(?: to (?:the|this|your) \w+)?[ \t*_]*"
     r"(?:is|are|was|equals|(?:would|should|must|will) be|[:=])|答案[*_]*(?:应该|应当|应)?[是为:]"
     # not "Answer 3 questions"
-    r"|\bfinal answer(?=\W{1,4}\d)"
+    r"|\bfinal answer(?=[^\w(\[]{1,4}\d)"
     r"|^[^\w\n]{0,9}answer(?=[^\w\n]{1,4}[\d.,/]+%?[*_$]*[ \t]*(?:\(|$)))([^\n]*)",
     re.IGNORECASE | re.MULTILINE,
 )

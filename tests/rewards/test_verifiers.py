@@ -137,6 +137,8 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         ("The answer is 25% of 80 = 20", 20, 1),
         ("The answer is 42 (6 * 7 = 42)", 42, 1),
         *[(f"{said} 42 (3 per box)", 42, 1) for said in ("answer", "So.\n**Answer**", "Final answer")],
+        ("Final answer (in 3 steps) 42", 42, 1),
+        ("Final answer (3 steps): 42", 42, 1),
         ("To answer 3 questions\nAnswer 4 questions\nin 5 hours", 5, 1),
         (r"The answer is $\frac{10}{3} \approx 3.33$.", "10/3", 1),
         ("The answer is 2 * 10/3 ≈ 6.67", 6.67, 1),
