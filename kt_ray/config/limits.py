@@ -83,7 +83,6 @@ WORDS: dict[str, tuple[str, ...]] = {
     "grpo.loss": ("grpo", "dr_grpo", "dapo", "gspo"),
     "preference.loss": ("sigmoid", "hinge", "ipo", "robust", "simpo"),
     "trainer.bad_steps": ("stop", "skip"),
-    "trainer.on_signal": ("save", "exit"),
     "tracking.name": ("jsonl", "wandb", "tensorboard", "mlflow", "swanlab", "trackio"),
     "tracking.mode": ("auto", "online", "offline"),
     "cluster.name": ("ray", "local"),

@@ -154,6 +154,7 @@ def _run_name(config: Config, job: int | None, now: datetime.datetime | None) ->
 REMOVED = {
     "data.name": "delete it: no name of the data was ever used",
     "plan.reference": "delete it, and run python benchmarks/reference_schedule.py",
+    "trainer.on_signal": "delete it: the first signal saves, the second ends the run at once",
 }
 
 

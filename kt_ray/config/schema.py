@@ -194,7 +194,6 @@ class TrainerConfig:
     log_every: int = 1
     recoveries: int = 3
     restarts: int = 0
-    on_signal: str = "save"
     timeline_every: int = 0
     aux_loss: float = 0.0
     neftune_noise_alpha: float = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -375,8 +374,7 @@ def _train(
     restarted = supervisor.began is not None and first_step > supervisor.first_step
     began = began if supervisor.began is None else supervisor.began
     durations = _of_drivers_before(rundir, "seconds", first_step)
-    signals = stop_signals() if config.trainer.on_signal == "save" else contextlib.nullcontext(None)
-    with display, signals as stop:
+    with display, stop_signals() as stop:
         events = Events(on_step, on_eval, save, timeline, display.repeating, display.line, best, on_skip)
         trainer = Trainer(
             config,
@@ -442,8 +440,6 @@ def _answer(
     try:
         result = before_and_after(generation, questions, rundir, cluster)
     except KeyboardInterrupt:
-        if generation.config.trainer.on_signal == "exit":
-            raise
         _say_not_asked("interrupted", (generation, questions), rundir)
         return ()
     except Exception as error:

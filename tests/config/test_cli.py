@@ -170,6 +170,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["model=custom", "mode=plan"], ["model.path=null", "nothing to plan", "set model.path=<directory>"]),
     (["mode=chat", "generate.stop=['']"], ["generate.stop=", "is empty", "strings that are not empty"]),
     (["+data.name=mine"], ["data.name was removed", "delete it"]),
+    (["trainer.on_signal=exit"], ["trainer.on_signal was removed", "the second ends the run at once"]),
     (["rule.replicas=9"], ["rule.replicas=9", "trainer.batch_size=8", "set rule.replicas=8"]),
     (["rule.stages=0"], ["rule.stages=0", "at least 1", "set rule.stages=auto"]),
     (["rule.stages=many"], ["rule.stages=many", "auto or a number at least 1", "set rule.stages=auto"]),
