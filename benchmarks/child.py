@@ -128,3 +128,18 @@ def serve(answer: Callable[[Message], Message]) -> None:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
         out.write(json.dumps(reply) + "\n")
+
+
+def serve_built(build: Callable[[], Callable[[Message], Message]]) -> None:
+    """`serve`, with what `build` makes on the first question, so that its failure is an answer.
+
+    A question {"build": true} asks for no more than that.
+    """
+    built: list[Callable[[Message], Message]] = []
+
+    def answer(question: Message) -> Message:
+        if not built:
+            built.append(build())
+        return {} if question.get("build") else built[0](question)
+
+    serve(answer)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, the commit, the JSON frame, and looks at /proc.
+"""What the benchmarks share: the machine, the commit, the JSON frame, jobs in processes, and looks at /proc.
 
 Every benchmark writes {"machine": {...}, "commit": "...", "records": [{...}, ...]}.
 """
@@ -6,6 +6,8 @@ Every benchmark writes {"machine": {...}, "commit": "...", "records": [{...}, ..
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -57,18 +59,9 @@ def applied_steps(run: Path) -> list[dict[str, Any]]:
 
 def commit() -> str:
     """The checkout's commit, "+" behind it when tracked files are changed; "" outside a checkout."""
+    from kt_ray.runs.environment import git_commit
 
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(REPO), *arguments], capture_output=True, text=True, timeout=30, check=True
-        )
-        return done.stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return git_commit() or ""
 
 
 def frame(records: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
@@ -165,3 +158,65 @@ def kilobytes(text: str, key: str) -> int:
         if name == key:
             return int(value.split()[0]) * 1024
     return 0
+
+
+class JobFailed(RuntimeError):
+    """A child did not get to its end; says why."""
+
+
+def run_child(
+    program: str, job: Any, name: str, scratch: Path, spare_bytes: int, timeout: float
+) -> dict[str, Any]:
+    """What a program beside this file, in a process of its own, makes of a job.
+
+    Args:
+        program: takes the file of the job and the file for the result.
+        job: a dataclass.
+        spare_bytes: memory of the machine that must stay available; below it the process is ended, before
+            the kernel ends one of its own choice.
+        timeout: seconds.
+
+    Raises:
+        JobFailed: it failed, took too long, or too much memory; with the end of what it said.
+    """
+    job_file, result_file, log_file = scratch / "job.json", scratch / "result.json", scratch / "log"
+    job_file.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
+    result_file.unlink(missing_ok=True)
+    command = [sys.executable, str(Path(__file__).with_name(program)), str(job_file), str(result_file)]
+    with log_file.open("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            why = _watch(process, spare_bytes, timeout)
+        finally:
+            if process.poll() is None:
+                _end(process)
+    if why or process.returncode or not result_file.is_file():
+        tail = "\n".join(log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+        raise JobFailed(f"{name}: {why or f'exit code {process.returncode}'}\n{tail}")
+    result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
+    return result
+
+
+def _watch(process: subprocess.Popen[bytes], spare_bytes: int, timeout: float) -> str:
+    """Wait for the end. Returns why it must not be waited for, "" when it ended by itself."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            process.wait(0.25)
+            return ""
+        except subprocess.TimeoutExpired:
+            pass
+        if time.monotonic() > deadline:
+            return f"not done within {timeout:.0f} s"
+        if (available := psutil.virtual_memory().available) < spare_bytes:
+            return f"out of memory: {available / 1e9:.1f} GB available, {spare_bytes / 1e9:.1f} GB must stay"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()

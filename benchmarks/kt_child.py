@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from child import Message, serve
+from child import Message, serve_built
 from layer_inputs import Case, Stored, make_inputs, make_weights
 
 METHODS = {
@@ -152,16 +152,8 @@ class Layer:
 
 
 def main() -> None:
-    """Build on the first question, then measure until the input ends."""
     asked = json.loads(sys.argv[1])
-    built: list[Layer] = []
-
-    def answer(question: Message) -> Message:
-        if not built:
-            built.append(Layer(Case(**asked["case"])))
-        return {} if question.get("build") else built[0](question)
-
-    serve(answer)
+    serve_built(lambda: Layer(Case(**asked["case"])))
 
 
 if __name__ == "__main__":

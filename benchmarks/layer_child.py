@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from child import Message, serve
+from child import Message, serve_built
 from layer_inputs import FEW_TOKENS, Case, Inputs, Stored, make_inputs, make_weights
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
@@ -226,16 +226,8 @@ IMPLS: dict[str, Callable[[Case], Callable[[Message], Message]]] = {
 
 
 def main() -> None:
-    """Build on the first question, so that its failure is an answer; then measure until the input ends."""
     asked = json.loads(sys.argv[1])
-    built: list[Callable[[Message], Message]] = []
-
-    def answer(question: Message) -> Message:
-        if not built:
-            built.append(IMPLS[asked["impl"]](Case(**asked["case"])))
-        return {} if question.get("build") else built[0](question)
-
-    serve(answer)
+    serve_built(lambda: IMPLS[asked["impl"]](Case(**asked["case"])))
 
 
 if __name__ == "__main__":

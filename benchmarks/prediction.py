@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import REPO, add_common_arguments, quiet_machine, write_json
+from common import REPO, JobFailed, add_common_arguments, quiet_machine, write_json
 from train_child import RULES, Job
 from train_layers import long_rows
-from train_step import JobFailed, run_job
+from train_step import built_model_dir, run_job
 
 AIM = 0.15
 CHARACTERS = 6  # of text per token, at least
@@ -182,7 +182,7 @@ def _case(args: argparse.Namespace, case: str, options: Sequence[str], rates: Pa
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(args.rounds):
-            job = Job(impl, overrides, _model_dir(overrides), warmup, args.steps, args.threads)
+            job = Job(impl, overrides, built_model_dir(overrides), warmup, args.steps, args.threads)
             try:
                 results.append(run_job(job, Path(scratch), f"{case} {number + 1}/{args.rounds}"))
             except JobFailed as error:
@@ -233,13 +233,6 @@ def predicted(overrides: Sequence[str], rates: Path, first: int, count: int) -> 
         "waves": prepared.plan.wave,
         "groups": prepared.plan.groups,
     }
-
-
-def _model_dir(overrides: Sequence[str]) -> str:
-    from kt_ray.config.compose import compose
-    from kt_ray.demo import resolve_model_dir
-
-    return os.path.abspath(resolve_model_dir(compose(list(overrides)).model))
 
 
 def _show(record: dict[str, Any]) -> None:

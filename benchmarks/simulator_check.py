@@ -39,13 +39,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_common_arguments, quiet_machine, write_json
+from common import JobFailed, add_common_arguments, quiet_machine, write_json
 from prediction import MODELS, _options
 from recorded import Recorded, lanes_of_trace, passes_of, read_pass
 from replay import Replayed, replay, typical_terms
 from step_timeline import run_job
 from step_timeline_child import Job
-from train_step import JobFailed
 
 AIM, AIM_SHARED = 0.05, 0.10
 ONE = ("rule.worker_threads=1", "rule.experts.threads=1")

@@ -23,19 +23,16 @@ Figures are medians over the measured steps of all rounds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_common_arguments, quiet_machine, write_json
+from common import add_common_arguments, quiet_machine, run_child, write_json
 from step_timeline_child import Job
-from train_layers import CHARACTERS, long_rows
-from train_step import JobFailed, _end, _watch
+from train_layers import CHARACTERS, configuration, long_rows
 
 CASES = {
     "mixtral": ["rule.worker_threads=1", "rule.experts.threads=1"],
@@ -117,22 +114,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _job(args: argparse.Namespace, variant: str, cluster: str, rows: Path) -> Job:
     overrides = [
-        "model=custom",
+        *configuration(rows, args.tokens, args.rows, args.rank),
         f"model.path='{args.model_dir.resolve()}'",
         "rule=auto",
         "rule.device=cpu",
-        "optim=demo",
-        "data=jsonl",
-        f"data.path='{rows}'",
-        "data.format=alpaca",
-        "data.eval_fraction=0",
-        "data.overflow=truncate",
-        f"data.max_length={args.tokens}",
-        f"trainer.batch_size={args.rows}",
-        "trainer.micro_batch_size=1",
-        "trainer.eval_every=0",
-        f"lora.rank={args.rank}",
-        f"lora.alpha={2 * args.rank}",
         *CASES[args.case],
         *CLUSTERS[cluster],
         *args.variants[variant],
@@ -147,25 +132,8 @@ def _job(args: argparse.Namespace, variant: str, cluster: str, rows: Path) -> Jo
 
 
 def run_job(job: Job, scratch: Path, spare_gb: float, timeout: float) -> Result:
-    """A run in a process of its own. Raises JobFailed with the end of what it said."""
-    job_file, result_file, log_file = scratch / "job.json", scratch / "result.json", scratch / "log"
-    job.save(job_file)
-    result_file.unlink(missing_ok=True)
-    command = [sys.executable, str(Path(__file__).with_name("step_timeline_child.py")), str(job_file)]
-    with log_file.open("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            [*command, str(result_file)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            why = _watch(process, int(spare_gb * 1e9), timeout)
-        finally:
-            if process.poll() is None:
-                _end(process)
-    if why or process.returncode or not result_file.is_file():
-        tail = "\n".join(log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
-        raise JobFailed(f"{job.label}: {why or f'exit code {process.returncode}'}\n{tail}")
-    result: Result = json.loads(result_file.read_text(encoding="utf-8"))
-    return result
+    """A run in a process of its own. Raises JobFailed."""
+    return run_child("step_timeline_child.py", job, job.label, scratch, int(spare_gb * 1e9), timeout)
 
 
 def make_record(args: argparse.Namespace, variant: str, cluster: str, rounds: Sequence[Result]) -> Result:

@@ -44,9 +44,6 @@ class Job:
     trace: str | None = None
     traces: str | None = None
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-
 
 def main(job_file: str, result_file: str) -> None:
     job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))

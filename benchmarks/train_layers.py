@@ -32,9 +32,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_common_arguments, quiet_machine, write_json
+from common import JobFailed, add_common_arguments, quiet_machine, write_json
 from train_child import Job
-from train_step import JobFailed, make_record, run_job
+from train_step import make_record, run_job
 
 OURS = "kt_ray_ray"
 LABELS = {
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = Path(scratch) / "rows.jsonl"
         count = (args.warmup + args.steps) * args.accumulate
         rows.write_text(long_rows(count, CHARACTERS * args.tokens), encoding="utf-8")
-        overrides = configuration(args, rows)
+        overrides = [*configuration(rows, args.tokens, args.accumulate, args.rank), *args.set]
         for number in range(args.rounds):
             for impl in args.parties if number % 2 == 0 else list(reversed(args.parties)):
                 if impl in failed:
@@ -119,8 +119,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def configuration(args: argparse.Namespace, rows: Path) -> list[str]:
-    """Overrides that all parties share."""
+def configuration(rows: Path, tokens: int, count: int, rank: int) -> list[str]:
+    """Overrides for steps of `count` micro-batches, each one row of `tokens` tokens."""
     return [
         "model=custom",
         "optim=demo",
@@ -129,13 +129,12 @@ def configuration(args: argparse.Namespace, rows: Path) -> list[str]:
         "data.format=alpaca",
         "data.eval_fraction=0",
         "data.overflow=truncate",
-        f"data.max_length={args.tokens}",
-        f"trainer.batch_size={args.accumulate}",
+        f"data.max_length={tokens}",
+        f"trainer.batch_size={count}",
         "trainer.micro_batch_size=1",
         "trainer.eval_every=0",
-        f"lora.rank={args.rank}",
-        f"lora.alpha={2 * args.rank}",
-        *args.set,
+        f"lora.rank={rank}",
+        f"lora.alpha={2 * rank}",
     ]
 
 

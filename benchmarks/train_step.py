@@ -21,22 +21,18 @@ the measured steps of all rounds. A short float32 run of kt_ray_local and hf_fac
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-from common import add_common_arguments, quiet_machine, write_json
+from common import JobFailed, add_common_arguments, quiet_machine, run_child, write_json
 from train_child import RULES, Job
 
 from kt_ray.errors import UserError
@@ -51,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     impls = _implementations(args)
     overrides, data = _configuration(args)
-    model_dir = _model_dir(overrides)
+    model_dir = built_model_dir(overrides)
     about = quiet_machine(args.wait_quiet)
     results: dict[str, list[Result]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
@@ -138,7 +134,7 @@ def _configuration(args: argparse.Namespace) -> tuple[list[str], str]:
     return given, "nekoqa"
 
 
-def _model_dir(overrides: Sequence[str]) -> str:
+def built_model_dir(overrides: Sequence[str]) -> str:
     """The checkpoint, built here if need be, so that no measured process builds it."""
     from kt_ray.config.compose import compose
     from kt_ray.demo import resolve_model_dir
@@ -146,69 +142,12 @@ def _model_dir(overrides: Sequence[str]) -> str:
     return os.path.abspath(resolve_model_dir(compose(list(overrides)).model))
 
 
-class JobFailed(RuntimeError):
-    """An implementation did not get to its end; says why."""
-
-
 def run_job(job: Job, scratch: Path, label: str, *, spare_bytes: int = 0, timeout: float = TIMEOUT) -> Result:
-    """One implementation in a process of its own.
-
-    Args:
-        spare_bytes: memory of the machine that must stay available; below it the process is ended, before
-            the kernel ends one of its own choice.
-        timeout: seconds.
-
-    Raises:
-        JobFailed: it failed, took too long, or too much memory.
-    """
-    job_file, result_file = scratch / "job.json", scratch / "result.json"
-    job.save(job_file)
-    result_file.unlink(missing_ok=True)
-    log_file = scratch / "log"
-    command = [sys.executable, str(Path(__file__).with_name("train_child.py")), str(job_file)]
-    with log_file.open("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            [*command, str(result_file)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            why = _watch(process, spare_bytes, timeout)
-        finally:
-            if process.poll() is None:
-                _end(process)
-    if why:
-        raise JobFailed(f"{job.impl}: {why}")
-    if process.returncode or not result_file.is_file():
-        tail = "\n".join(log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
-        raise JobFailed(f"{job.impl} failed (exit code {process.returncode}):\n{tail}")
-    result: Result = json.loads(result_file.read_text(encoding="utf-8"))
+    """`run_child` of one implementation, whose time it prints."""
+    result = run_child("train_child.py", job, job.impl, scratch, spare_bytes, timeout)
     measured = [step["seconds"] for step in result["steps"][job.warmup :]]
     print(f"{label}  {job.impl:<16} {statistics.median(measured):7.3f} s per step", flush=True)
     return result
-
-
-def _watch(process: subprocess.Popen[bytes], spare_bytes: int, timeout: float) -> str:
-    """Wait for the end. Returns why it must not be waited for, "" when it ended by itself."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            process.wait(0.25)
-            return ""
-        except subprocess.TimeoutExpired:
-            pass
-        if time.monotonic() > deadline:
-            return f"not done within {timeout:.0f} s"
-        if (available := psutil.virtual_memory().available) < spare_bytes:
-            return f"out of memory: {available / 1e9:.1f} GB available, {spare_bytes / 1e9:.1f} GB must stay"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    process.wait()
 
 
 def make_record(

@@ -36,13 +36,13 @@ def environment() -> dict[str, Any]:
         "cores_allowed": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "packages": versions,
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "argv": list(sys.argv),
         "pid": os.getpid(),
     }
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """The checkout's commit, "+" behind it when tracked files are changed; None outside a checkout."""
     top = Path(__file__).resolve().parents[2]
     if not (top / ".git").exists():

@@ -65,7 +65,7 @@ def test_a_run_ends_in_a_record_and_a_trace(case: str, clusters: list[str], tmp_
 def test_a_failed_run_says_why(bench: Any, tmp_path: Path) -> None:
     tool = bench("step_timeline")
     job = tool.Job("broken", ["model=custom", "model.path=/nowhere", "data=demo", "cluster=local"], 1, 0, 2)
-    with pytest.raises(tool.JobFailed, match="nowhere"):
+    with pytest.raises(bench("common").JobFailed, match="nowhere"):
         tool.run_job(job, tmp_path, 0.1, 100)
 
 
