@@ -31,7 +31,7 @@ from kt_ray.experts.lane_check import check_lane
 from kt_ray.experts.lane_weights import Adapter, JoinedLora, adapter_shapes
 from kt_ray.experts.shared_experts import ExportedFile, OpenExperts
 from kt_ray.gpu import aside, driver
-from kt_ray.model.token_exchange import ExpertExchange, TokenExchange
+from kt_ray.model.token_exchange import ExpertExchange, TokenExchange, bring_to_host
 from kt_ray.native import DropoutSpec
 from kt_ray.placement.plan_types import ALL_LAYERS, BackwardPart, LanePlan
 from kt_ray.pulse import beat
@@ -220,29 +220,14 @@ class LaneTokens(TokenExchange):
     ) -> None:
         """Begin to bring the routing to the host. `settle` sends what the actors get."""
         ready = driver().current(self.device).record_event() if driver().queues(self.device) else None
-        (ids_TK, weights_TK), there = self._routing(ids, weights)
+        (ids_TK, weights_TK), there = bring_to_host(self.device, (ids, weights), self._own)
         sizes = [len(part) for part in ids]
         call = _Call(x, ids_TK, weights_TK, torch.cat(list(keys)), keep, ready, there, sizes)
         self._calls[layer, group] = call
         self._unsettled.append((layer, group))
 
-    def _routing(self, *tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Tensors whole on the host, complete at a mark."""
-        host, pinned = [], self.device.type == "cuda"
-        computing = driver().current(self.device) if driver().queues(self.device) else None
-        with aside(self.device, "tokens") as stream:
-            if stream is not None:
-                stream.wait_stream(computing)
-            for parts in tensors:
-                sizes = [len(part) for part in parts]
-                whole = torch.empty(
-                    (sum(sizes), *parts[0].shape[1:]), dtype=parts[0].dtype, pin_memory=pinned
-                )
-                for to, part in zip(whole.split(sizes), parts, strict=True):
-                    driver().copy_out(to, part.detach())
-                    driver().used_by(stream, part)
-                host.append(whole)
-            return host, None if stream is None else driver().mark(self.device)
+    def _own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def settle(self) -> None:
         """Choose the experts that are computed here, start them, and send the rest of the tokens."""

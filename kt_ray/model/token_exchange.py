@@ -5,7 +5,7 @@ Shapes: T valid tokens of a group, T_i of its micro-batch i, H hidden, K experts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +63,39 @@ class ExpertExchange(Protocol):
         """
 
 
+def bring_to_host(
+    device: torch.device,
+    tensors: Sequence[Sequence[Tensor]],
+    alloc: Callable[[Sequence[int], torch.dtype], Tensor],
+    ready: Any = None,
+) -> tuple[tuple[Tensor, ...], Any]:
+    """Each sequence's tensors one after another along the rows, on the host, in memory of `alloc`.
+
+    Copied beside the computation, which goes on meanwhile.
+
+    Args:
+        ready: the mark after which they are complete; None = all that this thread gave the device.
+
+    Returns:
+        The tensors, and the mark after which they are there; None = they are.
+    """
+    host = []
+    computing = driver().current(device) if driver().queues(device) else None
+    with aside(device, "tokens") as stream:
+        if stream is not None and ready is not None:
+            stream.wait_event(ready)
+        elif stream is not None:
+            stream.wait_stream(computing)
+        for parts in tensors:
+            sizes = [part.shape[0] for part in parts]
+            whole = alloc((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
+            for to, part in zip(whole.split(sizes), parts, strict=True):
+                driver().copy_out(to, part.detach())
+                driver().used_by(stream, part)
+            host.append(whole)
+        return tuple(host), None if stream is None else driver().mark(device)
+
+
 class TokenExchange:
     """All of a group's tokens go to the experts' exchange.
 
@@ -112,25 +145,9 @@ class TokenExchange:
     def to_host(self, *tensors: Sequence[Tensor], ready: Any = None) -> tuple[Tensor, ...]:
         """Each sequence's tensors one after another along the rows, in memory of the exchange, the only copy.
 
-        They are to be submitted next. Copied beside the computation, which goes on meanwhile.
-
-        Args:
-            ready: the mark after which they are complete; None = all that this thread gave the device.
+        They are to be submitted next, maybe before they are there. ready: as for `bring_to_host`.
         """
-        host = []
-        computing = driver().current(self.device) if driver().queues(self.device) else None
-        with aside(self.device, "tokens") as stream:
-            if stream is not None and ready is not None:
-                stream.wait_event(ready)
-            elif stream is not None:
-                stream.wait_stream(computing)
-            for parts in tensors:
-                sizes = [part.shape[0] for part in parts]
-                whole = self.experts.alloc((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
-                for to, part in zip(whole.split(sizes), parts, strict=True):
-                    driver().copy_out(to, part.detach())
-                    driver().used_by(stream, part)
-                host.append(whole)
-            if stream is not None:
-                self.experts.after(driver().mark(self.device))
-        return tuple(host)
+        host, done = bring_to_host(self.device, tensors, self.experts.alloc, ready)
+        if done is not None:
+            self.experts.after(done)
+        return host
