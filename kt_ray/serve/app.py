@@ -79,10 +79,20 @@ async def _body(service: CompletionService, request: Request, kind: type[BodyT])
         ApiError: it is too large or too slow, or no JSON by what it says of itself. ValidationError:
             it is not what `kind` wants. ClientDisconnect.
     """
+    return await service.work(kind.model_validate_json, await json_body(request))
+
+
+def media_type(request: Request) -> str:
+    """What a body says that it is."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def json_body(request: Request) -> bytes:
+    """The request's body. Raises ApiError where it is no JSON by what it says of itself."""
     # A web page can send what claims to be text anywhere, without its reader being asked first.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if media_type(request) != "application/json":
         raise ApiError(400, "the body must be a JSON object, sent as application/json")
-    return await service.work(kind.model_validate_json, await request.body())
+    return await request.body()
 
 
 def _model(service: CompletionService, name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kt_ray.serve.access import Gate
 from kt_ray.serve.api_errors import ApiError, of_validation
-from kt_ray.serve.app import add_errors
+from kt_ray.serve.app import add_errors, json_body, media_type
 from kt_ray.serve.schemas import MAX_FIELDS
 from kt_ray.train_server.futures import Failure, Promise
 from kt_ray.train_server.saved_models import SAMPLER, TRAINING, Run, Saved, expiry
@@ -129,10 +129,7 @@ async def _body(request: Request, kind: type[KindT]) -> KindT:
     Raises:
         ApiError: it is no JSON by what it says of itself. ValidationError: it is not what `kind` wants.
     """
-    # A web page can send what claims to be text anywhere, without its reader being asked first.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise bad("the body must be a JSON object, sent as application/json")
-    return await asyncio.to_thread(_validated, kind, await request.body())
+    return await asyncio.to_thread(_validated, kind, await json_body(request))
 
 
 def _validated(kind: type[KindT], body: bytes) -> KindT:
@@ -288,7 +285,7 @@ def _add_training(app: FastAPI, service: TrainService) -> None:
 
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> Response:
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != PROTOBUF:
+        if media_type(request) != PROTOBUF:
             raise bad(f"the body must be the protobuf message ForwardBackwardRequest, sent as {PROTOBUF}")
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise bad("a compressed body is not supported by this server; send it as it is")
