@@ -151,7 +151,8 @@ def check_non_experts(
         made = tensors_made(target, converter)
         present |= made
         if any(name in targets and targets[name].is_floating_point() for name in made):
-            _check_floating(index, keys)
+            # Without scales they would be taken for the weights' values.
+            _check_formats(index, keys, _FLOATING, "stored as integers without scales")
         if converter is None and target in targets:
             _check_shape(index, target, index.shape(keys[-1][0]), targets[target].shape)
     present |= {name for name, tensor in targets.items() if not tensor.numel()}
@@ -188,24 +189,16 @@ def _check_complete(index: CheckpointIndex, targets: Collection[str], present: C
         )
 
 
-def _check_formats(index: CheckpointIndex, keys: Iterable[tuple[str, str]]) -> None:
+def _check_formats(
+    index: CheckpointIndex,
+    keys: Iterable[tuple[str, str]],
+    allowed: Collection[str] = _PLAIN,
+    fault: str = "in a format that is not supported",
+) -> None:
     for key, _ in keys:
-        if key not in index.matrices and index.tensors[key].dtype not in _PLAIN:
+        if key not in index.matrices and index.tensors[key].dtype not in allowed:
             raise damaged(
-                "weights outside the experts are in a format that is not supported",
-                index.tensors[key].place,
-                index.tensors[key].dtype,
-                "BF16, F16, F32, or a quantised format with its scales",
-                "use a bfloat16 or float32 checkpoint of this model",
-            )
-
-
-def _check_floating(index: CheckpointIndex, keys: Iterable[tuple[str, str]]) -> None:
-    """Integers without scales would be taken for the weights' values."""
-    for key, _ in keys:
-        if key not in index.matrices and index.tensors[key].dtype not in _FLOATING:
-            raise damaged(
-                "weights outside the experts are stored as integers without scales",
+                f"weights outside the experts are {fault}",
                 index.tensors[key].place,
                 index.tensors[key].dtype,
                 "BF16, F16, F32, or a quantised format with its scales",
