@@ -12,13 +12,13 @@ Legend: rank, actor: of a worker, of an expert actor. Times in seconds.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
-from kt_ray.timeline import Activity, Span
+from kt_ray.timeline import Span
 
 Key = tuple[Any, ...]
 Lanes = Mapping[str, Sequence[Span]]  # by actor: "worker-0", "experts-1", "driver"
@@ -40,11 +40,6 @@ def lanes_of_trace(trace: Mapping[str, Any]) -> dict[str, list[Span]]:
             event = Span(item["name"], item["cat"], start, end, args.get("layer", -1), args.get("group", -1))
             lanes.setdefault(names[item["pid"], item["tid"]], []).append(event)
     return lanes
-
-
-def lanes_of(activities: Iterable[Activity]) -> dict[str, list[Span]]:
-    """The same of a host's activities."""
-    return {a.actor: list(a.spans) for a in activities}
 
 
 def passes_of(lanes: Lanes) -> list[dict[str, list[Span]]]:

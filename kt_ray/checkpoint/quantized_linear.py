@@ -67,9 +67,6 @@ class QuantizedLinear(nn.Linear):
         """dy W[rows] [M, K] of the gradient dy [M, rows] at the output, in its type."""
         return dy @ self.dequantize(dy.dtype)[rows]
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
-
 
 class _Multiply(torch.autograd.Function):
     """Keeps no weight for backward."""

@@ -112,7 +112,6 @@ class MetricSpec:
 
     name: str  # as given to `ray.util.metrics`; Prometheus shows it as "ray_" + name
     kind: Literal["gauge", "counter"]  # "gauge" (last value) or "counter" (only grows)
-    unit: str  # unit of the value, "1" for a pure number
     description: str  # one sentence
     # record key -> value of `tag`; an untagged metric has one key and the value "". A key that ends in "_*"
     # stands for all keys of that prefix, the rest being the tag's value
@@ -127,69 +126,57 @@ class MetricSpec:
 
 
 def _gauge(
-    name: str, unit: str, description: str, fields: Mapping[str, str] | str = "", tag: str | None = None
+    name: str, description: str, fields: Mapping[str, str] | str = "", tag: str | None = None
 ) -> MetricSpec:
     """A gauge; `fields` may be the one record key, "" = the metric's name."""
     if isinstance(fields, str):
         fields = {fields or name: ""}
-    return MetricSpec(f"kt_ray_{name}", "gauge", unit, description, fields, tag)
+    return MetricSpec(f"kt_ray_{name}", "gauge", description, fields, tag)
 
 
 _TERMS = ("attention", "experts", "transport", "optimizer")
 _TFLOPS = ("forward", "backward", "forward_reference", "backward_reference")
 
 METRICS: tuple[MetricSpec, ...] = (
-    _gauge("step", "steps", "Optimizer steps completed."),
-    _gauge("epoch", "epochs", "Passes over the training data."),
-    _gauge("loss", "nats/token", "Training loss of the step."),
-    _gauge("eval_loss", "nats/token", "Latest held-out loss."),
-    _gauge("policy", "1", "Figures of the step's answers (GRPO), by name.", "policy_*", "figure"),
-    _gauge("eval_reward", "1", "Latest mean reward of held-out prompts (GRPO)."),
-    _gauge("grad_norm", "1", "Global gradient norm before clipping."),
-    _gauge("learning_rate", "1", "Learning rate of the step.", "lr"),
-    _gauge("tokens_per_second", "tokens/s", "Training throughput.", "tokens_per_s"),
-    MetricSpec(
-        "kt_ray_tokens_total", "counter", "tokens", "Tokens trained on by this process.", {"tokens": ""}
-    ),
+    _gauge("step", "Optimizer steps completed."),
+    _gauge("epoch", "Passes over the training data."),
+    _gauge("loss", "Training loss of the step."),
+    _gauge("eval_loss", "Latest held-out loss."),
+    _gauge("policy", "Figures of the step's answers (GRPO), by name.", "policy_*", "figure"),
+    _gauge("eval_reward", "Latest mean reward of held-out prompts (GRPO)."),
+    _gauge("grad_norm", "Global gradient norm before clipping."),
+    _gauge("learning_rate", "Learning rate of the step.", "lr"),
+    _gauge("tokens_per_second", "Training throughput.", "tokens_per_s"),
+    MetricSpec("kt_ray_tokens_total", "counter", "Tokens trained on by this process.", {"tokens": ""}),
     _gauge(
         "seconds",
-        "s",
         "Seconds of the step, in total and by term.",
         {"seconds": "total", **{f"seconds_{term}": term for term in _TERMS}},
         "term",
     ),
     _gauge(
         "expert_tflops",
-        "TFLOPS",
         "Operations per second of the expert kernels while busy.",
         {f"expert_tflops_{direction}": direction for direction in _TFLOPS},
         "direction",
     ),
-    _gauge(
-        "host_rss_bytes", "bytes", "Resident host memory by kind of process.", "host_rss_bytes_*", "actor"
-    ),
-    _gauge(
-        "gpu_memory_bytes", "bytes", "Peak allocated GPU memory of the step.", "gpu_memory_bytes_*", "device"
-    ),
-    _gauge("expert_load_imbalance", "1", "Tokens of the fullest expert over the mean, averaged over layers."),
-    _gauge("busy", "1", "Share of the step that an actor computed.", "busy_*", "actor"),
+    _gauge("host_rss_bytes", "Resident host memory by kind of process.", "host_rss_bytes_*", "actor"),
+    _gauge("gpu_memory_bytes", "Peak allocated GPU memory of the step.", "gpu_memory_bytes_*", "device"),
+    _gauge("expert_load_imbalance", "Tokens of the fullest expert over the mean, averaged over layers."),
+    _gauge("busy", "Share of the step that an actor computed.", "busy_*", "actor"),
     _gauge(
         "queue_depth",
-        "requests",
         "Requests that lay ready when an expert actor took one up, mean of the step.",
         "queue_depth_*",
         "actor",
     ),
     _gauge(
         "actor_load_imbalance",
-        "1",
         "Tokens per thread of the fullest expert actor over the mean, averaged over layers.",
     ),
-    MetricSpec(
-        "kt_ray_skipped_total", "counter", "steps", "Steps that this process skipped.", {"skipped": ""}
-    ),
-    _gauge("recoveries", "1", "Recoveries from lost actors."),
-    _gauge("seconds_lost", "s", "Wall time lost to them."),
+    MetricSpec("kt_ray_skipped_total", "counter", "Steps that this process skipped.", {"skipped": ""}),
+    _gauge("recoveries", "Recoveries from lost actors."),
+    _gauge("seconds_lost", "Wall time lost to them."),
 )
 """Every exported metric."""
 

@@ -158,7 +158,6 @@ class RayPort:
         pinned: bool = False,
         timeout: float = 600.0,
     ) -> None:
-        self._name = name
         self._deliver = deliver
         self._lost = lost
         self._transport = transport
