@@ -119,17 +119,17 @@ CASES = {
 # -- the same machine for a smaller model --------------------------------------------------------------------
 
 
-def shrunk(rates: Rates, slow: float, by: int = SHRINK) -> Rates:
+def shrunk(rates: Rates, slow: float) -> Rates:
     """Rates at which a model as much smaller in width and length takes `slow` times as long, operation by
     operation.
 
     Nothing costs more for being an operation: what this host takes to dispatch one is in the run.
     """
-    why = f"for a model {by} times smaller"
-    flop, byte = by**-3 / slow, by**-2 / slow
+    why = f"for a model {SHRINK} times smaller"
+    flop, byte = SHRINK**-3 / slow, SHRINK**-2 / slow
 
     def curve(curve: Curve) -> Curve:
-        return Curve(tuple(at / by for at in curve.at), curve.scaled(flop, why).values, curve.source)
+        return Curve(tuple(at / SHRINK for at in curve.at), curve.scaled(flop, why).values, curve.source)
 
     def device(rate: DeviceRate) -> DeviceRate:
         return replace(
@@ -145,7 +145,7 @@ def shrunk(rates: Rates, slow: float, by: int = SHRINK) -> Rates:
     def experts(rate: ExpertRate) -> ExpertRate:
         names = ("forward", "backward", "forward_all", "backward_all")
         made = {name: curve(getattr(rate, name)) for name in names}
-        return replace(rate, hidden=rate.hidden // by, inter=rate.inter // by, **made)
+        return replace(rate, hidden=rate.hidden // SHRINK, inter=rate.inter // SHRINK, **made)
 
     def bytes_of(rate: Any) -> Any:
         fields = {f.name: getattr(rate, f.name).scaled(byte, why) for f in dataclasses.fields(rate)}

@@ -123,7 +123,7 @@ def _free_subnet() -> str:
 
 
 @contextlib.contextmanager
-def two_ray_nodes(hosts: TwoHosts, cpus: tuple[int, int], wait: float = 180.0) -> Iterator[str]:
+def two_ray_nodes(hosts: TwoHosts, cpus: tuple[int, int]) -> Iterator[str]:
     """A Ray node at each end; yields the cluster's address. RAY_TMPDIR is set for this process meanwhile."""
     folder = Path(tempfile.mkdtemp(prefix="ktn", dir="/tmp"))
     before = {key: os.environ.get(key) for key in ("RAY_TMPDIR", "RAY_AUTH_MODE")}
@@ -147,7 +147,7 @@ def two_ray_nodes(hosts: TwoHosts, cpus: tuple[int, int], wait: float = 180.0) -
                 nodes.append(
                     subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
                 )
-            _await(nodes[-1], log, wait)
+            _await(nodes[-1], log)
         yield f"{hosts.here}:{port}"
     finally:
         for node in reversed(nodes):
@@ -161,8 +161,8 @@ def two_ray_nodes(hosts: TwoHosts, cpus: tuple[int, int], wait: float = 180.0) -
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _await(node: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
-    end = time.monotonic() + seconds
+def _await(node: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 180
     while "Ray runtime started" not in log.read_text(errors="replace"):
         if node.poll() is not None or time.monotonic() > end:
             raise RuntimeError(f"a Ray node did not start:\n{log.read_text(errors='replace')}")

@@ -213,7 +213,7 @@ def run_program(
     log: Path,
     seconds: float,
     environment: Mapping[str, str],
-    cpus: Sequence[int] = (),
+    cpus: Sequence[int],
 ) -> int | None:
     """Run a program in a session of its own, output behind what `log` holds; None = it took too long."""
 

@@ -79,7 +79,7 @@ class Watch:
         actors: Sequence[Watched],
         answer: Callable[[Any], Status | None],
         patience: float,
-        frozen: float = FROZEN,
+        frozen: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._actors = actors

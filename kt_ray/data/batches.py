@@ -153,7 +153,7 @@ def mismatched(rows: Sequence[Row], max_length: int) -> list[Row]:
 
 
 def shared_micro_batches(
-    rows: Sequence[Row], least: int, shares: int, budget: int, multiple: int = 1, alike: bool = False
+    rows: Sequence[Row], least: int, shares: int, budget: int, multiple: int, alike: bool
 ) -> list[Sequence[Row]]:
     """Rows of similar length together, the widest of each times their number at most `budget` positions.
 
@@ -230,7 +230,7 @@ def step_waves(
     else:
         multiple = 1 if unpadded else multiple
         shares = replicas * groups
-        parts = shared_micro_batches(rows, micro_batch_size, shares, budget, multiple, alike=unpadded)
+        parts = shared_micro_batches(rows, micro_batch_size, shares, budget, multiple, unpadded)
     micro = math.ceil(len(parts) / replicas)  # of the first replica, which has most
     waves = math.ceil(micro / (largest or micro))
     count = math.ceil(micro / waves) * replicas

@@ -85,7 +85,7 @@ def encode_rows(
     data: DataConfig,
     report: SplitReport,
     spare: Iterator[int],
-    every_token: bool = False,
+    every_token: bool,
 ) -> list[Any]:
     """Rows of at most data.max_length tokens, or pairs of such rows, counted into `report`.
 

@@ -323,7 +323,7 @@ def _first_row(path: Path) -> Any:
         return parse_json(next(line for line in file if line.strip()))
 
 
-def rows_in(path: str, key: str, split: str | None = None) -> int:
+def rows_in(path: str, key: str, split: str | None) -> int:
     """Rows of a file, or of a directory's split; parquet and jsonl files are not parsed for it.
 
     Raises:

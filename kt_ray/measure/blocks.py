@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from kt_ray.hardware.rates import BlockRate, Figure
 
 RANK = 8
+HEADS = 8
 Timed = Callable[[Callable[[], object]], float]
 
 
 def measure_blocks(
-    device: torch.device, timed: Timed, tokens: int, hidden: int, heads: int = 8, *, masked: bool = False
+    device: torch.device, timed: Timed, tokens: int, hidden: int, *, masked: bool = False
 ) -> BlockRate:
     """Rates of one device with the present number of torch threads.
 
@@ -29,16 +30,16 @@ def measure_blocks(
     """
     adapter, adapter_backward = _adapter(device, timed, tokens, hidden)
     norm, norm_backward = _norm(device, timed, tokens, hidden)
-    flop, _, equal = _attention(device, timed, tokens, heads, 128, 128)
-    few, *narrow = _attention(device, timed, tokens, heads, 24, 16)
-    many, *wide = _attention(device, timed, tokens, heads, 192, 128)
+    flop, _, equal = _attention(device, timed, tokens, HEADS, 128, 128)
+    few, *narrow = _attention(device, timed, tokens, HEADS, 24, 16)
+    many, *wide = _attention(device, timed, tokens, HEADS, 192, 128)
     products, scores = [], []
     for least, most in zip(narrow, wide, strict=True):
         products.append((many - few) / max(most - least, 1e-9))
-        scores.append(heads * tokens**2 / max(least - few / products[-1], 1e-3 * least))
+        scores.append(HEADS * tokens**2 / max(least - few / products[-1], 1e-3 * least))
     figures = [adapter, adapter_backward, norm, norm_backward, flop / equal, *products, *scores]
     if masked:
-        figures += [flop / took for took in _attention(device, timed, tokens, heads, 128, 128, masked)[1:]]
+        figures += [flop / took for took in _attention(device, timed, tokens, HEADS, 128, 128, masked)[1:]]
     return BlockRate(*(Figure(value, "measured") for value in figures))
 
 

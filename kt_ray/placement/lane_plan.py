@@ -130,7 +130,7 @@ def plan_lanes(
     hardware: Hardware,
     load: ExpertLoad | None,
     rates: LaneRates | None,
-    hosts: int = 1,
+    hosts: int,
 ) -> tuple[Actors, list[str]]:
     """The actors with their lanes, and sentences for the plan's notes.
 

@@ -98,8 +98,8 @@ def _legend(lines: Sequence[Line], unit: str) -> str:
     return f'<div class="legend"><span class="unit">{escape(unit)}</span>{"".join(entries)}</div>'
 
 
-def heat_map(rows: Mapping[int, Sequence[float]], *, row_name: str, column_name: str, top: float) -> str:
-    """An SVG of cells, one row per entry; colours from 0 to `top`, above it the last one.
+def heat_map(rows: Mapping[int, Sequence[float]], top: float) -> str:
+    """An SVG of cells, a layer's experts per row; colours from 0 to `top`, above it the last one.
 
     Cells of a colour are one path, so that 60 layers of 384 experts stay small; each cell has a tooltip
     up to 4,096 cells, beyond that each row.
@@ -121,13 +121,13 @@ def heat_map(rows: Mapping[int, Sequence[float]], *, row_name: str, column_name:
             path = f"M{left + column * cell:.1f} {y:.1f}h{cell:.2f}v{height:.1f}h-{cell:.2f}z"
             paths[level].append(path)
             if by_cell:
-                text = f"{row_name} {name}, {column_name} {column}: {value:.2f}"
+                text = f"layer {name}, expert {column}: {value:.2f}"
                 tips.append(f'<path d="{path}"><title>{text}</title></path>')
         if not by_cell:
             fullest = max(range(len(row)), key=lambda i: row[i])
             tips.append(
-                f'<path d="M{left} {y:.1f}H{width}v{height:.1f}H{left}z"><title>{row_name} {name}: '
-                f"fullest {column_name} {fullest}, {row[fullest]:.2f}</title></path>"
+                f'<path d="M{left} {y:.1f}H{width}v{height:.1f}H{left}z"><title>layer {name}: '
+                f"fullest expert {fullest}, {row[fullest]:.2f}</title></path>"
             )
     every = math.ceil(len(rows) / max(1, int(total / 14)))
     labels = [
@@ -138,12 +138,10 @@ def heat_map(rows: Mapping[int, Sequence[float]], *, row_name: str, column_name:
     for tick in _step_ticks(0, columns - 1, 12):
         x = left + (tick + 0.5) * cell
         labels.append(f'<text x="{x:.1f}" y="{total + 15:.1f}" text-anchor="middle">{tick}</text>')
-    labels.append(
-        f'<text x="{width}" y="{total + 28:.1f}" text-anchor="end" class="axis">{column_name}</text>'
-    )
-    labels.append(f'<text x="0" y="{total + 15:.1f}" class="axis">{row_name}</text>')
+    labels.append(f'<text x="{width}" y="{total + 28:.1f}" text-anchor="end" class="axis">expert</text>')
+    labels.append(f'<text x="0" y="{total + 15:.1f}" class="axis">layer</text>')
     cells = "".join(f'<path class="h{i}" d="{"".join(path)}"/>' for i, path in enumerate(paths) if path)
-    attributes = f'role="img" aria-label="{row_name} by {column_name}" shape-rendering="crispEdges"'
+    attributes = 'role="img" aria-label="layer by expert" shape-rendering="crispEdges"'
     drawn = f'{cells}<g class="tips">{"".join(tips)}</g>{"".join(labels)}'
     return f'<svg viewBox="0 0 {width} {total + bottom:.0f}" {attributes}>{drawn}</svg>'
 

@@ -175,7 +175,7 @@ def _expert_load(run: RunData) -> str:
         return section("Tokens per expert", f'<p class="soft">{text}</p>') if run.records else ""
     largest = max(max(row) for row in relative.values())
     top = float(min(10, max(2, math.ceil(largest))))
-    drawn = heat_map(relative, row_name="layer", column_name="expert", top=top)
+    drawn = heat_map(relative, top)
     unused = sum(value == 0 for row in relative.values() for value in row)
     note = (
         f"Tokens of each expert over the mean of its layer (1 = even), steps 1 to {run.load_step}. "

@@ -48,7 +48,7 @@ def run_rows(config: Config) -> int | str:
 
 
 def show_time(
-    console: Console, config: Config, plan: Plan, rows: int | str, load: ExpertLoad | None = None
+    console: Console, config: Config, plan: Plan, rows: int | str, load: ExpertLoad | None
 ) -> Prediction:
     """Print the prediction for `plan`, rows as long as data.max_length allows.
 

@@ -125,7 +125,7 @@ def test_programs_die_with_the_acceptance(tmp_path: Path) -> None:
     inner = "import os, time; print('inner', os.getpid(), flush=True); time.sleep(600)"
     outer = (
         "import sys; from pathlib import Path; from kt_ray.accept.items import run_program\n"
-        f"run_program([sys.executable, '-c', {inner!r}], Path({str(log)!r}), 600, {{}})"
+        f"run_program([sys.executable, '-c', {inner!r}], Path({str(log)!r}), 600, {{}}, ())"
     )
     parent = subprocess.Popen([sys.executable, "-c", outer], cwd=REPO)
     try:

@@ -23,7 +23,7 @@ def test_a_line_chart_puts_points_where_they_belong():
 
 
 def test_charts_without_points_are_empty_and_single_points_are_dots():
-    assert line_chart([Line("a", [])], "x") == "" and heat_map({}, row_name="r", column_name="c", top=1) == ""
+    assert line_chart([Line("a", [])], "x") == "" and heat_map({}, 1) == ""
     one = svg(line_chart([Line("a", [(3, 2.0)])], "x"))
     assert len(list(one.iter("circle"))) == 1 and not [
         p for p in one.iter("path") if p.get("class") != "grid"
@@ -58,7 +58,7 @@ def test_tick_labels_read_well():
 
 
 def test_a_heat_map_has_every_cell_with_its_value():
-    text = heat_map({1: [0.0, 1.0], 7: [2.0, 9.0]}, row_name="layer", column_name="expert", top=2.0)
+    text = heat_map({1: [0.0, 1.0], 7: [2.0, 9.0]}, 2.0)
     titles = [t.text for t in svg(text).iter("title")]
     assert titles == [
         "layer 1, expert 0: 0.00",
@@ -72,6 +72,6 @@ def test_a_heat_map_has_every_cell_with_its_value():
 
 def test_a_large_heat_map_stays_small_and_names_the_fullest_of_each_row():
     rows = {layer: [1.0] * 383 + [3.0] for layer in range(60)}
-    text = heat_map(rows, row_name="layer", column_name="expert", top=3.0)
+    text = heat_map(rows, 3.0)
     assert len(text) < 900_000
     assert [t.text for t in svg(text).iter("title")][5] == "layer 5: fullest expert 383, 3.00"
