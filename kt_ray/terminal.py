@@ -55,6 +55,12 @@ def visible(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_SHOWN)
 
 
+def shortened(text: str, limit: int) -> str:
+    """One line of at most `limit` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 def screen_console(**options: Any) -> Console:
     """A rich console that prints all text as `visible` has it, whatever carries it.
 

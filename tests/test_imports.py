@@ -43,7 +43,7 @@ placement: errors parse config dims hardware
 timing: errors native config dims hardware placement
 optim: errors pulse config [torch]
 tracking: terminal disk parse timeline config
-evaluate: errors parse
+evaluate: terminal errors parse
 generate: errors [numpy torch]
 rewards: errors parse evaluate [numpy]
 checkpoint: terminal errors disk pulse parse native int4_packing rotations [torch]
@@ -62,7 +62,7 @@ train_server: errors disk batch generate serve [numpy torch]
 actors/ray: errors gpu torch_environment config hardware placement tracking generate data experts transport
     train actors serve [numpy torch ray]
 measure: gpu cpu_products native batch config hardware placement timing optim model transport [numpy torch]
-runs: errors disk parse gpu native batch config dims hardware placement timing optim tracking evaluate
+runs: terminal errors disk parse gpu native batch config dims hardware placement timing optim tracking evaluate
     generate checkpoint model adapter data demo rewards train actors train_server actors/ray [numpy torch]
 doctor: errors gpu native config dims hardware placement timing checkpoint demo actors actors/ray
     measure runs

@@ -27,9 +27,11 @@ from kt_ray.errors import UserError
 from kt_ray.evaluate.choice import opens_thought
 from kt_ray.evaluate.loss_sums import LossSum
 from kt_ray.parse import parse_json, read_json, read_text
+from kt_ray.terminal import shortened
 
 ADAPTER_FILE, BASE_FILE, SETTINGS_FILE = "predictions.jsonl", "predictions_base.jsonl", "predictions.json"
 _WEIGHTS = "adapter_model.safetensors"  # as in kt_ray.adapter.adapter_dir, which imports torch
+_SHOWN = 60  # characters of what is wrong
 _REMEDY = "write one JSON object per line with prompt, predict and label, as mode=predict does"
 
 
@@ -225,7 +227,7 @@ def check_same_questions(base: AnswerFile, adapter: AnswerFile) -> None:
                 raise UserError(
                     f"base and adapter have another {name} in row {number}, so they cannot be compared",
                     where=where,
-                    observed=f"{_short(asked)!r} and {_short(other)!r}",
+                    observed=f"{shortened(asked, _SHOWN)!r} and {shortened(other, _SHOWN)!r}",
                     required="the same prompts and labels in the same order",
                     remedy="predict both from the same data with the same chat template and seed",
                 )
@@ -241,7 +243,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     raise UserError(
         "a line of the predictions is no JSON object",
         where=where,
-        observed=_short(line),
+        observed=shortened(line, _SHOWN),
         remedy="if this is the last line, mode=predict was stopped: start it again, it continues; else "
         + _REMEDY,
     )
@@ -309,12 +311,7 @@ def _fault(where: str, key: str, row: dict[str, Any], required: str) -> UserErro
     return UserError(
         f"a line of the predictions has no usable {key}",
         where=where,
-        observed=_short(repr(row[key])) if key in row else f"no {key}",
+        observed=shortened(repr(row[key]), _SHOWN) if key in row else f"no {key}",
         required=required,
         remedy=_REMEDY,
     )
-
-
-def _short(text: str, limit: int = 60) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"

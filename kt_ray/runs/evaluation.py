@@ -35,8 +35,8 @@ from kt_ray.evaluate.loss_sums import loss_figures, read_losses
 from kt_ray.evaluate.scores import score
 from kt_ray.evaluate.table import Comparison, compare
 from kt_ray.runs.rundir import plain, settings_of
+from kt_ray.terminal import shortened
 from kt_ray.tracking import MultiTracker, library_trackers, read_jsonl, series
-from kt_ray.tracking.progress import shortened
 
 JSON_FILE, MARKDOWN_FILE = "eval.json", "eval.md"
 _OPTIONS = "ABCDEFGHIJ"  # that a data set may have

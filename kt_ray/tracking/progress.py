@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.text import Text
 
 from kt_ray.config.resume_line import chat_line
+from kt_ray.terminal import shortened
 from kt_ray.tracking.console import console as shared_console
 from kt_ray.tracking.metrics import Value
 
@@ -279,12 +280,6 @@ def show_summary(summary: Summary, screen: Console | None = None) -> None:
     else:
         # Without a terminal a box would wrap, and nothing in it could be copied.
         target.print(summary.text(), markup=False, soft_wrap=True)
-
-
-def shortened(text: str, limit: int) -> str:
-    """One line of at most `limit` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def duration(seconds: float) -> str:
