@@ -62,8 +62,9 @@ train_server: errors disk batch generate serve [numpy torch]
 actors/ray: errors gpu torch_environment config hardware placement tracking generate data experts transport
     train actors serve [numpy torch ray]
 measure: gpu cpu_products native batch config hardware placement timing optim model transport [numpy torch]
-runs: terminal errors disk parse gpu native batch config dims hardware placement timing optim tracking evaluate
-    generate checkpoint model adapter data demo rewards train actors train_server actors/ray [numpy torch]
+runs: terminal errors disk parse gpu native batch config dims hardware placement timing optim tracking
+    evaluate generate checkpoint model adapter data demo rewards train actors train_server actors/ray
+    [numpy torch]
 doctor: errors gpu native config dims hardware placement timing checkpoint demo actors actors/ray
     measure runs
 report: errors disk config tracking evaluate runs
