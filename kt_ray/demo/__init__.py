@@ -4,6 +4,6 @@ Nothing here downloads anything. torch and transformers are imported when a mode
 """
 
 from kt_ray.demo.builder import ensure_demo_model, resolve_model_dir
-from kt_ray.demo.recipes import RECIPES, Recipe, persona_path
+from kt_ray.demo.recipes import persona_path
 
-__all__ = ["RECIPES", "Recipe", "ensure_demo_model", "persona_path", "resolve_model_dir"]
+__all__ = ["ensure_demo_model", "persona_path", "resolve_model_dir"]

@@ -38,8 +38,6 @@ from kt_ray.model.state import GroupState, MicroState
 from kt_ray.model.token_exchange import ExpertExchange
 from kt_ray.model.token_loss import Head
 
-__all__ = ["Stage", "StageSpec"]
-
 # transformers sets torch's default dtype and device while it builds: one stage of a process at a time
 _building = threading.Lock()
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kt_ray.native.quantization import quantize
     from kt_ray.native.tensors import (
         FORMATS,
-        Activation,
         DropoutSpec,
         ExpertFormula,
         ExpertLora,
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMATS",
     "ISA_VARIABLE",
-    "Activation",
     "DropoutSpec",
     "Engine",
     "ExpertFormula",
@@ -51,7 +49,7 @@ _HOMES = {
     "matrix": ("ExpertMatrix",),
     "pages": ("MemoryFile", "allocate", "allocating"),
     "quantization": ("quantize",),
-    "tensors": ("FORMATS", "Activation", "DropoutSpec", "ExpertFormula", "ExpertLora", "ExpertWeights"),
+    "tensors": ("FORMATS", "DropoutSpec", "ExpertFormula", "ExpertLora", "ExpertWeights"),
 }
 
 

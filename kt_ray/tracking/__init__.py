@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kt_ray.config.schema import TrackingConfig
 from kt_ray.tracking.jsonl import JsonlTracker, read_jsonl, series
 from kt_ray.tracking.library_tracker import LibraryTracker
-from kt_ray.tracking.metrics import METRICS, StepMetrics
+from kt_ray.tracking.metrics import StepMetrics
 from kt_ray.tracking.optional_trackers import (
     MlflowTracker,
     SwanLabTracker,
@@ -18,12 +18,10 @@ from kt_ray.tracking.tracker import MultiTracker, Tracker
 from kt_ray.tracking.wandb_tracker import WandbTracker
 
 __all__ = [
-    "METRICS",
     "JsonlTracker",
     "MlflowTracker",
     "MultiTracker",
     "StepMetrics",
-    "Tracker",
     "WandbTracker",
     "library_trackers",
     "make_tracker",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kt_ray.config.schema import ModelConfig
-from kt_ray.demo import RECIPES, builder, ensure_demo_model, resolve_model_dir
-from kt_ray.demo.recipes import base_path
+from kt_ray.demo import builder, ensure_demo_model, resolve_model_dir
+from kt_ray.demo.recipes import RECIPES, base_path
 from kt_ray.errors import UserError
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from kt_ray.batch import PassSpec
 from kt_ray.config.schema import LoraConfig
 from kt_ray.model.layer_loop import LayerLoop
-from kt_ray.model.stage import Stage, StageSpec
+from kt_ray.model.stage import Stage
+from kt_ray.model.stage_spec import StageSpec
 from kt_ray.placement.order import Op
 from tests.helpers.hf_reference import Reference, Row, loss_tokens, micro_batch
 

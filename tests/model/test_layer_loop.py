@@ -23,7 +23,8 @@ from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import BadStep
 from kt_ray.model import attention, lora_linear
 from kt_ray.model.layer_loop import LayerLoop
-from kt_ray.model.stage import Stage, StageSpec
+from kt_ray.model.stage import Stage
+from kt_ray.model.stage_spec import StageSpec
 from kt_ray.placement.memory import layer_activation_bytes
 from kt_ray.placement.order import Op
 from tests.helpers.hf_reference import Reference, Row, find_router, micro_batch, random_rows

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from kt_ray.config.schema import LoraConfig
 from kt_ray.model import known_outputs
-from kt_ray.model.stage import Stage, StageSpec
+from kt_ray.model.stage import Stage
+from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.streamed_weights import StreamedWeights, bring
 from tests.helpers.hf_reference import build_checkpoint
 
