@@ -53,6 +53,14 @@ def _composed_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
+    """The demo model is built once for a module, and not into the user's cache. The patch ends with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KT_RAY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield patch
+
+
 @pytest.fixture
 def flushed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The inodes of the files that were flushed to the disk."""

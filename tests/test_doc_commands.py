@@ -5,7 +5,6 @@ then checked as far as that goes. How to mark a block: tests/helpers/doc_command
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,15 +37,12 @@ HOW = "put <!-- run -->, <!-- needs: ... --> or <!-- usage --> above it (tests/h
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The demo model is built once, and not into the user's cache; nobody's W&B key is used."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KT_RAY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("KT_RAY_TEST_DATA", "/data")  # where no command is executed, any folder will do
-        patch.setenv("WANDB_MODE", "offline")
-        for name in ("KT_RAY_ISA", "KT_RAY_DEBUG", "WANDB_API_KEY"):
-            patch.delenv(name, raising=False)
-        yield
+def alone(own_cache: pytest.MonkeyPatch) -> None:
+    """Nobody's W&B key is used."""
+    own_cache.setenv("KT_RAY_TEST_DATA", "/data")  # where no command is executed, any folder will do
+    own_cache.setenv("WANDB_MODE", "offline")
+    for name in ("KT_RAY_ISA", "KT_RAY_DEBUG", "WANDB_API_KEY"):
+        own_cache.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +56,9 @@ SAME = ("step", "epoch", "loss", "grad_norm", "lr", "tokens", "loss_tokens")  # 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The demo model is built once, and not into the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KT_RAY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        for name in ("KT_RAY_ISA", "KT_RAY_DEBUG", "WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
-            patch.delenv(name, raising=False)
-        yield
+def alone(own_cache: pytest.MonkeyPatch) -> None:
+    for name in ("KT_RAY_ISA", "KT_RAY_DEBUG", "WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
+        own_cache.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from kt_ray.config.limits import BOUNDS, WORDS, Bound
 from kt_ray.config.mapping import from_dict
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
+from tests.helpers.composing import nested
 
 DEMO: dict[str, Any] = {
     "model": {"name": "demo", "build": "demo"},
@@ -85,7 +86,7 @@ def test_numbers_out_of_range(key: str) -> None:
     if bound.high != float("inf"):
         outside.append(bound.high if bound.open_high else bound.high + 1)
     for value in outside:
-        line = _line(_config(**_nest(key, value)))
+        line = _line(_config(**nested(key, value)))
         assert key in line and f"{value:g}" in line and str(bound) in line and "To fix: set" in line
 
 
@@ -101,14 +102,14 @@ def test_numbers_must_be_finite(value: float) -> None:
 def test_a_number_or_a_word_is_no_other_text(key: str) -> None:
     """It would be found out where it is used, or not at all."""
     with pytest.raises(UserError) as caught:
-        check(_config(**_nest(key, "abc")))
+        check(_config(**nested(key, "abc")))
     assert key in caught.value.line() and "abc" in caught.value.line()
 
 
 @pytest.mark.parametrize("key", WORDS)
 def test_unknown_words(key: str) -> None:
     meant = WORDS[key][0]
-    line = _line(_config(**_nest(key, meant + "x")))
+    line = _line(_config(**nested(key, meant + "x")))
     assert f"{key}={meant}x" in line and f"did you mean {meant}?" in line
     assert all(word in line for word in WORDS[key]) and f"To fix: set {key}={meant}" in line
 
@@ -163,13 +164,6 @@ def test_layers_against_stages_and_device() -> None:
     assert "3 entries for rule.stages=2" in _line(_config(rule={"layers": [1, 1, 1], "stages": 2}))
     pattern = [{"match": ".*", "device": "cuda:0"}]
     assert "clashes with rule.device=cpu" in _line(_config(rule={"layers": pattern, "device": "cpu"}))
-
-
-def _nest(key: str, value: object) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    assert isinstance(value, dict)
-    return value
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/a", " a", "a\0"])

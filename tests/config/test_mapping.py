@@ -6,15 +6,16 @@ import dataclasses
 import datetime
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from kt_ray.config.faults import value_of
 from kt_ray.config.fields import closest, closest_key, fields, show, type_name
 from kt_ray.config.mapping import from_dict, load, settle
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.runs.rundir import plain
+from tests.helpers.composing import nested
 
 
 def test_empty_mapping_is_the_default() -> None:
@@ -50,7 +51,7 @@ def test_configuration_is_frozen() -> None:
     ],
 )
 def test_coercions(key: str, given: object, built: object) -> None:
-    value = _get(from_dict(_nest(key, given)), key)
+    value = value_of(from_dict(nested(key, given)), key)
     assert value == built and type(value) is type(built)
 
 
@@ -76,7 +77,7 @@ def test_coercions(key: str, given: object, built: object) -> None:
 )
 def test_wrong_types_name_key_value_and_type(key: str, given: object) -> None:
     with pytest.raises(UserError) as caught:
-        from_dict(_nest(key, given))
+        from_dict(nested(key, given))
     line = caught.value.line()
     assert f"{key}={show(given)}" in line
     assert type_name(fields()[key].hint) in line
@@ -105,7 +106,7 @@ def test_group_given_a_value() -> None:
 def test_did_you_mean(key: str, value: object, meant: str) -> None:
     assert closest_key(key) == meant
     with pytest.raises(UserError) as caught:
-        from_dict(_nest(key, value))
+        from_dict(nested(key, value))
     # The fault of "trianer.max_steps" is the group, which is met first.
     assert "did you mean" in caught.value.line() and meant.partition(".")[0] in caught.value.line()
 
@@ -123,7 +124,7 @@ def test_did_you_mean(key: str, value: object, meant: str) -> None:
 )
 def test_what_does_not_fit_is_not_proposed(key: str, value: object) -> None:
     with pytest.raises(UserError) as caught:
-        from_dict(_nest(key, value))
+        from_dict(nested(key, value))
     assert "did you mean" not in caught.value.line() and "write" not in caught.value.line()
 
 
@@ -210,17 +211,3 @@ def test_multirun_jobs_get_names_of_their_own() -> None:
     latest = from_dict({**demo, "trainer": {"resume": "latest"}})
     with pytest.raises(UserError, match=r"trainer\.resume=latest in a multirun.*set run\.name="):
         settle(latest, job=0)
-
-
-def _nest(key: str, value: object) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    assert isinstance(value, dict)
-    return value
-
-
-def _get(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value

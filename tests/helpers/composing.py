@@ -44,3 +44,11 @@ def _key_and_value(override: str) -> tuple[str, Any] | None:
     except HydraException:
         return None
     return None if parsed.is_sweep_override() else (key, parsed.value())
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """The configuration with this one key: "a.b" is {"a": {"b": value}}."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value

@@ -226,44 +226,6 @@ def test_an_adapter_without_gradients(engine_of, isa: str) -> None:
     assert not torch.equal(grads.down_a, torch.zeros_like(grads.down_a))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_kernels_agree_with_finite_differences(engine_of, isa: str) -> None:
-    """Central differences of the engine's own forward along random directions."""
-    engine = engine_of[isa, 2]
-    case = make_case(
-        Shape(tokens=12, slots=2, experts=3, hidden=24, inter=20, rank=3), torch.float32, dropout=0.25
-    )
-    got = case.run(engine)
-    g = torch.Generator().manual_seed(5)
-
-    def loss(x: torch.Tensor, w: torch.Tensor, lora: ExpertLora) -> float:
-        y, _ = engine.forward(
-            case.weights, x, case.ids, w, lora=lora, dropout=case.dropout, keys=case.keys, save=False
-        )
-        return float((y.double() * case.dy).sum())
-
-    adapter = case.lora[0]
-    arguments = [case.x, case.weights_TK, *adapter.tensors()]
-    gradients = [
-        got["dx"],
-        got["dw"],
-        *(got[f"0.{m}"] for m in ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")),
-    ]
-    step = 2.0**-8
-    for index, (argument, gradient) in enumerate(zip(arguments, gradients, strict=True)):
-        direction = torch.randn(argument.shape, generator=g)
-        values = []
-        for sign in (1, -1):
-            moved = list(arguments)
-            moved[index] = argument + sign * step * direction
-            values.append(loss(moved[0], moved[1], ExpertLora(*moved[2:], adapter.scale)))
-        slope = (values[0] - values[1]) / (2 * step)
-        exact = float((gradient.double() * direction).sum())
-        size = float(gradient.norm() * direction.norm())
-        # Truncation of order step^2, and float32 noise of y over the step.
-        assert abs(slope - exact) <= 2e-3 * size, index
-
-
 def test_the_reference_differentiates() -> None:
     """torch's own check of the yardstick, all inputs at once."""
     case = make_case(

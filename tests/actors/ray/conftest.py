@@ -1,7 +1,9 @@
-"""One local Ray for the tests of a module, joined by this process before the first of them."""
+"""One local Ray for the tests of a module, joined by this process before the first of them; an address."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -13,3 +15,10 @@ from tests.helpers.ray_place import connected
 def local_ray() -> Iterator[None]:
     with connected():
         yield
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """An address that this process listens on."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,12 +30,6 @@ from kt_ray.errors import UserError
 
 Give = Callable[[Path], None]
 STRANGER = 54321
-
-
-@pytest.fixture
-def listening() -> Iterator[str]:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture

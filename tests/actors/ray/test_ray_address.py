@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,12 +22,6 @@ from kt_ray.actors.ray.ray_address import (
 )
 from kt_ray.errors import UserError
 from tests.helpers.ray_place import actors, head_node, ray_place, until
-
-
-@pytest.fixture
-def listening() -> Iterator[str]:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture
