@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from kt_ray.checkpoint.check_experts import check_float32, first_of_each, part_s
 from kt_ray.checkpoint.content import check_stacks
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.gguf_file import GgufHeader, open_gguf
-from kt_ray.checkpoint.index import CheckpointIndex, some, tensors_digest
+from kt_ray.checkpoint.index import CheckpointIndex, joined_digest, some, tensors_digest
 from kt_ray.checkpoint.load_experts import ReadJob, as_weights, check_experts_exist, run_jobs
 from kt_ray.checkpoint.names import gguf_expert_name, is_old_gguf_expert
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged
@@ -126,7 +125,7 @@ class GgufExperts:
 
     def fingerprint_with(self, index: CheckpointIndex) -> str:
         """Of a model whose experts are these and whose other weights are in `index`."""
-        return hashlib.sha256(f"{index.fingerprint} {self.fingerprint}".encode()).hexdigest()
+        return joined_digest(index.fingerprint, self.fingerprint)
 
     def check_content(self) -> None:
         """Sample every stack. Raises UserError: as `check_stacks`."""

@@ -38,7 +38,8 @@ _FETCH = "set model.path to a complete Hugging Face directory (config.json and *
 _AGAIN = "download the checkpoint again, or copy the missing files beside the others"
 # Keys of config.json that change without the model changing.
 _VOLATILE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
-_SAMPLES, _SAMPLE_BYTES = 64, 64
+_SAMPLES, _OF_KIND, _SAMPLE_BYTES = 64, 16, 64  # tensors of a model, and of one name but for numbers; bytes
+_DIGEST = 64  # characters of a digest
 _MOST_SHARDS = 10_000
 # What browsers and download programs put beside, or in place of, a file that is not complete yet.
 _UNFINISHED = (".aria2", ".incomplete", ".part", ".partial", ".crdownload", ".download", ".tmp")
@@ -161,7 +162,10 @@ class CheckpointIndex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names, shapes, dtypes, configuration and sampled bytes, hashed: the same whatever the sharding."""
+        """Names, shapes, dtypes, configuration and sampled bytes, hashed: the same whatever the sharding.
+
+        Files of earlier versions hold its first half alone: ours begins with one of the same weights.
+        """
         kept = {key: value for key, value in self.config.items() if key not in _VOLATILE}
         about = json.dumps(kept, sort_keys=True, default=str)
         return tensors_digest([self.tensors[name] for name in sorted(self.tensors)], about)
@@ -177,23 +181,38 @@ def check_unchanged(fingerprint: str, expected: str, where: object) -> None:
         raise damaged(
             "the model's files are not those that this run began with",
             f"{where} on {socket.gethostname()}",
-            f"fingerprint {fingerprint[:12]}",
-            f"fingerprint {expected[:12]}, as the driver found them",
+            f"fingerprint {fingerprint[-12:]}",
+            f"fingerprint {expected[-12:]}, as the driver found them",
             "put the files back, the same on every host",
         )
 
 
 def tensors_digest(tensors: Sequence[TensorInfo], about: str = "") -> str:
-    """SHA-256 of names, types, shapes and a few bytes from the middle of tensors spread over the model:
-    they tell apart what headers do not."""
-    digest = hashlib.sha256(about.encode())
+    """Two SHA-256, one behind the other, of names, types, shapes and a few bytes from the middle of tensors:
+    those tell apart what headers do not.
+
+    The first samples tensors spread over the model, which are nearly all experts where there are many; the
+    second tensors of every kind: the same name but for its numbers.
+    """
+    first = hashlib.sha256(about.encode())
+    kinds: dict[str, list[TensorInfo]] = {}
     for info in tensors:
-        digest.update(f"{info.name} {info.dtype} {info.shape}\n".encode())
-    for info in tensors[:: max(1, len(tensors) // _SAMPLES)]:
-        with info.file.open("rb") as file:
-            file.seek(info.start + max(0, info.nbytes - _SAMPLE_BYTES) // 2)
-            digest.update(file.read(min(_SAMPLE_BYTES, info.nbytes)))
-    return digest.hexdigest()
+        first.update(f"{info.name} {info.dtype} {info.shape}\n".encode())
+        kinds.setdefault(re.sub(r"\d+", "#", info.name), []).append(info)
+    second = first.copy()
+    for digest, groups, samples in ((first, [tensors], _SAMPLES), (second, kinds.values(), _OF_KIND)):
+        for group in groups:
+            for info in group[:: max(1, len(group) // samples)]:
+                with info.file.open("rb") as file:
+                    file.seek(info.start + max(0, info.nbytes - _SAMPLE_BYTES) // 2)
+                    digest.update(file.read(min(_SAMPLE_BYTES, info.nbytes)))
+    return first.hexdigest() + second.hexdigest()
+
+
+def joined_digest(one: str, other: str) -> str:
+    """The `tensors_digest` of two parts of a model as one, half by half."""
+    halves = ((text[:_DIGEST], text[_DIGEST:]) for text in (one, other))
+    return "".join(hashlib.sha256(" ".join(pair).encode()).hexdigest() for pair in zip(*halves, strict=True))
 
 
 def _open_sharded(path: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], tuple[str, ...]]:

@@ -143,12 +143,12 @@ class Manifest:
 
     def require(self, *, model: str, fields: Mapping[str, Any], where: str = "") -> None:
         """Refuse to go on with another model (by fingerprint) or other settings; `where` is for messages."""
-        if model != self.model:
+        if not model.startswith(self.model):
             raise damaged(
                 "checkpoint belongs to another model",
                 where,
-                f"fingerprint {model[:12]} of the model of this run",
-                f"fingerprint {self.model[:12]}",
+                f"fingerprint {model[: len(self.model)][-12:]} of the model of this run",
+                f"fingerprint {self.model[-12:]}",
                 "set model.path and model.experts_path as this run began, or start without trainer.resume",
             )
         now = json.loads(json.dumps(dict(fields)))  # tuples become lists, as in the file

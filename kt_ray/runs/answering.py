@@ -191,6 +191,8 @@ def model_settings(generation: PreparedGeneration) -> dict[str, Any]:
 
 def completed(before: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Settings read from a file; what an earlier version did not write down counts as equal."""
+    same = "model" in before and settings["model"].startswith(str(before["model"]))
+    before = before | ({"model": settings["model"]} if same else {})  # a fingerprint's first half
     return {name: settings[name] for name in _LATER if name in settings} | before
 
 

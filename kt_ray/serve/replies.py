@@ -80,7 +80,7 @@ class Replies(ABC):
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": body.model,
-            "system_fingerprint": f"kt_{service.served.fingerprint[:12]}",
+            "system_fingerprint": f"kt_{service.served.fingerprint[-12:]}",
         }
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:

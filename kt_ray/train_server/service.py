@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -666,6 +667,9 @@ class TrainService:
                 f"{base} with ranks up to {rank}",
                 "path",
             )
+        weights = str(self.backend.settings.get("model"))
+        if weights.startswith(str(saved.settings.get("model"))):  # an earlier version's: the first half
+            saved = replace(saved, settings={**saved.settings, "model": self.backend.settings.get("model")})
         return saved
 
     def _training_state(self, path: str) -> Saved:

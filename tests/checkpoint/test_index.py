@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kt_ray.checkpoint import CheckpointIndex
+from kt_ray.checkpoint.index import joined_digest
 from kt_ray.checkpoint.safetensors_file import build_header, read_header, tensor_bytes, write_from
 from kt_ray.errors import UserError
 
@@ -62,6 +64,27 @@ def test_fingerprint_ignores_sharding_and_tells_models_apart(
     assert CheckpointIndex.open(write(tmp_path / "other", other)).fingerprint != one
     config = make_config(rope_theta=5.0)
     assert CheckpointIndex.open(write(tmp_path / "rope", tensors, config=config)).fingerprint != one
+
+
+def test_fingerprint_sees_what_is_rare_among_many_experts(tmp_path: Path, write: Callable[..., Path]) -> None:
+    """Its first half, which is all that earlier versions wrote, samples 64 of all tensors."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"layers.{layer}.{part}.weight": torch.randn(4, 4, generator=generator)
+        for layer in range(4)
+        for part in (
+            "self_attn.q_proj",
+            "self_attn.o_proj",
+            *(f"mlp.experts.{n}.up_proj" for n in range(100)),
+        )
+    }
+    one = CheckpointIndex.open(write(tmp_path / "one", tensors)).fingerprint
+    other = {name: value + ("q_proj" in name) for name, value in tensors.items()}
+    swapped = CheckpointIndex.open(write(tmp_path / "other", other)).fingerprint
+    assert swapped != one and swapped[:64] == one[:64]
+    joined = joined_digest(one, "g" * 128)
+    assert joined[:64] == hashlib.sha256(f"{one[:64]} {'g' * 64}".encode()).hexdigest()
+    assert joined != joined_digest(swapped, "g" * 128)
 
 
 def test_built_header_is_read_by_safetensors(tmp_path: Path) -> None:

@@ -351,6 +351,9 @@ def test_a_sampler_of_another_model_of_the_same_name_is_refused(tmp_path: Path) 
         refused = raw.http.post("create_sampling_session", json={**asked, "session_id": raw.session})
         assert refused.status_code == 400
         assert "other weights of the name demo/model" in refused.json()["error"]["message"]
+        after.settings["model"] = "one fingerprint" + "'s second half, which earlier versions did not write"
+        asked |= {"session_id": raw.session, "sampling_session_seq_id": 8}
+        assert raw.http.post("create_sampling_session", json=asked).status_code == 200
         raw.http.close()
 
 
