@@ -114,6 +114,7 @@ class Supervisor(ABC):
         self._config = config
         self._began = time.monotonic()
         self._first_step = 0
+        self._keeps_placement = False  # the next driver
         self._asked = 0  # signals that asked to end, those within SAME seconds as one
         self._asked_at = -SAME  # time.monotonic() of the last that counted
         self._wake = threading.Event()  # set by the first
@@ -229,6 +230,7 @@ class Supervisor(ABC):
                 "argv": sys.argv,
                 "began": self._began,
                 "first_step": self._first_step,
+                "keeps_placement": self._keeps_placement,
                 "parent": os.getpid(),
             }
             with contextlib.suppress(BrokenPipeError):
@@ -330,11 +332,8 @@ class TrainingSupervisor(Supervisor):
         if not self._begun:
             return self._config
         if self._saved() - self._present:
-            kept: dict[str, Any] = {"trainer.resume": "latest", "run.overwrite": False}
-            if self._config.rule.experts.placement != "contiguous":
-                # Bit for bit: experts that were placed anew by load would add up in another order.
-                kept["rule.experts.placement"] = "kept"
-            return with_keys(self._config, kept)
+            self._keeps_placement = self._config.rule.experts.placement != "contiguous"
+            return with_keys(self._config, {"trainer.resume": "latest", "run.overwrite": False})
         resume = self._config.trainer.resume
         if resume is not None and (resume == "latest" or self.path in Path(resume).parents):
             return self._config  # the same run, from the checkpoint that was named
@@ -412,6 +411,15 @@ def note_ready() -> None:
 _pipe: int | None = None  # of a supervised driver
 began: float | None = None  # of a supervised driver: time.monotonic() of the supervisor's start
 first_step = 0  # and the steps that its run had taken by then
+_keeps_placement = False  # and whether experts stay where its run's drivers before it had them
+
+
+def as_placed(config: Config) -> Config:
+    """The configuration to place experts by; what a user asked for stays in the run's config.yaml.
+
+    Bit for bit: experts that a restart placed anew by load would add up in another order.
+    """
+    return with_keys(config, {"rule.experts.placement": "kept"}) if _keeps_placement else config
 
 
 def as_child(run: Callable[[Config], int]) -> int:
@@ -420,7 +428,7 @@ def as_child(run: Callable[[Config], int]) -> int:
     Args:
         run: trains, and turns what is raised into an exit code.
     """
-    global _pipe, began, first_step
+    global _pipe, began, first_step, _keeps_placement
     job = json.load(sys.stdin)
     fd = _pipe = int(os.environ.pop(_FD))
     os.set_inheritable(fd, False)
@@ -437,7 +445,7 @@ def as_child(run: Callable[[Config], int]) -> int:
     threading.Thread(target=beat, name="kt-beat", daemon=True).start()
     resume_line.program = job["program"]
     sys.argv = job["argv"]  # for env.json, and trackers that keep it
-    began, first_step = job["began"], job["first_step"]
+    began, first_step, _keeps_placement = job["began"], job["first_step"], job["keeps_placement"]
     code = run(load(job["config"]))
     with contextlib.suppress(OSError):
         os.write(fd, _REPORT)

@@ -97,8 +97,12 @@ class Place:
         return [(job["trainer"]["resume"], job["run"]["overwrite"]) for job in self.configs()]
 
     def configs(self) -> list[dict[str, Any]]:
+        """The configuration of each driver."""
+        return [job["config"] for job in self.jobs()]
+
+    def jobs(self) -> list[dict[str, Any]]:
         """What each driver was given."""
-        return [json.loads(line)["config"] for line in (self.path / "starts").read_text().splitlines()]
+        return [json.loads(line) for line in (self.path / "starts").read_text().splitlines()]
 
     def log(self) -> str:
         return (self.run / LOG).read_text()
@@ -136,16 +140,29 @@ def test_an_end_and_a_refusal_are_final(place: Place, code: int, starts: int) ->
 
 
 def test_a_restart_keeps_the_placement_of_experts(place: Place) -> None:
-    """Placed anew by load they would add up in another order, and nobody asked for that."""
+    """Placed anew by load they would add up in another order, and nobody asked for that. The run's
+    configuration stays its user's."""
     assert place.go(["begin kill=9", "begin save=1 kill=9", "begin exit=0"]) == 0
-    placements = [config["rule"]["experts"]["placement"] for config in place.configs()]
-    assert placements == ["auto", "auto", "kept"]
+    assert [job["keeps_placement"] for job in place.jobs()] == [False, False, True]
+    assert {config["rule"]["experts"]["placement"] for config in place.configs()} == {"auto"}
+    last = json.dumps({**place.jobs()[-1], "parent": os.getpid()})
+    driver = "from kt_ray.supervisor import *; as_child(lambda c: print(as_placed(c).rule.experts.placement))"
+    with open(os.devnull, "wb") as pipe:
+        child = subprocess.run(
+            [sys.executable, "-c", driver],
+            input=last,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "KT_RAY_SUPERVISOR_FD": str(pipe.fileno())},
+            pass_fds=[pipe.fileno()],
+        )
+    assert child.stdout == "kept\n", child.stderr
 
 
 def test_contiguous_experts_need_no_word_to_stay(place: Place) -> None:
     contiguous = "rule.experts.placement=contiguous"
     assert place.go(["begin save=1 kill=9", "begin exit=0"], contiguous) == 0
-    assert [c["rule"]["experts"]["placement"] for c in place.configs()] == ["contiguous"] * 2
+    assert not any(job["keeps_placement"] for job in place.jobs())
 
 
 def test_restarts_are_counted(place: Place, capfd: Any) -> None:

@@ -81,7 +81,8 @@ def _checked(config: Config, reward: Reward | None, began: float) -> int:
     """All that can be refused before anything runs, and then the run. reward: of trainer.stage=grpo."""
     config, manifest = intact_checkpoint(config)
     undated, config = config, dated_as_before(config)
-    prepared = prepare(config, manifest, None if reward is None else reward.check_row)
+    check_row = None if reward is None else reward.check_row
+    prepared = prepare(supervisor.as_placed(config), manifest, check_row)
     if not prepared.data.dated:
         config = undated
     config = replace(config, lora=prepared.config.lora)  # which may be an adapter's

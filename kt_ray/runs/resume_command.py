@@ -102,9 +102,6 @@ class ResumeCommand:
             given = any(field == name or field.startswith(f"{name}.") for name in names)
             if MASK in show(value) and before.get(field) == value and not given:
                 _unmask(saved, field, self.run)
-        experts = saved.get("rule", {}).get("experts", {})
-        if experts.get("placement") == "kept" and not any(name.startswith("rule") for name in names):
-            experts["placement"] = "auto"  # the supervisor's word for its own restarts
         run = saved.setdefault("run", {})
         rooted = any(name == "run" or name.startswith("run.root") for name in names)
         elsewhere = rooted or any(name.startswith("run.name") for name in names)

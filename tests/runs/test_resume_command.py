@@ -165,16 +165,6 @@ def test_what_is_no_option_any_more_is_left_out(runs: Path, given: list[Config],
     assert "  cluster.load_timeout=7200.0 is no option any more\n" in capfd.readouterr().out
 
 
-def test_a_restart_by_the_supervisor_leaves_no_placement_behind(runs: Path, given: list[Config]) -> None:
-    file = runs / "a" / "config.yaml"
-    saved = yaml.safe_load(file.read_text())
-    saved["rule"]["experts"]["placement"] = "kept"
-    file.write_text(yaml.safe_dump(saved))
-    assert cli.main(["resume=runs/a"]) == 0
-    assert cli.main(["resume=runs/a", "rule.experts.placement=kept"]) == 0
-    assert [config.rule.experts.placement for config in given] == ["auto", "kept"]
-
-
 def test_what_changes_is_shown_and_nothing_else_does(runs: Path, given: list[Config], capfd: Any) -> None:
     changes = ["trainer.max_steps=20", "rule=cpu_1worker_1socket", "data.path=~/x.jsonl", "~optim.eps"]
     assert cli.main(["resume=runs/a", *changes]) == 0
