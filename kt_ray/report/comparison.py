@@ -20,7 +20,10 @@ from kt_ray.tracking.progress import duration
 VERSION = 1
 INLINE_KEYS = 4  # differing keys that stand beside the results; more get a table of their own
 # Where files go and what watches a run: these differ between any two runs and explain no result.
-_IGNORED = ("run.", "tracking.", "eval.", "report.", "compare.", "cluster.dashboard", "plan.")
+_IGNORED = (
+    *("run.", "tracking.", "eval.", "report.", "compare.", "cluster.dashboard", "plan."),
+    *("trainer.restarts", "trainer.recoveries"),  # deaths change no figure
+)
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,17 @@ def compare_runs(paths: Sequence[Path], sort: str = "name") -> RunComparison:
     if sort != "name":
         key, sign = _SORTED_BY[sort], -1 if sort == "tokens_per_s" else 1
         entries.sort(key=lambda entry: (key not in entry.figures, sign * entry.figures.get(key, 0.0)))
-    return RunComparison(tuple(entries), differing_keys([run.settings() for run in runs]))
+    return RunComparison(tuple(entries), differing_keys([_begun_with(run) for run in runs]))
+
+
+def _begun_with(run: RunData) -> dict[str, Any]:
+    """A run's settings; that it went on from a checkpoint of its own is none."""
+    settings = run.settings()
+    resume = str(settings.get("trainer.resume"))
+    name = settings.get("run.name") or run.name
+    if resume == "latest" or Path(resume).parent.parent.name == name:
+        settings["trainer.resume"] = None
+    return settings
 
 
 def differing_keys(settings: Sequence[dict[str, Any]]) -> tuple[str, ...]:

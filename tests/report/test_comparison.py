@@ -116,6 +116,15 @@ def test_order_by_a_figure_puts_runs_without_it_last(sweep):
     assert compare_runs(paths, "eval_loss").cells()[-1].count("–") == 2
 
 
+@pytest.mark.parametrize("run", ["a", "b"])
+def test_going_on_is_no_difference_but_where_a_run_began_is(tmp_path, make_run, run):
+    resumed = TrainerConfig(resume=str(tmp_path / run / "checkpoints" / "step_000005"), restarts=3)
+    make_run(tmp_path, "a")
+    make_run(tmp_path, "b", trainer=resumed)
+    table = compare_runs([tmp_path / "a", tmp_path / "b"])
+    assert table.differing == (("trainer.resume",) if run == "a" else ())
+
+
 def test_equal_names_and_equal_configurations(tmp_path, make_run):
     make_run(tmp_path / "x", "a")
     make_run(tmp_path / "y", "a")
