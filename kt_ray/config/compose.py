@@ -63,8 +63,8 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
     """
     overrides = [part for o in overrides for part in _on_hub(_worded(_bracketed(at_home(o), sweep), sweep))]
     keys = [key for override in overrides for key in keys_given(override)]
-    if "trainer.epochs" in keys and "trainer.max_steps" not in keys:
-        overrides.append("trainer.max_steps=null")
+    if "trainer.epochs" in keys:
+        overrides = _counted_in_epochs(overrides)
     if "experiment" in keys or not implied:
         return list(overrides)
     choices = [
@@ -87,11 +87,44 @@ def at_home(override: str) -> str:
 
 
 def keys_given(override: str) -> list[str]:
-    """The keys that an argument sets: of GROUP={KEY:VALUE} those of the mapping, else its own."""
-    name, _, text = override.lstrip("+~").partition("=")
-    name = name.partition("@")[0]
-    value = _value_given(name, [override]) if text.startswith("{") and name in groups() else None
-    return _keys_in(name, value) if isinstance(value, dict) else [name]
+    """The keys that an argument sets: of GROUP={KEY:VALUE} those of the mapping, or of all mappings of a
+    sweep, else its own."""
+    name = override.lstrip("+~").partition("=")[0].partition("@")[0]
+    mappings = _mappings_given(name, override)
+    return [key for mapping in mappings for key in _keys_in(name, mapping)] if mappings else [name]
+
+
+def _mappings_given(group: str, override: str) -> list[dict[str, Any]]:
+    """The mapping in GROUP={KEY:VALUE}, or those of a sweep over such; [] where anything is none."""
+    if group not in groups() or "{" not in override:
+        return []
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+        values = [*parsed.sweep_iterator()] if parsed.is_sweep_override() else [parsed.value()]
+    except HydraException:
+        return []
+    mappings = [value for value in values if isinstance(value, dict)]
+    return mappings if len(mappings) == len(values) else []
+
+
+def _counted_in_epochs(overrides: Sequence[str]) -> list[str]:
+    """With the max_steps of a file unset wherever trainer.epochs is given and trainer.max_steps is not: first
+    of all, or in those mappings of a sweep that give it."""
+    swept = [o for o in overrides if len(_mappings_given("trainer", o)) > 1 and o.startswith("trainer=")]
+    keys = [key for override in overrides if override not in swept for key in keys_given(override)]
+    if "trainer.max_steps" in keys:
+        return list(overrides)
+
+    def unset(override: str) -> str:
+        texts = OverridesParser.create().parse_override(override).sweep_string_iterator()
+        pairs = zip(texts, _mappings_given("trainer", override), strict=True)
+        return "trainer=" + ",".join(
+            f"{{max_steps:null,{text[1:]}" if "epochs" in given and "max_steps" not in given else text
+            for text, given in pairs
+        )
+
+    first = ["trainer.max_steps=null"] if "trainer.epochs" in keys else []
+    return first + [unset(override) if override in swept else override for override in overrides]
 
 
 def _keys_in(group: str, mapping: dict[str, Any]) -> list[str]:

@@ -203,6 +203,23 @@ def test_epochs_on_the_command_line_unset_the_steps_of_a_file(given: list[str], 
     assert compose(["trainer={epochs:2}"]).trainer.max_steps is None
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["trainer={epochs:2},{epochs:3}"], "trainer={max_steps:null,epochs:2},{max_steps:null,epochs:3}"),
+        (
+            ["trainer={epochs:2},{epochs:3,max_steps:4},{batch_size:8}"],
+            "trainer={max_steps:null,epochs:2},{epochs:3,max_steps:4},{batch_size:8}",
+        ),
+        (["trainer={epochs:2},{epochs:3}", "trainer.max_steps=7"], "trainer={epochs:2},{epochs:3}"),
+        (["data={path:a.jsonl},{path:b.jsonl}"], "data=jsonl"),
+        (["model={path:some/x},{path:some/y}"], "model=custom"),
+    ],
+)
+def test_mappings_of_a_sweep_choose_as_one_does(given: list[str], expected: str) -> None:
+    assert expected in expand(given, sweep=True)
+
+
 def test_a_mapping_chooses_as_its_keys_one_by_one_do() -> None:
     path = compose(["mode=plan", "model={path:some/x}", "data={path:rows.jsonl}"])
     assert path == compose(["mode=plan", "model.path=some/x", "data.path=rows.jsonl"])
