@@ -17,6 +17,7 @@ from kt_ray.hardware.parts import CPUS, CUDA_GIVES, GPUS, cpu_named, gpu_named
 FILE = Path("hardware.yaml")  # in the current directory
 OF_DOCTOR = "# This host, written by mode=doctor"
 _GIB = 1 << 30
+_NO_CARD = ("none", "no", "n", "0", "-")
 _ISAS = {
     "amx": "Xeon of 2023 and later",
     "avx512_bf16": "EPYC 9004, Ryzen 7000 and later",
@@ -65,7 +66,7 @@ def answers(host: Hardware, cpu: str) -> dict[str, Any]:
     card = _text(
         f"GPU model ({', '.join(GPUS)}, another, or none)", host.gpus[0].name if host.gpus else "none"
     )
-    if card.lower() != "none":
+    if card.lower() not in _NO_CARD:
         count = _number("How many of them", len(host.gpus) or 1)
         sheet = gpu_named(card)
         gib = sheet.gib if sheet else 24 * CUDA_GIVES

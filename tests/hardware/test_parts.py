@@ -177,8 +177,9 @@ def test_six_answers_make_a_file_that_plans(terminal: list[str]) -> None:
         planned("wizard")
 
 
-def test_an_unknown_cpu_is_asked_for_cores_and_instruction_set(terminal: list[str]) -> None:
-    terminal += ["none", "Xeon E5-2680 v4", "none of your business", "2", "14", "sse", "avx2", "256"]
+@pytest.mark.parametrize("none", ["none", "No"])
+def test_an_unknown_cpu_is_asked_for_cores_and_instruction_set(terminal: list[str], none: str) -> None:
+    terminal += [none, "Xeon E5-2680 v4", "none of your business", "2", "14", "sse", "avx2", "256"]
     _, hardware = planned("wizard")
     assert not hardware.gpus and hardware.best_isa == "avx2"
     assert [(s.cores, s.memory_bytes >> 30) for s in hardware.sockets] == [(14, 128), (14, 128)]
