@@ -8,7 +8,7 @@ import resource
 import shutil
 from pathlib import Path
 
-from kt_ray.config.schema import Config, RuleConfig
+from kt_ray.config.schema import ClusterConfig, Config, RuleConfig
 from kt_ray.doctor.check import Check, failed, passed, warned
 from kt_ray.hardware.describe import (
     GIB,
@@ -121,8 +121,10 @@ def huge_pages(root: str | Path = "/") -> Check:
     return passed("huge pages", f"transparent: {chosen}")
 
 
-def shared_memory(plan: Plan | None, shm: str | Path = "/dev/shm") -> Check:
+def shared_memory(plan: Plan | None, cluster: ClusterConfig, shm: str | Path = "/dev/shm") -> Check:
     """Arenas between actors are anonymous memory files; Ray's object store lies in /dev/shm."""
+    if cluster.name != "ray":
+        return passed("shared memory", f"not used (cluster={cluster.name})")
     observed = "arenas"
     if plan is not None:
         observed += f" need {gib(sum(b.items.get('staging', 0) for b in plan.budgets if b.host == 0))}"

@@ -101,7 +101,7 @@ def examine(config: Config) -> list[Check]:
         partial(machine.memory, hardware, plan),
         machine.swap,
         machine.huge_pages,
-        partial(machine.shared_memory, plan),
+        partial(machine.shared_memory, plan, config.cluster),
         partial(software.gpus, hardware, config.rule, plan),
         partial(software.native, cpu_isas(), config.rule),
         *software.packages(config),

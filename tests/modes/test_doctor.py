@@ -149,15 +149,16 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(small_dims(), make_config(), make_hardware())
     usage = type("Usage", (), {"total": 4 * GIB, "free": 4 * GIB})
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
-    verdict(machine.shared_memory(plan, tmp_path), PASS, "arenas need")
+    verdict(machine.shared_memory(plan, ClusterConfig(), tmp_path), PASS, "arenas need")
     usage.free = 64 << 20
-    verdict(machine.shared_memory(plan, tmp_path), WARN, "--shm-size")
+    verdict(machine.shared_memory(plan, ClusterConfig(), tmp_path), WARN, "--shm-size")
 
     def refuse(*_: Any) -> int:
         raise PermissionError("memfd_create")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    verdict(machine.shared_memory(plan, tmp_path), FAIL, "cluster=local")
+    verdict(machine.shared_memory(plan, ClusterConfig(), tmp_path), FAIL, "cluster=local")
+    verdict(machine.shared_memory(plan, ClusterConfig(name="local"), tmp_path), PASS, "not used")
 
 
 def test_open_files() -> None:
