@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kt_ray.errors import UserError
 
@@ -44,16 +44,21 @@ class RunLock:
 
     def __init__(self, run: Path, key: str = "run.name") -> None:
         self.path = run / FILE
+        self._key = key
+        self._take()
+
+    def _take(self) -> None:
+        run, key = self.path.parent, self._key
         self.note = ""
         self._file = self.path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = self._holder()
+            holder = _holder(self._file)
             self._file.close()
             raise _held(run, holder, key) from None
         except OSError as error:  # ENOLCK, ENOSYS, EOPNOTSUPP: go by what the file says of this host
-            holder = self._holder()
+            holder = _holder(self._file)
             if holder.get("host") == socket.gethostname() and _alive(holder.get("pid")):
                 self._file.close()
                 raise _held(run, holder, key) from None
@@ -61,31 +66,54 @@ class RunLock:
         else:
             if own := _OWN_LOCKS & _mount_options(run):
                 self._note(run, f"the file system is mounted with {', '.join(sorted(own))}")
-        self._write({"host": socket.gethostname(), "pid": os.getpid()})
+        self._text = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n"
+        self._write(self._text)
+
+    def regain(self) -> None:
+        """Lock again where the file is gone: somebody removed it, or the whole directory, which is made anew.
+
+        Raises:
+            UserError: the directory is another run's now, which may have ended since.
+            OSError: the directory cannot be written.
+        """
+        if self.note:
+            return  # another host may have written the file
+        try:
+            with self.path.open(encoding="utf-8") as file:
+                same = not self._file.closed and os.path.sameopenfile(file.fileno(), self._file.fileno())
+                if same or file.read() == self._text:
+                    return
+                holder = _holder(file)
+        except FileNotFoundError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._take()
+            return
+        except (OSError, UnicodeDecodeError):
+            return  # which says nothing
+        who = f"of process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "new"
+        raise UserError(
+            "the run directory was removed, and is another run's now",
+            where=str(self.path.parent),
+            observed=f"{FILE} is {who}",
+            required="the one that this run made",
+            remedy="move that run away: this one then makes its directory again",
+        )
 
     def release(self) -> None:
         """Let others write the directory. Safe to call twice."""
         if not self._file.closed:
             with contextlib.suppress(OSError):
-                self._write(None)
+                self._write("")
             self._file.close()
 
     def _note(self, run: Path, why: str) -> None:
         self.note = f"{why}: nothing keeps another host from writing {run} at the same time"
 
-    def _holder(self) -> dict[str, Any]:
-        self._file.seek(0)
-        try:
-            value = json.load(self._file)
-        except (ValueError, RecursionError, OSError):
-            return {}
-        return value if isinstance(value, dict) else {}
-
-    def _write(self, holder: dict[str, Any] | None) -> None:
+    def _write(self, text: str) -> None:
         self._file.seek(0)
         self._file.truncate()
-        if holder is not None:
-            self._file.write(json.dumps(holder) + "\n")
+        self._file.write(text)
         self._file.flush()
 
 
@@ -126,6 +154,15 @@ def locked(directory: Path, key: str = "run.name") -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _holder(file: TextIO) -> dict[str, Any]:
+    file.seek(0)
+    try:
+        value = json.load(file)
+    except (ValueError, RecursionError, OSError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _held(run: Path, holder: dict[str, Any], key: str) -> UserError:

@@ -66,6 +66,7 @@ class RunDir:
     checkpoint: Path | None = None  # the checkpoint that the run resumes from; None = it starts afresh
     continued: bool = False  # whether the directory already held this run (its curve and logs go on)
     lock: RunLock | None = None  # held until `close`
+    settings: str = ""  # its config.yaml
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path | None = None) -> RunDir:
@@ -86,8 +87,10 @@ class RunDir:
                 run = cls(path, lock=lock)
             else:
                 run = _resumed(checkpoint, root, named, config)
+            text = yaml.safe_dump(without_secrets(plain(config)), sort_keys=False, allow_unicode=True)
+            run = dataclasses.replace(run, settings=text)
             try:
-                run.write_config(config)
+                write_atomic(run.path / _CONFIG, text)
             except OSError:
                 run.close()
                 raise
@@ -119,10 +122,19 @@ class RunDir:
         """Made by whoever writes the adapter."""
         return self.path / "adapter"
 
-    def write_config(self, config: Config) -> None:
-        """config.yaml, the resolved configuration."""
-        text = yaml.safe_dump(without_secrets(plain(config)), sort_keys=False, allow_unicode=True)
-        write_atomic(self.path / _CONFIG, text)
+    def regain(self) -> None:
+        """Before something is written that nobody may lose: the directory is made again if it was removed.
+
+        Raises:
+            UserError: it is another run's now.
+            OSError: it cannot be written.
+        """
+        if self.lock is not None:
+            self.lock.regain()
+        if self.settings and not is_run(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path / _CONFIG, self.settings)
+            log.warning("%s was removed and is made again, without what it held", self.path)
 
     def write_plan(self, plan: Any) -> None:
         """plan.json: a `kt_ray.placement` plan, or any tree of dataclasses, mappings and lists."""

@@ -137,6 +137,8 @@ def save_checkpoint(
     Raises:
         UserError: it cannot be written; the unfinished checkpoint is removed, earlier ones stay.
     """
+    with writing("checkpoint", rundir.checkpoints):
+        rundir.regain()
     batches, plan = prepared.batches, prepared.plan
     partial = begin_checkpoint(rundir.checkpoints, step)
     with writing("checkpoint", partial):
@@ -240,6 +242,8 @@ def publish_adapter(prepared: Prepared, rundir: RunDir, cluster: Cluster) -> lis
     Returns:
         Lines for the user.
     """
+    with writing("adapter", rundir.adapter):
+        rundir.regain()
     before = adapter_mark(rundir.adapter)
     write_adapter(prepared, rundir.adapter, cluster)
     with writing("adapter", rundir.adapter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -111,6 +112,10 @@ class JsonlTracker:
             self._kept = None
         if self._file is None:
             self._file = self._path.open("ab", buffering=0)
+        elif not os.fstat(self._file.fileno()).st_nlink:  # removed, with the run directory; not another run's
+            anew = self._path.open("xb", buffering=0)
+            self._file.close()
+            self._file = anew
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 

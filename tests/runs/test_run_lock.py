@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from kt_ray.errors import UserError
 from kt_ray.runs import run_lock
 from kt_ray.runs.run_lock import RunLock, locked, require_free
 from kt_ray.runs.rundir import RunDir, refuse_taken
+from kt_ray.tracking.jsonl import JsonlTracker, read_jsonl
 
 HOLD = """
 import sys, time
@@ -119,6 +121,41 @@ def test_locks_that_stay_on_this_host_are_no_guard(
     note = lock.note
     assert bool(note) == (option not in ("", "local_lock=none"))
     assert not note or f"mounted with {option}" in note
+
+
+def test_a_run_whose_directory_was_removed_makes_it_again_but_takes_no_other_runs(
+    tmp_path: Path, make_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDir.create(make_config(tmp_path, name="a"))
+    figures = JsonlTracker()
+    figures.start(run.path, {})
+    run.regain()
+    assert not caplog.records
+    began = (run.path / "config.yaml").read_text()
+    shutil.rmtree(run.path)
+    figures.log(1, {"loss": 1.0})
+    assert "its lines wait" in caplog.text and not run.path.exists()
+    run.regain()
+    figures.log(2, {"loss": 2.0})
+    assert [record["step"] for record in read_jsonl(run.path / "metrics.jsonl")] == [1, 2]
+    assert (run.path / "config.yaml").read_text() == began and "is made again" in caplog.text
+    with pytest.raises(UserError, match="another run writes this directory"):
+        RunLock(run.path)
+    for _ in range(2):  # also after a try that failed
+        (run.path / ".lock").unlink()
+        (run.path / ".lock").write_text('{"host": "x", "pid": 7}\n')
+        with pytest.raises(UserError, match=r"another run's now.*process 7 on x"):
+            run.regain()
+        (run.path / ".lock").write_text("")  # it has ended
+        with pytest.raises(UserError, match="another run's now"):
+            run.regain()
+    (run.path / "metrics.jsonl").unlink()
+    (run.path / "metrics.jsonl").write_text("theirs")
+    figures.log(3, {"loss": 3.0})
+    with pytest.raises(FileExistsError):
+        figures.finish("failed")
+    assert (run.path / "metrics.jsonl").read_text() == "theirs"
+    run.close()
 
 
 def test_a_directory_that_cannot_be_written_is_the_users_error(tmp_path: Path) -> None:

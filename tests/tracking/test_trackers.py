@@ -363,6 +363,7 @@ def test_figures_outlive_a_full_disk(tmp_path, monkeypatch, caplog):
 
     class Full:
         room = 0
+        fileno = real.fileno
 
         def write(self, data):
             if not self.room:
