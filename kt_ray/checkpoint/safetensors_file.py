@@ -106,6 +106,10 @@ def writing(what: str, where: Path, size: int | None = None, remedy: str = _SPAC
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         required = f"{size} bytes of free space" if full and size is not None else None
         fault = f"{what} cannot be written"
+        if error.errno == errno.EFBIG:  # room is not what lacks
+            remedy = (
+                "raise the limit (ulimit -f), or set run.root to a file system that takes files this large"
+            )
         raise UserError(fault, where=str(where), observed=error, required=required, remedy=remedy) from error
 
 

@@ -98,10 +98,12 @@ def test_unwritable_directory(tmp_path: Path) -> None:
     """Space is missing only where the disk is full, the driver's directory where none is shared."""
     with pytest.raises(UserError, match=r"cannot be written; .*absent; .*To fix: .*all nodes share"):
         write_shard(tmp_path / "absent", "x.safetensors", {"a": torch.zeros(2)})
-    for code, space in [(errno.EACCES, False), (errno.ENOSPC, True), (errno.EDQUOT, True)]:
+    codes = [(errno.EACCES, False), (errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EFBIG, False)]
+    for code, space in codes:
         with pytest.raises(UserError, match="cannot be written") as raised, writing("x", tmp_path, 8):
             raise OSError(code, os.strerror(code))
         assert (raised.value.required == "8 bytes of free space") == space
+        assert ("ulimit -f" in raised.value.remedy) == (code == errno.EFBIG)
 
 
 def _flip(path: Path) -> None:
