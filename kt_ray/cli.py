@@ -11,10 +11,12 @@ KT_RAY_DEBUG=1 prints the traceback of bad input, too.
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import importlib.metadata
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +25,10 @@ from typing import Any
 import kt_ray
 from kt_ray import torch_environment
 from kt_ray.config.schema import Config
-from kt_ray.errors import BAD_INPUT, OK, UserError, exit_code, guard
+from kt_ray.errors import BAD_INPUT, OK, Stopped, UserError, exit_code, guard
 from kt_ray.runs.model_hub import located
 from kt_ray.runs.resume_command import ResumeCommand
+from kt_ray.runs.rundir import job_of_multirun
 from kt_ray.supervisor import as_child, supervise
 from kt_ray.terminal import lasting, open_streams, visible
 
@@ -153,10 +156,14 @@ def _run_hydra(arguments: list[str]) -> int:
                 codes.append(stop.code if isinstance(stop.code, int) else BAD_INPUT if stop.code else OK)
         return codes
 
-    if sweep and (refused := sum(map(bool, checked := each_job(_check_job)))):
+    began = datetime.datetime.now()
+    if sweep and (
+        refused := sum(map(bool, checked := each_job(lambda composed: _check_job(composed, began))))
+    ):
         print(f"{refused} of {len(checked)} jobs are refused; none was started", file=sys.stderr)
         return BAD_INPUT
-    return next((code for code in each_job(lambda composed: _run_job(composed, resume)) if code), OK)
+    codes = each_job(lambda composed: _run_job(composed, resume, began))
+    return next((code for code in codes if code), OK)
 
 
 def _flags_and_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -206,17 +213,17 @@ def _job_number() -> int | None:
     return hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
 
 
-def _check_job(composed: Any) -> int:
-    """What can be said of a job before the first one starts."""
+def _check_job(composed: Any, began: datetime.datetime) -> int:
+    """What can be said of a job before the first one starts. began: the whole multirun."""
     from kt_ray.config.compose import to_mapping
     from kt_ray.config.mapping import load
     from kt_ray.runs.first_look import first_look
 
-    first_look(load(to_mapping(composed), job=_job_number()))
+    first_look(job_of_multirun(load(to_mapping(composed), job=_job_number(), now=began)))
     return OK
 
 
-def _run_job(composed: Any, resume: ResumeCommand | None) -> int:
+def _run_job(composed: Any, resume: ResumeCommand | None, began: datetime.datetime) -> int:
     from hydra.core.hydra_config import HydraConfig
 
     from kt_ray.config.compose import to_mapping
@@ -230,7 +237,17 @@ def _run_job(composed: Any, resume: ResumeCommand | None) -> int:
     if resume is not None:
         mapping, lines = resume.configuration(mapping)
         print(visible("\n".join(lines)), file=lasting(), flush=True)
-    return dispatch(load(mapping, job=number))
+    config = load(mapping, job=number, now=began)
+    if number is None:
+        return dispatch(config)
+    try:
+        return dispatch(job_of_multirun(config))
+    except Stopped as stopped:
+        if config.mode != "train":
+            raise
+        name = shlex.quote(f"run.name={str(config.run.name).removesuffix(f'-{number}')}")
+        way_on = f"The whole multirun: the same command with {name} trainer.resume=latest"
+        raise Stopped(f"{stopped}. {way_on}") from stopped
 
 
 @contextmanager

@@ -27,19 +27,22 @@ from kt_ray.config.secret_values import MASK, is_secret
 from kt_ray.errors import UserError
 
 
-def load(mapping: Mapping[str, Any], *, job: int | None = None) -> Config:
+def load(
+    mapping: Mapping[str, Any], *, job: int | None = None, now: datetime.datetime | None = None
+) -> Config:
     """The checked and settled configuration of one run.
 
     Args:
         mapping: nested plain values, as composed by Hydra or read from a run's config.yaml.
         job: number of this job in a multirun; None outside one.
+        now: in the name of a multirun without one.
 
     Raises:
         UserError: unknown key, wrong type, or values that do not go together.
     """
     config = from_dict(mapping)
     check(config)
-    return settle(config, job=job)
+    return settle(config, job=job, now=now)
 
 
 def from_dict(mapping: Mapping[str, Any]) -> Config:

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from kt_ray.config.faults import value_of
-from kt_ray.config.mapping import dated_name
+from kt_ray.config.mapping import dated_name, with_keys
 from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.config.secret_values import without_secrets
@@ -174,6 +174,16 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     if config.trainer.resume == "latest":
         return _latest_checkpoint(root, named, config.model.name)
     return _named_checkpoint(Path(config.trainer.resume))
+
+
+def job_of_multirun(config: Config) -> Config:
+    """The configuration of a job: with trainer.resume=latest one that has nothing to go on from begins."""
+    if config.trainer.resume != "latest":
+        return config
+    run = _root_and_named(config)[1]
+    if run is None or any(run.glob("checkpoints/[!.]*")) or (run / "adapter").exists():
+        return config
+    return with_keys(config, {"trainer.resume": None, "run.overwrite": is_run(run)})
 
 
 def dated_as_before(config: Config) -> Config:

@@ -283,6 +283,33 @@ def test_multirun_runs_every_combination_under_its_own_name(
     assert "== job 3: lora.rank=16 seed=2 run.name=sweep" in capfd.readouterr().out
 
 
+def test_jobs_of_a_multirun_without_a_name_have_one_in_common(modes: list[Config]) -> None:
+    assert cli.main(["-m", "seed=1,2"]) == 0
+    first, second = (str(config.run.name) for config in modes)
+    assert first.removesuffix("-0") == second.removesuffix("-1") != first
+
+
+def test_a_multirun_goes_on_where_it_was(modes: list[Config], tmp_path_factory: Any, capfd: Any) -> None:
+    """The first job has a checkpoint, the second died before its first, the third has not begun; of the
+    fourth only the adapter is left."""
+    root = tmp_path_factory.mktemp("runs")
+    saved = root / "s-0" / "checkpoints" / "step_000005"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    for job in (0, 1, 3):
+        (root / f"s-{job}").mkdir(exist_ok=True)
+        (root / f"s-{job}" / "config.yaml").write_text("{}")
+    (root / "s-1" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (root / "s-1" / "checkpoints").mkdir()
+    again = ["-m", "run.name=s", f"run.root={root}", "trainer.resume=latest"]
+    assert cli.main([*again, "seed=1,2,3"]) == 0
+    got = [(config.trainer.resume, config.run.overwrite) for config in modes]
+    assert got == [("latest", False), (None, True), (None, False)]
+    (root / "s-3" / "adapter").mkdir()
+    assert cli.main([*again, "seed=1,2,3,4"]) == BAD_INPUT
+    assert "there is nothing to resume" in capfd.readouterr().err and len(modes) == 3
+
+
 @pytest.mark.parametrize(
     "arguments", [["seed=3", "-m", "lora.rank=8,16"], ["lora.rank=8,16", "seed=3", "--multirun"]]
 )
@@ -404,7 +431,11 @@ def test_kernels_that_are_not_built_here_are_one_line(
     ("raised", "code", "told"),
     [
         (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
-        (Stopped("SIGTERM: stopped"), STOPPED, "SIGTERM: stopped\n"),
+        (
+            Stopped("SIGTERM: stopped"),
+            STOPPED,
+            "SIGTERM: stopped. The whole multirun: the same command with run.name=s trainer.resume=latest\n",
+        ),
     ],
 )
 def test_an_interrupt_ends_a_whole_multirun(
@@ -421,7 +452,7 @@ def test_an_interrupt_ends_a_whole_multirun(
         raise raised
 
     _mode_that(monkeypatch, run)
-    assert cli.main(["-m", "seed=1,2,3"]) == code
+    assert cli.main(["-m", "seed=1,2,3", "run.name=s"]) == code
     assert begun == [1] and capfd.readouterr().err == told
 
 
