@@ -139,10 +139,15 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
     if renamed:
         point(Path(root), LATEST, step_name(step))
     if (best_step(root) or 0) > step:
-        with only_warned(f"{Path(root) / BEST} names a checkpoint that was set aside"):
-            _rename_copy(Path(root) / BEST)
-            (Path(root) / BEST).unlink(missing_ok=True)
+        forget_best(root)
     return renamed
+
+
+def forget_best(root: str | os.PathLike[str]) -> None:
+    """No checkpoint is the best any more."""
+    with only_warned(f"{Path(root) / BEST} names a checkpoint that is not the best"):
+        _rename_copy(Path(root) / BEST)
+        (Path(root) / BEST).unlink(missing_ok=True)
 
 
 def flush_directory(path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from kt_ray import supervisor
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
-from kt_ray.checkpoint.housekeeping import best_checkpoint, mark_best
-from kt_ray.checkpoint.manifest import step_name
+from kt_ray.checkpoint.housekeeping import forget_best, mark_best
+from kt_ray.checkpoint.manifest import Manifest, step_name
 from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.config.secret_values import without_secrets
@@ -352,8 +352,9 @@ def _train(
         display.line(f"step {step}: the {best} held-out {figure} so far, {sign * loss:.4f}")
 
     def finish() -> None:
-        chosen = best_checkpoint(rundir.checkpoints) if config.trainer.save_best else None
-        if chosen is not None and trainer.kept is not None:
+        trainer.kept = _still_there(rundir, trainer.kept) if config.trainer.save_best else None
+        if trainer.kept is not None:
+            chosen = rundir.checkpoints / step_name(trainer.kept[0])
             cluster.restore(str(chosen), trainer.kept[0])
             held_out = sign * trainer.kept[1]
             display.line(f"the adapter is that of {chosen.name}, held-out {figure} {held_out:.4f}")
@@ -398,7 +399,7 @@ def _train(
         done = trainer.run()
         trainer.with_all_steps(finish)
     evaluated = sorted(done.eval_losses.items())
-    if config.trainer.save_best and trainer.kept is not None and evaluated:
+    if trainer.kept is not None and evaluated:
         # what the adapter is; also what there was before, if this command only evaluated later states
         evaluated = [min(trainer.kept, evaluated[0]), trainer.kept]
     steps = _of_drivers_before(rundir, "loss" if rollouts is None else "policy_reward", first_step)
@@ -419,6 +420,20 @@ def _train(
         seconds_lost=done.seconds_lost,
     )
     return summary, trainer.stop.name
+
+
+def _still_there(rundir: RunDir, kept: tuple[int, float] | None) -> tuple[int, float] | None:
+    """Step and loss of the best checkpoint if it is intact; else a warning, and no figure of it stays."""
+    if kept is None:
+        return None
+    try:
+        Manifest.load(rundir.checkpoints / step_name(kept[0]))
+    except UserError as error:
+        fault = f"{error.what} at {error.where}: found {error.observed}"
+        logger.warning("the adapter is that of the last step, not of the best one: %s", fault)
+        forget_best(rundir.checkpoints)
+        return None
+    return kept
 
 
 def _say_not_asked(why: str, final: tuple[PreparedGeneration, list[Question]], rundir: RunDir) -> None:

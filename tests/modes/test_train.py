@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,6 +210,38 @@ def test_the_best_of_a_run_that_began_with_a_checkpoint(
         monkeypatch.setattr(train, "_evaluations", lambda *_, known=known: known)
         train._train(prepared, RunDir(tmp_path, continued=True), *rest)
         assert Scripted.owes == (kept is None and not known)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_best_checkpoint_that_is_gone_gives_neither_adapter_nor_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gone: bool
+) -> None:
+    best = tmp_path / "checkpoints" / "step_000004"
+
+    class Finishing(Scripted):
+        def with_all_steps(self, work: Any) -> None:
+            if gone:
+                shutil.rmtree(best)
+            work()
+
+    monkeypatch.setattr(train, "Trainer", Finishing)
+    monkeypatch.setattr(train, "save_checkpoint", lambda *arguments: save(tmp_path, arguments[3]))
+    monkeypatch.setattr(train, "publish_adapter", lambda *_: [])
+    monkeypatch.setattr(train, "_write_env", lambda *_: [])
+    prepared: Any = SimpleNamespace(
+        config=Config(trainer=TrainerConfig(save_best=True, on_signal="exit")),
+        batches=SimpleNamespace(total_steps=8, steps_per_epoch=8),
+        data=SimpleNamespace(train=[]),
+        load=None,
+        eval_digest="rows",
+    )
+    restored: list[str] = []
+    cluster: Any = SimpleNamespace(restore=lambda path, step: restored.append(path))
+    summary, _ = train._train(prepared, RunDir(tmp_path), cluster, None, None, 0.0, None)  # type: ignore[arg-type]
+    assert restored == ([] if gone else [str(best)])
+    assert summary.eval_after == (7.0 if gone else 4.5)
+    assert ("not of the best one: not a complete checkpoint" in caplog.text) == gone
+    assert best_step(tmp_path / "checkpoints") == (None if gone else 4)
 
 
 @pytest.mark.parametrize(("first", "steps", "loss", "longest"), [(2, 4, 3.0, 64.0), (4, 2, 1.0, None)])
