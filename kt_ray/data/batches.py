@@ -83,33 +83,31 @@ def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> Micr
     )
 
 
-def side_by_side(
-    micro: Sequence[MicroBatch], most_rows: int | None, most_positions: int, *, alike: bool
-) -> list[MicroBatch]:
-    """Micro-batches of several trainings as fewer that hold rows of several, widest first. One that finds no
-    other stays as it is.
+def to_share(micro: Sequence[MicroBatch], most: int, *, alike: bool) -> list[list[MicroBatch]]:
+    """Micro-batches of several trainings, those together that become one (`side_by_side`), widest first.
 
     Args:
-        most_rows, most_positions: of one, padding included; None = any number of rows.
+        most: positions of one, padding included; a micro-batch that finds no other may have more.
         alike: rows of one length only, for models that padding moves; else the narrowest are at least half as
             wide as the widest.
     """
     chosen: list[list[MicroBatch]] = []
+    rows = 0  # of the last
     for one in sorted(micro, key=lambda m: -m.input_ids.shape[1]):  # stable
-        last = chosen[-1] if chosen else []
-        rows = sum(len(m.lengths) for m in (*last, one))
-        width = (last or [one])[0].input_ids.shape[1]
-        fits = rows <= (most_rows or rows) and rows * width <= most_positions
-        narrowest = width if alike else width / 2
-        if last and fits and one.input_ids.shape[1] >= narrowest:
-            last.append(one)
+        own, wide = one.input_ids.shape
+        width = chosen[-1][0].input_ids.shape[1] if chosen else 0
+        rows += own
+        if chosen and rows * width <= most and wide >= (width if alike else width / 2):
+            chosen[-1].append(one)
         else:
             chosen.append([one])
-    return [_of_several(parts) for parts in chosen]
+            rows = own
+    return chosen
 
 
-def _of_several(parts: Sequence[MicroBatch]) -> MicroBatch:
-    """One after another, padded to the widest; what a loss reads stays with the parts."""
+def side_by_side(parts: Sequence[MicroBatch]) -> MicroBatch:
+    """One after another, padded to the widest; what a loss reads stays with the parts. One alone stays as it
+    is."""
     if len(parts) == 1:
         return parts[0]
     width = max(part.input_ids.shape[1] for part in parts)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from kt_ray.batch import MicroBatch, Wave
 from kt_ray.config.schema import Config
-from kt_ray.data.batches import side_by_side
+from kt_ray.data.batches import side_by_side, to_share
 from kt_ray.placement.plan_types import Plan
 
-# Of a group's micro-batches those that pass its layers
-Mix = Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
+# Of a group's micro-batches those together that pass its layers as one
+Mix = Callable[[Sequence[MicroBatch]], Sequence[Sequence[MicroBatch]]]
 
 
 class Room(NamedTuple):
@@ -40,10 +40,12 @@ def mix_of(config: Config, plan: Plan, *, unpadded: bool) -> Mix:
         unpadded: micro-batches hold rows of one length only.
     """
     if config.train_server.shared == "experts" or not plan.mixes_trainings:
-        return tuple
-    rows = plan.micro_batch_rows if plan.micro_batch_tokens is None else None
-    positions = plan.micro_batch_rows * config.data.widest_row
-    return partial(side_by_side, most_rows=rows, most_positions=positions, alike=unpadded)
+        return each_alone
+    return partial(to_share, most=plan.micro_batch_rows * config.data.widest_row, alike=unpadded)
+
+
+def each_alone(micro: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+    return [[one] for one in micro]
 
 
 def joined(waves: Sequence[Sequence[Wave]], room: Room, mix: Mix) -> Iterator[dict[int, Wave]]:
@@ -51,10 +53,15 @@ def joined(waves: Sequence[Sequence[Wave]], room: Room, mix: Mix) -> Iterator[di
     number of their training. One alone always fits."""
     left = [list(own) for own in waves]
 
+    def positions(parts: Sequence[MicroBatch]) -> int:
+        """Of one micro-batch of them."""
+        width = max(micro.input_ids.shape[1] for micro in parts)
+        return width * sum(len(micro.input_ids) for micro in parts)
+
     def fits(chosen: Sequence[Wave]) -> bool:
         for replicas in zip(*chosen, strict=True):  # of each wave one replica's groups
             groups = [
-                sum(micro.input_ids.size for micro in mix([micro for group in of_waves for micro in group]))
+                sum(map(positions, mix([micro for group in of_waves for micro in group])))
                 for of_waves in zip(*replicas, strict=True)
             ]
             if max(groups) > room.group or sum(groups) > room.replica:
@@ -87,7 +94,7 @@ def one_wave(waves: Mapping[str, Wave], present: str, mix: Mix) -> Wave:
     ]
     return tuple(
         tuple(
-            tuple(mix([micro for group in of_waves for micro in group]))
+            tuple(map(side_by_side, mix([micro for group in of_waves for micro in group])))
             for of_waves in zip(*replicas, strict=True)
         )
         for replicas in zip(*each, strict=True)

@@ -17,6 +17,7 @@ from kt_ray.data.batches import (
     micro_batch,
     side_by_side,
     step_waves,
+    to_share,
 )
 from kt_ray.data.row_types import Row
 
@@ -224,22 +225,18 @@ def test_rows_of_several_micro_batches_side_by_side() -> None:
         made = [Row(np.arange(1, n + 1), np.arange(1, n + 1), n) for n in range(width - rows + 1, width + 1)]
         return replace(micro_batch(made), training=training)
 
-    def chosen(most_rows: int | None, most_positions: int, *, alike: bool) -> list[list[str]]:
-        mixed = side_by_side(given, most_rows, most_positions, alike=alike)
-        assert all(
-            m.input_ids.shape[1] == max(part.input_ids.shape[1] for part in m.of_one_training) for m in mixed
-        )
-        return [[str(part.training) for part in m.of_one_training] for m in mixed]
+    def chosen(most: int, *, alike: bool) -> list[list[str]]:
+        return [[str(part.training) for part in parts] for parts in to_share(given, most, alike=alike)]
 
     given = [micro("a", 2, 8), micro("b", 1, 10), micro("c", 1, 4), micro("d", 1, 8)]
-    assert chosen(None, 100, alike=False) == [["b", "a", "d"], ["c"]]  # c: not half as wide as b
-    assert chosen(3, 100, alike=False) == [["b", "a"], ["d", "c"]]
-    assert chosen(None, 30, alike=False) == [["b", "a"], ["d", "c"]]
-    assert chosen(None, 100, alike=True) == [["b"], ["a", "d"], ["c"]]
+    assert chosen(100, alike=False) == [["b", "a", "d"], ["c"]]  # c: not half as wide as b
+    assert chosen(30, alike=False) == [["b", "a"], ["d", "c"]]
+    assert chosen(100, alike=True) == [["b"], ["a", "d"], ["c"]]
+    assert chosen(1, alike=False) == [["b"], ["a"], ["d"], ["c"]]  # none is smaller than it was
     b, a = given[1], given[0]
-    mixed = side_by_side([a, b], None, 100, alike=False)[0]
+    mixed = side_by_side([b, a])
     assert mixed.parts == (b, a) and mixed.tokens == a.tokens + b.tokens
     assert mixed.lengths.tolist() == [10, 7, 8] and mixed.sample_ids.tolist() == [10, 7, 8]
     assert mixed.input_ids[1].tolist() == [1, 2, 3, 4, 5, 6, 7, 0, 0, 0]
     assert mixed.labels[2].tolist() == [*range(1, 9), IGNORE, IGNORE]
-    assert side_by_side([a], None, 1, alike=False) == [a]  # no smaller than it was
+    assert side_by_side([a]) is a

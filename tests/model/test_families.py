@@ -136,7 +136,7 @@ def check_rows_of_several_trainings(stage: Stage, reference: Eager) -> None:
     rows = [replace(row, ids=row.ids[:shortest], labels=row.labels[:shortest]) for row in ROWS]
     each = {True: rows[:2], "other": rows[2:]}
     parts = [replace(micro_batch(part), training=name) for name, part in each.items()]
-    (mixed,) = side_by_side(parts, None, 1 << 20, alike=True)
+    mixed = side_by_side(parts)
     spec = replace(pass_spec(rows), wave=(((mixed,),),), joined={"other": None})  # type: ignore[dict-item]
     with stage.adapters.lent({"other": (other, grads)}):
         loops = forward([stage], spec, EagerExchange(reference.experts))  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kt_ray.batch import WHOLE, MicroBatch, Wave
-from kt_ray.data.batches import side_by_side
-from kt_ray.runs.joined_waves import Room, joined, one_wave
+from kt_ray.data.batches import to_share
+from kt_ray.runs.joined_waves import Room, each_alone, joined, one_wave
 from kt_ray.train_server.backend import Datum, PassResult
 from tests.helpers.devices import CARD, CUDA
 from tests.helpers.exhaustive import exhaustive
@@ -32,7 +32,7 @@ def test_no_more_is_joined_than_the_plan_has_memory_for() -> None:
     waves = [[wave(5, 1), wave(2, 0)], [wave(4, 4)], [wave(3, 3)]]
 
     def numbers(room: Room) -> list[list[int]]:
-        return [list(chosen) for chosen in joined(waves, room, tuple)]
+        return [list(chosen) for chosen in joined(waves, room, each_alone)]
 
     assert numbers(Room(100, 100)) == [[0, 1, 2], [0]]
     assert numbers(Room(8, 100)) == [[0, 2], [0, 1]]
@@ -44,7 +44,7 @@ def test_a_training_alone_is_as_with_shared_experts() -> None:
     """Its micro-batches are neither sorted nor put together: it has the bits of mode=train."""
     narrow, wide = wave(4)[0][0][0], wave(6)[0][0][0]
     own: Wave = (((narrow, wide), (narrow,)),)
-    mix = partial(side_by_side, most_rows=8, most_positions=100, alike=False)
+    mix = partial(to_share, most=100, alike=False)
     assert one_wave({"a": own}, "a", mix) is own
     (((mixed,), _),) = one_wave({"a": own, "b": own}, "a", mix)
     assert [(part.training, part.tokens) for part in mixed.parts] == [
@@ -125,11 +125,14 @@ def test_a_joined_pass_that_fails_leaves_all_gradients_that_wait(model: Path, tm
         assert norms[0] == norms[1]
 
 
-@pytest.mark.parametrize("layout", ["two", "replicas"])
-def test_rows_of_several_trainings_share_micro_batches(exact: Path, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "rows"), [("two", "auto"), ("replicas", 4)])
+def test_rows_of_several_trainings_share_micro_batches(
+    exact: Path, tmp_path: Path, layout: str, rows: int | str
+) -> None:
     """Each training's losses, log-probabilities and gradients are what it has alone, to rounding."""
     smooth = replace(ADAM, learning_rate=1.0, eps=1.0)  # a step nearly as long as the gradient
-    how = (*LAYOUTS[layout], "train_server.shared=layers", "trainer.batch_size=48")
+    sizes = ("trainer.batch_size=48", f"trainer.micro_batch_size={rows}")
+    how = (*LAYOUTS[layout], "train_server.shared=layers", *sizes)
     with backend_on(exact, tmp_path, *how) as backend:
         spec = passes_of(backend)
         seen: dict[bool, list[Any]] = {}
