@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kt_ray.batch import WHOLE, MicroBatch, Wave
+from kt_ray.batch import WHOLE, MicroBatch, PassSpec, Wave
 from kt_ray.data.batches import to_share
 from kt_ray.runs.joined_waves import Room, each_alone, joined, one_wave
+from kt_ray.train.cluster_protocol import ActorLost
+from kt_ray.train.reports import PassReport
 from kt_ray.train_server.backend import Datum, PassResult
 from tests.helpers.devices import CARD, CUDA
 from tests.helpers.exhaustive import exhaustive
@@ -123,6 +125,47 @@ def test_a_joined_pass_that_fails_leaves_all_gradients_that_wait(model: Path, tm
             for name in (*(work.model for work in works), "other"):
                 backend.forget(name)
         assert norms[0] == norms[1]
+
+
+def test_a_death_amid_shared_micro_batches_leaves_each_what_it_had(
+    exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps, samplers and gradients that wait: of each training what was acknowledged, nothing twice."""
+    smooth = replace(ADAM, learning_rate=0.1, eps=1.0)  # a step nearly as long as the gradient
+    works = [replace(work, data=work.data[:4]) for work in several()]
+    how = ("train_server.shared=layers", "trainer.batch_size=8", "trainer.recoveries=1")
+    with backend_on(exact, tmp_path, *LAYOUTS["two"], *how) as backend:
+        monkeypatch.setattr(backend._cluster, "recover", lambda: None)
+        run_pass = backend._cluster.run_pass
+        spec: list[PassSpec] = []
+
+        def dying(one: PassSpec) -> PassReport:
+            """The second pass of a call is done, and its report lost."""
+            spec.append(one)
+            report = run_pass(one)
+            if len(spec) == 2:
+                raise ActorLost("expert actor 0 died", observed="killed")
+            return report
+
+        seen: dict[bool, list[Any]] = {}
+        for dies in (False, True):
+            found = seen[dies] = []
+            for seed, work in enumerate(works):
+                backend.create(work.model, seed, WHOLE)
+            found += [result.loss for result in backend.join(works)]
+            found += [backend.step(work.model, smooth)["grad_norm"] for work in works]
+            backend.keep("b", "sampler")
+            found += [result.loss for result in backend.join(works[:2])]  # gradients that wait
+            monkeypatch.setattr(backend._cluster, "run_pass", dying if dies else run_pass)
+            found += [result.loss for result in backend.join(works[::-1])]
+            found += [backend.step(work.model, smooth)["grad_norm"] for work in works]
+            found += backend.score("sampler", [works[0].data[0].tokens], 0)[0].logprobs.tolist()
+            for work in works:
+                found.append(backend.run(work.model, work.data, work.loss, backward=False).loss)
+                backend.forget(work.model)
+            backend.drop("sampler")
+    assert any(micro.parts for groups in spec[0].wave for group in groups for micro in group)
+    assert seen[True] == pytest.approx(seen[False], rel=1e-4)
 
 
 @pytest.mark.parametrize(("layout", "rows"), [("two", "auto"), ("replicas", 4)])

@@ -88,9 +88,10 @@ def test_everything_ends_as_if_nobody_had_died(
 
 
 @pytest.mark.exhaustive
-def test_a_death_in_a_joined_pass_repeats_it_for_all(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", ["experts", "layers"])
+def test_a_death_in_a_joined_pass_repeats_it_for_all(model: Path, tmp_path: Path, shared: str) -> None:
     works = [Pass(name, data_of(rows(seed)), ENTROPY) for seed, name in enumerate("abc")]
-    with backend_on(model, tmp_path, *LAYOUT, *RAY) as backend:
+    with backend_on(model, tmp_path, *LAYOUT, *RAY, f"train_server.shared={shared}") as backend:
         seen: list[list[Any]] = []
         for deaths in (0, 1):
             for seed, work in enumerate(works):
@@ -108,13 +109,14 @@ def test_a_death_in_a_joined_pass_repeats_it_for_all(model: Path, tmp_path: Path
             if deaths:
                 backend._cluster.run_pass = dying  # type: ignore[method-assign]
             found += [result.loss for result in backend.join(works[::-1])]
-            found += [backend.step(work.model, ADAM) for work in works]
+            found += [backend.step(work.model, ADAM)["grad_norm"] for work in works]
             assert len(backend._revivals._begun) == deaths
             found += [backend.run(work.model, work.data, ENTROPY, backward=False).loss for work in works]
             seen.append(found)
             for work in works:
                 backend.forget(work.model)
-        assert seen[0] == seen[1]
+        # a rebuild repeats each alone
+        assert seen[1] == (seen[0] if shared == "experts" else pytest.approx(seen[0], rel=1e-3))
 
 
 @pytest.mark.exhaustive
