@@ -510,7 +510,8 @@ class ClusterBackend:
             write_atomic(directory / _STEPS, json.dumps({"steps": training.steps}))
 
         self._known(model)
-        self._surely(work)
+        with _own_remedy():
+            self._surely(work)
 
     def load_state(self, model: str, directory: Path, *, optimizer: bool) -> None:
         training = self._known(model)
@@ -539,7 +540,8 @@ class ClusterBackend:
             write_adapter(self._generation, directory, self._cluster, part=training.part)
 
         self._known(model)
-        self._surely(work)
+        with _own_remedy():
+            self._surely(work)
 
     # -- samplers -----------------------------------------------------------------------------
 
@@ -655,6 +657,17 @@ class _Session:
         for adapter in {request.adapter for request in requests}:
             self.backend.check(adapter)
         return list(self.generator.submit_all(requests, listeners))
+
+
+@contextlib.contextmanager
+def _own_remedy() -> Iterator[None]:
+    """A run's checkpoints lie in run.root, a server's do not."""
+    try:
+        yield
+    except UserError as error:
+        error.remedy = error.remedy.replace("run.root", "train_server.directory")
+        error.args = (error.line(),)
+        raise
 
 
 def _row(datum: Datum, index: int) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,6 +37,9 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, ApiError):
         return Failure(error.message)
     logger.error("a request failed", exc_info=error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free space there, or start it with train_server.directory on another disk"
+        return Failure(f"the server's disk is full. To fix: {remedy}", "server")
     return Failure("the server failed at this request; its log says why", "server")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -530,6 +532,10 @@ def test_a_step_counts_although_its_snapshot_cannot_be_written(
             backend.run("mine", given, ENTROPY, backward=True)
             assert backend.step("mine", ADAM)["grad_norm"] > 0
         assert "no snapshot of a training" in caplog.text
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=r"set train_server\.directory"):
+            full = OSError(errno.ENOSPC, "no space left")
+            patch.setattr("kt_ray.checkpoint.training.write_safetensors", Mock(side_effect=full))
+            backend.save_state("mine", tmp_path / "state")
         loss = backend.run("mine", given, ENTROPY, backward=False).loss
         (tmp_path / "snapshots").unlink()
         backend._undo(changes=True)  # what follows a death, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import resource
 import threading
@@ -598,9 +599,10 @@ def test_a_save_that_fails_leaves_nothing_and_an_old_one_stays(raw: Raw) -> None
     model, saved = raw.model(), raw.server.service.saved
     raw.result(raw.post("save_weights", model_id=model, seq_id=1, path="a"))
     before = saved.all()
-    raw.server.backend.faults["save_state"] = OSError("disk full")
+    raw.server.backend.faults["save_state"] = OSError(errno.ENOSPC, "no space")
     failed = raw.result(raw.post("save_weights", model_id=model, seq_id=2, path="a", overwrite=True))
-    assert failed["category"] == "server" and saved.all() == before
+    assert failed["category"] == "server" and "train_server.directory" in failed["error"]
+    assert saved.all() == before
     assert [file.name for file in (saved.root / model / "weights").iterdir()] == ["a"]
 
 
