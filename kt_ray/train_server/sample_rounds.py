@@ -50,6 +50,7 @@ class Sampler:
     Attributes:
         key: the backend's name; False = the base model. path: tinker:// path that it comes from, or None.
         find: where to load it from when it is first used, or again. loaded: whether the backend has it.
+        model: whose weights a nameless one has. replaced: there is a later one of this model.
         jobs: that wait or run.
     """
 
@@ -58,6 +59,8 @@ class Sampler:
     key: str | bool
     path: str | None = None
     find: Callable[[], Path] | None = None
+    model: str | None = None
+    replaced: bool = False
     loaded: bool = False
     lost: bool = False
     jobs: int = 0
@@ -84,7 +87,7 @@ class SampleRounds:
 
     Args:
         most_samplers: that the backend keeps at the same time. One that was saved is loaded again when it is
-            needed; a nameless one that nobody used for longest is lost.
+            needed; of the nameless the one that nobody used for longest is lost, the latest of a model last.
         tick: called now and then while samples run, which may be without end.
     """
 
@@ -138,14 +141,19 @@ class SampleRounds:
         assert isinstance(sampler.key, str)
         self._loaded[sampler.key] = sampler
 
-    def make_room(self) -> bool:
+    def make_room(self, model: str | None = None) -> bool:
         """For one more; the worker's. What can be loaded again goes first, what is waited for last.
 
         A nameless sampler that is waited for answers before it goes; within a round it cannot.
 
+        Args:
+            model: whose weights it will have, if it is nameless.
+
         Returns:
             Whether there is room.
         """
+        for sampler in self._loaded.values():
+            sampler.replaced |= model is not None and sampler.model == model
         while True:
             with self._queue.changed:
                 needed = {job.sampler.key for job in self._running}
@@ -154,7 +162,7 @@ class SampleRounds:
                     for sampler in self._loaded.values()
                     if sampler.key not in needed and (sampler.find is not None or not sampler.jobs)
                 ]
-                spare.sort(key=lambda sampler: (sampler.jobs > 0, sampler.find is None))
+                spare.sort(key=lambda s: (s.jobs > 0, s.find is None, not s.replaced))
                 spare = spare[: max(0, len(self._loaded) + 1 - self._most)]
             for sampler in spare:
                 self.drop(sampler)
@@ -254,8 +262,9 @@ class SampleRounds:
         failure: Failure | None = None
         if sampler.lost:
             failure = Failure(
-                f"the weights of this sampler are no longer kept: the server keeps the {self._most} that "
-                "were used last; save under a name (save_weights_for_sampler) what is needed longer"
+                f"the weights of this sampler are no longer kept: the server keeps {self._most}, the latest "
+                "of each training before others; save under a name (save_weights_for_sampler) what is "
+                "needed longer"
             )
         elif sampler.key is not False and not sampler.loaded:
             try:

@@ -305,8 +305,8 @@ class TrainService:
         def keep() -> Reply:
             if name in self._samplers:
                 raise bad(f"there is a sampler {name}", "sampling_session_seq_id")
-            sampler = Sampler(name, model.session.name, name)
-            self._rounds.make_room()
+            sampler = Sampler(name, model.session.name, name, model=model.name)
+            self._rounds.make_room(model.name)
             self.backend.keep(model.name, name)
             with self._lock:
                 self._rounds.hold(sampler)

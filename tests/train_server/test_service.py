@@ -395,6 +395,23 @@ def test_nameless_samplers_beyond_the_limit_are_lost_and_say_so(tmp_path: Path) 
         raw.http.close()
 
 
+def test_a_training_that_makes_many_samplers_takes_no_other_ones_latest(tmp_path: Path) -> None:
+    """One computes rewards meanwhile, say, and samples again."""
+    with running(tmp_path, FakeBackend(), most_samplers=2) as server:
+        raw = Raw(server)
+        slow, fast = raw.model(0), raw.model(1)
+
+        def made(model: str, step: int, number: int) -> str:
+            body = {"model_id": model, "seq_id": step, "sampling_session_seq_id": number}
+            return raw.result(raw.post("save_weights_for_sampler", **body))["sampling_session_id"]
+
+        patient = made(slow, 1, 0)
+        latest = [made(fast, step, step) for step in range(1, 4)][-1]
+        for number, sampler in enumerate((latest, patient)):
+            assert isinstance(raw.result(raw.sample(sampler, number)), bytes)
+        raw.http.close()
+
+
 def test_no_more_samplers_than_planned_although_all_are_waited_for(tmp_path: Path) -> None:
     """Nameless ones answer before another takes their place, though who came first wants one from a file."""
     with running(tmp_path, FakeBackend(), most_samplers=2) as server:
