@@ -31,6 +31,7 @@ from kt_ray.data.template_turns import (
     with_thought,
 )
 from kt_ray.errors import UserError
+from kt_ray.evaluate.choice import opens_thought
 from kt_ray.parse import read_text
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses it, or leaves a part of a prompt out.
         """
-        messages = self._with_thoughts(messages)
+        messages = self._with_thoughts(self._with_marks_of_prompts(messages) if prompt else messages)
         refusal: Exception | None = None
         for form in self._forms(messages):
             try:
@@ -229,6 +230,26 @@ class ChatTemplate:
         out of it, for the place that it belongs into. Other templates know <think> themselves."""
         written = any("<think>" in m["content"] for m in messages if m["role"] == "assistant")
         return tuple(map(with_thought, messages) if written and self._thoughts_apart else messages)
+
+    def _with_marks_of_prompts(self, messages: Sequence[Turn]) -> Sequence[Turn]:
+        """Where prompts open a thought, an answer begins amid it, and clients send it back so: with only the
+        mark that ends it."""
+        amid = [
+            m["role"] == "assistant" and "</think>" in m["content"].partition("<think>")[0] for m in messages
+        ]
+        if not (any(amid) and self._thoughts_apart and self._opens_thought):
+            return messages
+        return [
+            {**m, "content": f"<think>{m['content']}"} if begins else m
+            for m, begins in zip(messages, amid, strict=True)
+        ]
+
+    @cached_property
+    def _opens_thought(self) -> bool:
+        """Whether a prompt ends with <think> or a mark like it."""
+        with contextlib.suppress(Exception):  # it may want other turns than this
+            return opens_thought(self._render([SIMPLEST[0]], prompt=True))
+        return False
 
     @cached_property
     def _thoughts_apart(self) -> bool:

@@ -683,6 +683,21 @@ def test_a_thought_written_into_an_answer_goes_into_its_channel() -> None:
     assert written["content"] in ChatEncoder(make_tokenizer(PLAIN)).render([ASK, written])
 
 
+@pytest.mark.parametrize("opens", [True, False])
+def test_an_answer_that_begins_amid_a_thought_is_taken_back(opens: bool) -> None:
+    """As the server gave it out: the prompt had the mark that begins it."""
+    mark = "('[THINK]' + m.thinking + '[/THINK]' if m.thinking else '')"
+    template = PLAIN.replace("m['content']", f"{mark} + m['content']")
+    if opens:
+        template = template.replace("assistant\\n'", "assistant\\n[THINK]'")
+    encoder = ChatEncoder(make_tokenizer(template))
+    given = Turn(role="assistant", content="Who?\n</think>\nTilda.")
+    apart: Turn = {**SAID, "reasoning_content": "Who?"}
+    found = encoder.render([ASK, given, ASK], prompt=True)
+    assert (found == encoder.render([ASK, apart, ASK], prompt=True)) == opens
+    assert opens or given["content"] in found
+
+
 @pytest.mark.parametrize(
     ("marks", "said"),
     [
