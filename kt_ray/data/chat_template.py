@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _DATE_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"\\]*)"|'([^'\\]*)')\s*\)""")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANOTHER_TEMPLATE = "give model.chat_template a template that works, or name one in data.template"
+_EFFORT = "reasoning_effort"
 # Of Nemotron-Nano-v2's and SmolLM3's templates.
 _SWITCHES = ("/no_think", "/think", "/system_override")
 
@@ -125,11 +126,13 @@ class ChatTemplate:
         *,
         prompt: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
+        effort: str | None = None,
         where: str = "this conversation",
     ) -> str:
         """The conversation as text; `prompt` adds the header of the answer to come.
 
         Args:
+            effort: how much the answer shall think, if the template `reads_effort`; None = its default.
             where: whose it is, for the error.
 
         Raises:
@@ -139,7 +142,7 @@ class ChatTemplate:
         refusal: Exception | None = None
         for form in self._forms(messages):
             try:
-                text = self._render(form, prompt, tools)
+                text = self._render(form, prompt, tools, effort)
                 break
             except Exception as error:  # what a template does, and so what it raises, is anybody's
                 refusal = refusal or error
@@ -169,20 +172,35 @@ class ChatTemplate:
             "the chat template refuses the conversation", where=where, observed=observed, remedy=remedy
         )
 
+    @property
+    def reads_effort(self) -> bool:
+        """Whether the template asks how much an answer shall think, as gpt-oss's and Mistral's do."""
+        return _EFFORT in self.template
+
     def _render(
-        self, messages: Sequence[Turn], prompt: bool = False, tools: Sequence[dict[str, Any]] | None = None
+        self,
+        messages: Sequence[Turn],
+        prompt: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        effort: str | None = None,
     ) -> str:
-        return self._rendered(self._with_ids(messages), prompt, tools)
+        return self._rendered(self._with_ids(messages), prompt, tools, effort)
 
     def _rendered(
-        self, messages: Sequence[Turn], prompt: bool, tools: Sequence[dict[str, Any]] | None
+        self,
+        messages: Sequence[Turn],
+        prompt: bool,
+        tools: Sequence[dict[str, Any]] | None,
+        effort: str | None = None,
     ) -> str:
+        more: dict[str, Any] = {} if effort is None else {_EFFORT: effort}
         text = self.tokenizer.apply_chat_template(
             self._plain(messages),
             chat_template=self._bounded,
             tools=list(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=prompt,
+            **more,
         )
         str(text).encode("utf-8")  # raises on half a surrogate pair, which no tokenizer takes
         return str(text)

@@ -55,7 +55,7 @@ def make_app(service: CompletionService) -> FastAPI:
             body = await _body(service, request, ChatRequest)
             service.adapter_of(body.model)
             room.take(body.n)
-            prompts = [await service.work(service.chat_prompt, body.messages)]
+            prompts = [await service.work(service.chat_prompt, body.messages, body.reasoning_effort)]
             job = service.start(service.requests(body, prompts), room)
         return await _respond(service, body, job, ChatReplies(service, body, prompts), request)
 

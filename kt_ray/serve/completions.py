@@ -183,15 +183,28 @@ class CompletionService:
 
     # -- prompts ----------------------------------------------------------------------------
 
-    def chat_prompt(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """Token ids of a conversation with the header of the answer to come. Takes time: see `work`."""
+    def chat_prompt(self, messages: Sequence[ChatMessage], effort: str | None = None) -> tuple[int, ...]:
+        """Token ids of a conversation with the header of the answer to come. Takes time: see `work`.
+
+        Args:
+            effort: how much the answer shall think, as the template knows it; None = its default.
+        """
+        if not self.encoder.reads_effort:
+            if effort not in (None, "none"):
+                raise ApiError(
+                    400,
+                    "reasoning_effort is not read by this model's chat template; leave it out",
+                    param="reasoning_effort",
+                    code="unsupported_parameter",
+                )
+            effort = None
         if len(messages) > self.served.context:
             raise self._too_long(f"{len(messages)} messages", "messages")
         self._check_length(sum(len(message.text) for message in messages), "messages")
         roles = {"developer": "system"}
         turns: list[Turn] = [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
         try:
-            text = self.encoder.render(tuple(turns), prompt=True)
+            text = self.encoder.render(tuple(turns), prompt=True, effort=effort)
         except UserError:
             raise
         except Exception as error:  # a template's own raise_exception, or what it cannot do

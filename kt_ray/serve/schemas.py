@@ -29,7 +29,6 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -150,6 +149,7 @@ class ChatRequest(Common):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = CHAT_NEUTRAL
 
     messages: Items[ChatMessage] = Field(min_length=1)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)

@@ -199,6 +199,30 @@ def test_the_date_of_a_template_is_the_one_that_is_set(encoder: ChatEncoder, tmp
     assert service.encoder.render(HELLO, prompt=True).startswith("2024-02-03")
 
 
+def test_how_much_an_answer_thinks_is_the_templates_to_take(encoder: ChatEncoder, tmp_path: Path) -> None:
+    encoder.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "effort.jinja").write_text(
+        "{% set effort = reasoning_effort or 'medium' %}{{ effort }}"
+        "{% if effort == 'low' %}{{ raise_exception('too low') }}{% endif %}"
+        "{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    what = served(tokenizer=str(tmp_path), template=str(tmp_path / "effort.jinja"))
+    takes = make_service(what, Scripted(encoder.tokenizer)).encoder  # type: ignore[arg-type]
+
+    async def bench() -> None:
+        made = Bench(takes)
+        for effort in (None, "high", "none"):
+            body = {**CHAT, "max_tokens": 1, "reasoning_effort": effort}
+            assert (await made.post("/v1/chat/completions", body)).status_code == 200
+            text = takes.tokenizer.decode(made.generator.asked[-1].prompt)
+            assert text.startswith(effort or "medium")
+        for own, effort, words in ((made, "low", "too low"), (Bench(encoder), "high", "is not read by")):
+            refused = await own.post("/v1/chat/completions", {**CHAT, "reasoning_effort": effort})
+            assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+
+    run(bench)
+
+
 def test_parameters_that_ask_for_nothing_are_taken(encoder: ChatEncoder) -> None:
     async def bench() -> None:
         made = Bench(encoder)
