@@ -317,13 +317,21 @@ class CompletionService:
             had: places that it has already.
 
         Raises:
-            ApiError: too many wait already, or there are never so many (429); generation has stopped (503).
+            ApiError: there are never so many (400), too many wait (429), or generation has stopped (503).
         """
         if self._stopping:
             raise shutting_down()
         if self.generator.error is not None:
             raise engine_stopped(self.generator.error)
         most = self.served.running + self.served.max_queue
+        if answers > most:  # which no waiting helps
+            raise ApiError(
+                400,
+                f"this request asks for {answers} answers; this server takes at most {most} at a time "
+                f"({self.served.running} that run, and serve.max_queue={self.served.max_queue}). To fix: ask "
+                "for fewer at a time, or start the server with a larger serve.max_queue",
+                code="too_many_answers",
+            )
         with self._lock:
             others = self.outstanding - had
             if others + answers <= most:
