@@ -92,10 +92,12 @@ inline int64_t zero_distance(const Matrix& m) {
         m.block_cols < m.cols ? static_cast<uint32_t>(m.cols) / static_cast<uint32_t>(m.block_cols) : 1;
     return groups * scale_size(m.scale_type);
 }
+inline Matrix zeros_as_scales(Matrix m) {
+    m.scales += zero_distance(m);
+    return m;
+}
 inline float strip_zero(const Matrix& m, int64_t n, int64_t k) {
-    Matrix zeros = m;
-    zeros.scales += zero_distance(m);
-    return strip_scale(zeros, n, k);
+    return strip_scale(zeros_as_scales(m), n, k);
 }
 
 // Scales of the strips at column k of `count` rows from n on.

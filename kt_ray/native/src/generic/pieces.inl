@@ -11,6 +11,7 @@ struct PieceRun {
     float* to;
     int64_t column;       // along columns, the first
     const float* scales;  // along rows [slice][kLanes], along columns [slice][kSlice]
+    const float* zeros;   // likewise, of units with zero points
     int64_t pieces, slices;
 };
 
@@ -65,6 +66,7 @@ struct PieceJob {
     // Along rows a piece is 16 bytes of kLanes rows, or half of their dwords where all would be too much for
     // the registers; along columns it is kLanes / 4 rows, of GGUF blocks 4.
     static constexpr bool kWide = U::kBytes >= 64;
+    static constexpr bool kZeros = requires { U::kZeros; };
     static constexpr int64_t kSplit = kWide && kLanes == 16 ? 1 : 2;
     // Whose lines a step asks for.
     static constexpr int64_t kRows = U::kBlocks                ? 4
@@ -121,11 +123,17 @@ struct PieceJob {
             const uint8_t* from = run.from + (s * kSlice + kRows * q) * run.row_bytes;
             float* to = run.to + (s * kSlice + kRows * q) * 2 * kLanes;
             const float* scales = run.scales + s * kSlice + kRows * q;
+            const float* zeros = run.zeros + s * kSlice + kRows * q;
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r, from += run.row_bytes, to += 2 * kLanes) {
                 const float scale = U::kScaled ? scales[r] : 1.0f;
-                vstore(to, U::row(from, scale));
-                vstore(to + kLanes, U::row(from + kBytes, scale));
+                Vec low = U::row(from, scale), high = U::row(from + kBytes, scale);
+                if constexpr (kZeros) {
+                    low = (low - vset1(zeros[r])) * scale;
+                    high = (high - vset1(zeros[r])) * scale;
+                }
+                vstore(to, low);
+                vstore(to + kLanes, high);
                 if constexpr (F == Format::fp8)
                     if (any_bit(
                             (((load_bytes(from) & 0x7fu) + 1u) | ((load_bytes(from + kBytes) & 0x7fu) + 1u)) &
@@ -136,8 +144,11 @@ struct PieceJob {
             const uint8_t* from = run.from + s * run.slice_bytes + q / kSplit * 16;
             float* to = run.to + s * kSlice * 2 * kLanes;
             const Vec scales = U::kScaled ? vload(run.scales + s * kLanes) : vset1(1.0f);
-            const auto put = [&](int depth, Vec value)
-                                 __attribute__((always_inline)) { vstore(to + depth * 2 * kLanes, value); };
+            const Vec zeros = kZeros ? vload(run.zeros + s * kLanes) : vset1(0.0f);
+            const auto put = [&](int depth, Vec value) __attribute__((always_inline)) {
+                if constexpr (kZeros) value = (value - zeros) * scales;
+                vstore(to + depth * 2 * kLanes, value);
+            };
             const Bits r0 = load_lanes(from, run.row_bytes),
                        r1 = load_lanes(from + run.row_bytes, run.row_bytes);
             const Bits r2 = load_lanes(from + 2 * run.row_bytes, run.row_bytes);
@@ -353,6 +364,7 @@ struct ComputeF32Ahead {
         Stretch wanted{};
         float* panel = nullptr;
         alignas(64) float scales[2][MicroF32::kPanelBytes / (kSlice * 2 * kLanes * 4) * kSlice];
+        alignas(64) float zeros[2][sizeof(scales[0]) / sizeof(float)];
 
         // As UnitAhead::start. What does not come in whole slices is decoded here.
         void start(const Stretch& now, float* to, int64_t slices, const Stretch& then) {
@@ -392,6 +404,10 @@ struct ComputeF32Ahead {
                 run.pieces = run.slices * use.of_slice;
                 run.to = to + (s0 - first) * kSlice * 2 * kLanes + (along_columns ? 0 : i * kLanes);
                 run.scales = scales[state.count];
+                run.zeros = zeros[state.count];
+                if (m.format == Format::uint4)
+                    scales_of(zeros_as_scales(m), along_columns, along_columns ? k : at,
+                              along_columns ? at : k, run.slices, 1.0f, zeros[state.count]);
                 state.bad |= !scales_of(m, along_columns, along_columns ? k : at, along_columns ? at : k,
                                         run.slices, use.factor, scales[state.count]);
                 const bool more = along_columns && i + 1 < from.parts && from.part[1].slice_begin < last;

@@ -109,6 +109,18 @@ struct Units<Format::int4> : NibbleUnits<Format::int4> {};
 template <>
 struct Units<Format::mxfp4> : NibbleUnits<Format::mxfp4> {};
 
+// Codes: whoever reads them takes off the zero points and multiplies by the scales.
+template <>
+struct Units<Format::uint4> : NibbleUnits<Format::int4> {
+    static constexpr bool kZeros = true;
+    static Vec codes(Bits v) { return unbiased<0>(v & 15u); }
+    template <class Put>
+    static void each(int d, Bits v, Vec, const Put& put) {
+        for (int j = 0; j < 8; ++j) put(8 * d + j, codes(v >> (4 * j)));
+    }
+    static Vec row(const uint8_t* from, float) { return codes(load_nibbles(from)); }
+};
+
 // GGUF formats, along columns only: `two` are the 2 * kLanes elements from column k on of a row whose block
 // is at `block`. A code has its low bits in nibbles at `low`, the others at `high`.
 struct BlockPlace {
