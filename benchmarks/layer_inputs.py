@@ -23,7 +23,7 @@ SHAPES = {  # hidden, intermediate, experts, experts per token
     "tiny": (256, 128, 8, 2),
 }
 FORMATS = (
-    *("bf16", "f32", "fp8", "fp8_channel", "mxfp4", "int8", "int4"),
+    *("bf16", "f32", "fp8", "fp8_channel", "mxfp4", "nvfp4", "int8", "int4", "uint4"),
     *("q8_0", "q6_k", "q5_k", "q4_k", "q5_0", "q5_1", "q4_0"),
 )
 GGUF = {  # elements and bytes of a block, offsets of its fp16 scales, deviation of random bytes at scale 1
@@ -35,6 +35,7 @@ GGUF = {  # elements and bytes of a block, offsets of its fp16 scales, deviation
     "q5_k": (256, 176, (0, 2), 443),
     "q6_k": (256, 210, (208,), 1362),
 }
+BLOCKS = {"mxfp4": 32, "nvfp4": 32, "int4": 32, "uint4": 128}
 # What llama.cpp stores where a row is no multiple of 256.
 FALLBACK = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 FEW_TOKENS = 32  # up to here a call touches few weights: several routings in turn, none of them cached
@@ -127,7 +128,7 @@ def store(name: str, experts: int, n: int, k: int, seed: int) -> Stored:
         ValueError: K is no multiple of the format's block.
     """
     name = stored_format(name, k)
-    block = GGUF[name][0] if name in GGUF else {"int4": 32, "mxfp4": 32}.get(name, 1)
+    block = GGUF[name][0] if name in GGUF else BLOCKS.get(name, 1)
     if k % block:
         raise ValueError(f"format {name}: blocks of {block}, rows of {k}")
     rng = torch.Generator().manual_seed(seed)
@@ -163,6 +164,14 @@ def store(name: str, experts: int, n: int, k: int, seed: int) -> Stored:
     if name == "int4":  # groups of 32
         data = octets(n, k // 2).view(torch.int32)
         return whole(data, constant(size / 4, torch.bfloat16, n, k // 32))
+    if name == "uint4":  # groups of 128, zero points of 8
+        scales = constant(size / 4, torch.float16, n, 2 * k // 128)
+        scales[..., k // 128 :] = 8
+        return whole(octets(n, k // 2).view(torch.int32), scales)
+    if name == "nvfp4":  # scales of 1 in E4M3
+        blocks = octets(n, k // 32, 18)
+        blocks[..., :2] = 0x38
+        return whole(blocks, constant(size / 3, torch.float32, 1, 1))
     _, width, offsets, deviation = GGUF[name]
     blocks = octets(n, k // block, width)
     # At least the smallest normal fp16: decoding must not meet subnormal numbers that no checkpoint has.
@@ -221,6 +230,8 @@ def matrix_bytes(name: str, n: int, k: int) -> int:
         "int8": n * k + 4 * n,
         "mxfp4": n * k // 2 + n * k // 32,
         "int4": n * k // 2 + 2 * n * k // 32,
+        "nvfp4": n * k // 32 * 18 + 4,
+        "uint4": n * k // 2 + 4 * n * k // 128,
     }[name]
 
 
