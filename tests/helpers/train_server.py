@@ -66,7 +66,7 @@ def running(
 
     def end() -> None:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
     with contextlib.closing(socket.socket()) as port:
@@ -81,7 +81,7 @@ def running(
         finally:
             backend.gate.set()
             for client in made.clients:
-                client.close("success").result(10)
+                client.close("success").result(60)
             service.close()
             end()
             made.clients.clear()
@@ -95,7 +95,7 @@ def collect_clients() -> None:
         gc.collect()
 
 
-def until(found: Callable[[], object], seconds: float = 10.0) -> None:
+def until(found: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not found():
         assert time.monotonic() < end, "it did not happen"

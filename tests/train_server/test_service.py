@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,9 +202,10 @@ def test_the_end_of_a_session_frees_what_it_had(raw: Raw) -> None:
 
 
 def test_a_silent_session_ends(tmp_path: Path) -> None:
-    with running(tmp_path, idle=0.3) as server:
+    with running(tmp_path, idle=60) as server:
         raw = Raw(server)
         raw.model()
+        server.service._sessions[raw.session].heard -= 61
         until(lambda: not server.backend.models)
         assert raw.http.post("session_heartbeat", json={"session_id": raw.session}).status_code == 410
         raw.http.close()
@@ -532,7 +534,7 @@ def test_who_waits_for_a_pass_is_told_that_the_server_ends(
         answers = [threads.submit(raw.result, one) for one in (at_work, waiting)]
         until(lambda: {at_work["request_id"], waiting["request_id"]} <= {*asked})
         server.end()
-        errors = [answer.result(10)["error"] for answer in answers]
+        errors = [answer.result(60)["error"] for answer in answers]
         assert "does not wait for this request's result" in errors[0] and errors[1] == ENDS
         raw.http.close()
     # A client of an earlier test may still be telling that it does not reach its server.
@@ -554,13 +556,14 @@ def test_a_session_that_ends_before_its_model_is_made(raw: Raw) -> None:
 
 
 def test_sessions_end_while_samples_run_without_a_break(tmp_path: Path) -> None:
-    with running(tmp_path, idle=1.5) as server:
+    with running(tmp_path) as server:
         raw, silent = Raw(server), Raw(server)
         silent.model()
         sampler = raw.sampler()
         server.backend.gate.clear()
         raw.sample(sampler, 0)
-        until(lambda: (raw.post("session_heartbeat", session_id=raw.session), not server.service.models())[1])
+        server.service._sessions[silent.session].heard -= 3600
+        until(lambda: not server.service.models())
         assert server.backend.calls[-1][0] == "submit"  # still the same session of generation
         for one in (raw, silent):
             one.http.close()
@@ -603,9 +606,16 @@ def test_connections_do_not_take_the_files_of_checkpoints() -> None:
 def test_expired_checkpoints_are_gone(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kt_ray.train_server.service._SWEEP_DISK", 1e12)  # not by itself meanwhile
     model = raw.model()
-    path = raw.result(raw.post("save_weights", model_id=model, seq_id=1, path="a", ttl_seconds=1))["path"]
+    path = raw.result(raw.post("save_weights", model_id=model, seq_id=1, path="a", ttl_seconds=3600))["path"]
     assert raw.post("weights_info", tinker_path=path)["lora_rank"] == 8
-    until(lambda: raw.http.post("weights_info", json={"tinker_path": path}).status_code == 404)
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.now(tz) + timedelta(seconds=3601)
+
+    monkeypatch.setattr("kt_ray.train_server.saved_models.datetime", Later)
+    assert raw.http.post("weights_info", json={"tinker_path": path}).status_code == 404
     saved = raw.server.service.saved
     assert saved.all() == [] and len(saved.all(expired=True)) == 1
     saved.sweep()
