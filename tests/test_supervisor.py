@@ -197,7 +197,7 @@ def test_deaths_from_outside_are_not_the_same_fault(place: Place) -> None:
 
 def test_a_frozen_driver_is_killed_and_started_again(place: Place) -> None:
     acts = ["begin save=1 beat=0.2 beat=0.2 beat=0.2 kill=19", "exit=0"]
-    assert place.go(acts, silence=1.5) == 0
+    assert place.go(acts, silence=4.0) == 0  # more than a driver's start takes on a busy machine
     assert place.starts()[1] == ("latest", False) and "the driver was frozen for" in place.log()
 
 
@@ -211,8 +211,11 @@ def test_another_run_of_the_name_is_never_overwritten(place: Place) -> None:
 
 
 @pytest.mark.parametrize("signals", [1, 3])
-def test_signals_are_passed_on_and_end_it(place: Place, signals: int) -> None:
+def test_signals_are_passed_on_and_end_it(
+    place: Place, signals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several within a second are one request: a Ctrl-C that is held, a job manager that signals a group."""
+    monkeypatch.setattr(supervisor, "SAME", 60.0)  # a busy machine may spread them
 
     def ask() -> None:
         while not (place.path / "waiting").exists():
@@ -221,14 +224,21 @@ def test_signals_are_passed_on_and_end_it(place: Place, signals: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)
 
+    def late(number: int, frame: Any) -> None:
+        """A signal that comes after the end; it would end pytest."""
+
+    before = signal.signal(signal.SIGTERM, late)
     thread = threading.Thread(target=ask)
     thread.start()
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped, match="ended with its driver"):
-        place.go(["begin save=1 wait=0.5 save=2 exit=75", "exit=0"])
-    thread.join()
+    try:
+        with pytest.raises(Stopped, match="ended with its driver"):
+            place.go(["begin save=1 wait=0.5 save=2 exit=75", "exit=0"])
+        assert signal.getsignal(signal.SIGTERM) == late
+    finally:
+        thread.join()
+        signal.signal(signal.SIGTERM, before)
     assert find_checkpoints(place.run)[-1].name == "step_000002"
-    assert len(place.starts()) == 1 and signal.getsignal(signal.SIGTERM) == before
+    assert len(place.starts()) == 1
 
 
 def test_a_signal_between_two_drivers_ends_it_with_the_way_on(place: Place) -> None:
