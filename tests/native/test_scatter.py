@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import threading
 import time
 
 import pytest
@@ -91,13 +92,17 @@ def test_turns_are_kept_on_any_number_of_threads() -> None:
 def test_a_task_that_fails_leaves_nobody_waiting() -> None:
     turns, pool = _native.Turns(2), _native.ThreadPool(4, [])
     refused: list[int] = []
+    begun = threading.Event()
 
     def task(index: int, thread: int) -> None:
         slab, run = index % 2, index // 2
         if index == 1:
-            time.sleep(0.2)  # others wait for it, or for those who do
+            assert begun.wait(60)
+            time.sleep(0.1)  # another waits for it
             turns.fail()
             raise KeyError("task one")
+        if index == 3:
+            begun.set()
         if not turns.wait(slab, run):
             refused.append(index)
             return
