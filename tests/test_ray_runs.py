@@ -174,5 +174,5 @@ def test_a_submitted_job_joins_its_cluster(place: Place, tmp_path: Path) -> None
 
 def _without_actors(place: Place) -> list[str]:
     """Command lines of the place's processes, once none is an actor of ours; else nothing."""
-    names = [" ".join(process.cmdline()) for process in place.processes()]
+    names = [command for _, command in place.commands()]
     return [] if any("ray::RayActor" in name for name in names) else names

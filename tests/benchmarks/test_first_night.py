@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+
+from tests.helpers.ray_place import gone, until
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -46,8 +47,7 @@ def test_a_power_cut_takes_the_whole_tree(tool: Any, tmp_path: Path) -> None:
         time.sleep(0.01)
     command.power_cut()
     assert command.wait()["exit_code"] == -9
-    sleeper = int(command.lines[0])
-    assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+    until(lambda: gone(int(command.lines[0])), 60, 0.1)
     assert "no" not in command.lines
 
 

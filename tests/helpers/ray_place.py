@@ -72,11 +72,19 @@ class Place:
                     found.append(process)
         return found
 
+    def commands(self) -> list[tuple[psutil.Process, str]]:
+        """All of them with their command lines, without those that end meanwhile."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                found.append((process, " ".join(process.cmdline()) or process.name()))
+        return found
+
     def left(self, seconds: float = 60.0) -> list[str]:
         """What still runs after at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             until(lambda: not self.processes(), seconds, every=0.3)
-        return [" ".join(p.cmdline()) or p.name() for p in self.processes() if p.is_running()]
+        return [command for _, command in self.commands()]
 
     def metrics(self) -> str:
         """The Prometheus text of all endpoints in Ray's service discovery file ("" before there is one)."""
@@ -207,6 +215,14 @@ def _node(place: Place, log: Path, *how: str) -> Iterator[None]:
         node.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             node.wait(20)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, even if nobody has taken note."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def until(condition: Callable[[], T], seconds: float, every: float = 0.5) -> T:

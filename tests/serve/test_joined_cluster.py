@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 from openai import OpenAI
 
@@ -25,7 +24,7 @@ def test_a_server_outlives_its_ray(tmp_path: Path) -> None:
         process = place.launch("mode=serve", f"serve.port={port}", *settings, log=log)
         address = f"http://127.0.0.1:{port}/health"
         until(lambda: fetch(address)[0] == 200 or process.poll() is not None, 240)
-        heads = [p for p in place.processes() if "gcs_server" in " ".join(p.cmdline())]
+        heads = [p for p, command in place.commands() if "gcs_server" in command]
         assert len(heads) == 1, log.read_text()
         heads[0].kill()
         # Not by the port alone: what is left of the first Ray may answer there for a moment.
@@ -62,8 +61,7 @@ def test_a_server_on_a_running_cluster_ends_without_it(tmp_path: Path) -> None:
         assert fetch(f"http://127.0.0.1:{port}/health")[0] == 0
 
         def names() -> list[str]:
-            found = [p for p in place.processes() if p.pid != os.getpid()]
-            return [" ".join(p.cmdline()) for p in found if psutil.pid_exists(p.pid)]
+            return [command for p, command in place.commands() if p.pid != os.getpid()]
 
         until(lambda: not [n for n in names() if "ray::RayActor" in n or "ray::Serve" in n], 30)
         assert any("gcs_server" in name for name in names())

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from transformers import AutoTokenizer
@@ -26,7 +25,7 @@ from kt_ray import cli
 from kt_ray.demo import ensure_demo_model
 from tests.helpers.float32_copy import in_float32
 from tests.helpers.random_adapter import random_adapter
-from tests.helpers.ray_place import REPO, Place, fetch, free_ports, ray_place, until
+from tests.helpers.ray_place import REPO, Place, fetch, free_ports, gone, ray_place, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -370,8 +369,8 @@ def test_sigterm_with_a_stream_and_half_a_request(server: Server, client: OpenAI
             assert half.recv(100) == b""  # Ray Serve's own proxy would wait for ever
     stream = chat(client, max_tokens=2000, stream=True, temperature=1, n=4)
     next(iter(stream))
-    (driver,) = (p for p in server.place.processes() if "mode=serve" in p.cmdline())
+    (driver,) = (p for p, command in server.place.commands() if "mode=serve" in command)
     driver.send_signal(signal.SIGTERM)
     with pytest.raises(openai.APIError, match="shutting down"):
         list(stream)
-    until(lambda: driver.status() == psutil.STATUS_ZOMBIE, 30)
+    until(lambda: gone(driver.pid), 60)

@@ -24,7 +24,7 @@ from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.train.trainer import Events, StepBatches, Summary, Trainer
 from tests.helpers.hf_reference import build_checkpoint, random_rows
-from tests.helpers.ray_place import Place, head_node, ray_place, second_node, until
+from tests.helpers.ray_place import Place, gone, head_node, ray_place, second_node, until
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps, waves_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -292,10 +292,10 @@ def is_head(node: str) -> bool:
 def kill_node(place: Place, node: str, *actors: int) -> None:
     """Its raylet and all that belongs to it, and these actors, whose command lines do not say so."""
     (entry,) = [n for n in ray.nodes() if n["NodeID"] == node]
-    of_it = [p for p in place.processes() if any(entry["RayletSocketName"] in part for part in p.cmdline())]
+    of_it = [p for p, command in place.commands() if entry["RayletSocketName"] in command]
     assert any("raylet" in p.name() for p in of_it)
     for pid in actors:
         os.kill(pid, signal.SIGKILL)
     for process in of_it:
         process.kill()
-    until(lambda: not any(p.is_running() and p.status() != "zombie" for p in of_it), 20, every=0.1)
+    until(lambda: all(gone(p.pid) for p in of_it), 20, every=0.1)
