@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -457,12 +457,20 @@ def test_a_signal_during_a_recovery_does_not_wait_for_the_load(
     """A job manager kills before hundreds of gigabytes are read; what is saved is saved."""
     monkeypatch.setattr(stop_signals, "GRACE", 0.0)
     run = Run(model, tmp_path, [Death(EXPERTS[1], "run_pass", 3)], "rule=cpu_2workers_2sockets")
-    stop = stop_signals.StopSignals()
-    load = ExpertActor.load_again
+    load, noticed = ExpertActor.load_again, threading.Event()
+
+    class Noticed(stop_signals.StopSignals):
+        def give_up(self) -> str:
+            why = super().give_up()
+            if why:
+                noticed.set()
+            return why
+
+    stop = Noticed()
 
     def slow(actor: ExpertActor) -> object:
         stop.handle(signal.SIGTERM)
-        time.sleep(2.5)  # longer than the driver's look
+        assert noticed.wait(60)
         return load(actor)
 
     monkeypatch.setattr(ExpertActor, "load_again", slow)
