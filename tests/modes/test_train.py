@@ -103,7 +103,7 @@ def test_killed_drivers_need_no_hand(tmp_path: Path, undisturbed: Path) -> None:
     for step in (3, 7):
         await_step(supervisor, run, step)
         child = locked_by(run)
-        assert child != supervisor.pid
+        assert child not in (0, supervisor.pid)  # 0 would be pytest and all that it started
         os.kill(child, signal.SIGKILL)
         while locked_by(run) == child and supervisor.poll() is None:  # until its successor is there
             time.sleep(0.02)
