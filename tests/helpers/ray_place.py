@@ -276,10 +276,14 @@ def arena_bytes(pid: int, actor: str) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct free ports outside the ranges that Ray and the kernel hand out themselves."""
+    """Distinct free ports outside the ranges that Ray and the kernel hand out themselves.
+
+    Each worker of pytest-xdist has ports of its own: what it is told is free may be taken seconds later.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     ports: list[int] = []
     while len(ports) < count:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        port = random.SystemRandom().randrange(20_000 + worker % 64, 32_000, 64)
         with contextlib.closing(socket.socket()) as trial, contextlib.suppress(OSError):
             trial.bind(("127.0.0.1", port))
             if port not in ports:
