@@ -109,6 +109,6 @@ def test_many_patterns_of_a_large_model_take_seconds() -> None:
     ranks = {
         f"{layer}.self_attn.{name}": 4 for layer in range(61) for name in ("q_a_proj", "q_b_proj", "o_proj")
     }
-    begin = time.monotonic()
+    begin = time.thread_time()
     assert expert_lora(LoraConfig(rank_pattern=ranks), tuple(range(3, 61)), 256).rank == 8
-    assert time.monotonic() - begin < 5
+    assert time.thread_time() - begin < 5

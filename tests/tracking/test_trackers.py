@@ -160,7 +160,7 @@ def test_wandb_offline_for_real_and_resumed(run_dir, monkeypatch, caplog):
     (adapter / "adapter_config.json").write_text("{}")
     ids = []
     for first_step in (0, 3):
-        tracker = wandb_tracker(finish_timeout=30.0)
+        tracker = wandb_tracker(finish_timeout=120.0)
         tracker.start(run_dir, {"lora": {"rank": 424242}}, first_step=first_step)
         assert tracker.enabled, caplog.text
         assert tracker.mode == "offline"
@@ -220,12 +220,14 @@ def fail():
 
 
 def warnings_of(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    """Of kt_ray: libraries' threads outlive the tests that started them."""
+    own = [r for r in caplog.records if r.name.startswith("kt_ray")]
+    return [r.getMessage() for r in own if r.levelno >= logging.WARNING]
 
 
 def test_wandb_init_raises(run_dir, monkeypatch, caplog):
     fake_wandb(monkeypatch, init=fail)
-    assert drive(run_dir, wandb_tracker()) < 5
+    assert drive(run_dir, wandb_tracker()) < 25
     assert warnings_of(caplog) == ["W&B is switched off for this run, training goes on: OSError: no network"]
     assert wandb_id(run_dir) is None
 
@@ -247,7 +249,7 @@ def test_wandb_log_raises(run_dir, monkeypatch, caplog):
     seen = fake_wandb(monkeypatch, log=log)
     tracker = wandb_tracker()
     drive(run_dir, tracker)
-    tracker._thread.join(5)
+    tracker._thread.join(60)
     assert len(calls) == 1 and len(warnings_of(caplog)) == 1
     assert seen.exit_code == 1  # closed: the next job of a multirun would get this run
 
@@ -265,7 +267,7 @@ def test_wandb_hangs(run_dir, monkeypatch, caplog, stuck):
     release = threading.Event()
     try:
         fake_wandb(monkeypatch, **{stuck: lambda *a, **k: release.wait(30)})
-        assert drive(run_dir, wandb_tracker(init_timeout=0.3, finish_timeout=0.3)) < 5
+        assert drive(run_dir, wandb_tracker(init_timeout=0.3, finish_timeout=0.3)) < 25
         (warning,) = warnings_of(caplog)
         assert "switched off" in warning
     finally:
@@ -277,7 +279,7 @@ def test_wandb_that_falls_behind_is_switched_off(run_dir, monkeypatch, caplog):
     try:
         monkeypatch.setattr("kt_ray.tracking.library_tracker._QUEUE", 8)
         fake_wandb(monkeypatch, log=lambda record: release.wait(30))
-        assert drive(run_dir, wandb_tracker(), steps=50) < 5
+        assert drive(run_dir, wandb_tracker(), steps=50) < 25
         (warning,) = warnings_of(caplog)
         assert "wait to be sent" in warning
     finally:
@@ -337,9 +339,9 @@ def test_wandb_tables_offline_for_real(run_dir, monkeypatch):
     """A table is a file of the offline run, with its columns and rows; another job opens another run."""
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(run_dir.parent / "home"))
-    tracker = wandb_tracker(mode="offline", finish_timeout=30.0)
+    tracker = wandb_tracker(mode="offline", finish_timeout=120.0)
     tracker.start(run_dir, {})
-    other = wandb_tracker(mode="offline", finish_timeout=30.0)
+    other = wandb_tracker(mode="offline", finish_timeout=120.0)
     (run_dir / "b").mkdir()
     other.start(run_dir / "b", {})
     assert other.enabled and other._run.id == wandb_id(run_dir / "b") != wandb_id(run_dir)

