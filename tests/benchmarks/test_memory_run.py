@@ -91,11 +91,14 @@ def measured(tmp_path: Path, *command: str) -> tuple[int, dict[str, Any]]:
 
 def test_orphans_count(tmp_path: Path) -> None:
     """The command holds 50 MB; what it started lives on alone, with 80 MB, as Ray's processes may."""
-    orphan = "import time; b = b'x' * (80 << 20); time.sleep(3)"
+    there = tmp_path / "there"
+    orphan = f"import time; b = b'x' * (80 << 20); open({str(there)!r}, 'w').close(); time.sleep(4)"
     middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {orphan!r}])"
     code = (
-        "import subprocess, sys, time; b = b'x' * (50 << 20); "
-        f"subprocess.run([sys.executable, '-c', {middle!r}]); time.sleep(2.5)"
+        "import os, subprocess, sys, time; b = b'x' * (50 << 20)\n"
+        f"subprocess.run([sys.executable, '-c', {middle!r}])\n"
+        f"while not os.path.exists({str(there)!r}): time.sleep(0.1)\n"
+        "time.sleep(2)"
     )
     exit_code, record = measured(tmp_path, sys.executable, "-c", code)
     assert exit_code == record["exit_code"] == 0 and record["samples"] >= 3
