@@ -258,6 +258,21 @@ def _gptq_experts(columns: int = 32) -> tuple[Tensors, dict[str, torch.Tensor]]:
     return tensors, values
 
 
+def _check_values(index: CheckpointIndex, layout: ExpertLayout, values: Tensors) -> None:
+    """Experts as they are read, one at a time, and quantised while they are read."""
+    loaded = load_experts(index, layout, 1, [2, 0], threads=2)
+    assert loaded.bytes == 2 * layout.expert_bytes[1]
+    assert len(pack(expert_tensors(loaded, 1)).stretches) == 1
+    for leaf, matrix in {"gate_proj": loaded.gate, "up_proj": loaded.up, "down_proj": loaded.down}.items():
+        assert isinstance(matrix, ExpertMatrix) and (matrix.format,) == layout.distinct_formats
+        wanted = torch.stack([values[f"{PREFIX}.{e}.{leaf}.weight"] for e in (2, 0)])
+        assert torch.equal(matrix.dequantize(), wanted)
+        assert torch.equal(index.value(f"{PREFIX}.0.{leaf}.weight"), wanted[1])
+    eight = load_experts(index, layout, 1, [1], target="int8")
+    wanted = quantize("int8", values[f"{PREFIX}.1.up_proj.weight"][None], scale_type="bfloat16").dequantize()
+    assert isinstance(eight.up, ExpertMatrix) and torch.equal(eight.up.dequantize(), wanted)
+
+
 @pytest.mark.parametrize("group", [32, 0], ids=["groups", "rows"])
 @pytest.mark.parametrize("release", ["gptq", "gptq_v2", "auto-round", "AutoGPTQ"])
 def test_gptq(tmp_path: Path, release: str, group: int) -> None:
@@ -280,17 +295,7 @@ def test_gptq(tmp_path: Path, release: str, group: int) -> None:
     layout = ExpertLayout.detect(index)
     assert layout.distinct_formats == ("int4",) and not layout.biased
     assert {name for name in index.names if not name.endswith("bias")} == set(values)
-    loaded = load_experts(index, layout, 1, [2, 0], threads=2)
-    assert loaded.bytes == 2 * layout.expert_bytes[1]
-    held = {"gate_proj": loaded.gate, "up_proj": loaded.up, "down_proj": loaded.down}
-    for leaf, matrix in held.items():
-        assert isinstance(matrix, ExpertMatrix) and matrix.format == "int4"
-        wanted = torch.stack([values[f"{PREFIX}.{e}.{leaf}.weight"] for e in (2, 0)])
-        assert torch.equal(matrix.dequantize(), wanted)
-        assert torch.equal(index.value(f"{PREFIX}.0.{leaf}.weight"), wanted[1])
-    eight = load_experts(index, layout, 1, [1], target="int8")
-    wanted = quantize("int8", values[f"{PREFIX}.1.up_proj.weight"][None], scale_type="bfloat16").dequantize()
-    assert isinstance(eight.up, ExpertMatrix) and torch.equal(eight.up.dequantize(), wanted)
+    _check_values(index, layout, values)
 
 
 @pytest.mark.parametrize(
@@ -382,17 +387,7 @@ def test_what_is_taken_apart(tmp_path: Path, case: str) -> None:
     check_content(index)
     layout = ExpertLayout.detect(index)
     assert layout.distinct_formats == (kind,) and set(index.names) == set(values)
-    loaded = load_experts(index, layout, 1, [2, 0], threads=2)
-    assert loaded.bytes == 2 * layout.expert_bytes[1]
-    assert len(pack(expert_tensors(loaded, 1)).stretches) == 1
-    for leaf, matrix in {"gate_proj": loaded.gate, "up_proj": loaded.up, "down_proj": loaded.down}.items():
-        assert isinstance(matrix, ExpertMatrix) and matrix.format == kind
-        wanted = torch.stack([values[f"{PREFIX}.{e}.{leaf}.weight"] for e in (2, 0)])
-        assert torch.equal(matrix.dequantize(), wanted)
-        assert torch.equal(index.value(f"{PREFIX}.0.{leaf}.weight"), wanted[1])
-    eight = load_experts(index, layout, 1, [1], target="int8")
-    wanted = quantize("int8", values[f"{PREFIX}.1.up_proj.weight"][None], scale_type="bfloat16").dequantize()
-    assert isinstance(eight.up, ExpertMatrix) and torch.equal(eight.up.dequantize(), wanted)
+    _check_values(index, layout, values)
 
 
 @pytest.mark.parametrize(
