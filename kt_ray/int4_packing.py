@@ -16,6 +16,7 @@ AutoGPTQ, GPTQModel, AutoAWQ and AutoRound.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ def method(quantization: Mapping[str, Any]) -> Literal["gptq", "awq"] | None:
     """The packing that quantization_config of a config.json states."""
     named = str(quantization.get("quant_method", "")).lower()
     if named == "auto-round":
-        named = str(quantization.get("packing_format") or "").rpartition("_")[2]
+        named = re.split("[:_]", str(quantization.get("packing_format") or ""))[-1]
     return "gptq" if named == "gptq" else "awq" if named == "awq" else None
 
 

@@ -32,6 +32,7 @@ from kt_ray.checkpoint.safetensors_file import (
     damaged,
     read_dtype,
     read_into,
+    read_shape,
     tensor_bytes,
 )
 from kt_ray.checkpoint.stored import StoredMatrix
@@ -239,7 +240,8 @@ def _read_packed(
 
     for i, expert in enumerate(experts):
         info = infos[expert]
-        scratch = functools.partial(torch.empty, info.shape, dtype=read_dtype(info.dtype))
+        shape = read_shape(info.dtype, info.shape)
+        scratch = functools.partial(torch.empty, shape, dtype=read_dtype(info.dtype))
         jobs.append(ReadJob(info, scratch, functools.partial(place, i, expert)))
 
 

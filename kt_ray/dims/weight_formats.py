@@ -34,6 +34,7 @@ _EXPERT_NAMES = (
     *("mlp.experts.0.gate_proj", "mlp.experts.gate_up_proj", "mlp.experts"),
     *("block_sparse_moe.experts.0.w1", "ffn.experts.0.w1"),
 )
+_FIRST_EXPERTS = [f"{p}layers.0.{name}" for p in MODEL_ROOTS for name in _EXPERT_NAMES]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Storage:
 
 
 _EXCLUDED = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude")
-_GLOB = "glob:"  # before a pattern, as "re:" is
+_GLOB, _PART = "glob:", "part:"  # before a pattern, as "re:" is
 _QUARK_BLOCKS = {"per_tensor": (0, 0), "per_channel": (1, 0)}  # AMD Quark's qscheme -> block
 _MOST = 1 << 24  # rows or columns that share a scale
 MXFP4 = Storage("mxfp4", (1, 32), 1)
@@ -87,7 +88,7 @@ def expert_storage(config: Mapping[str, Any], dtype: str) -> Storage:
     """
     if str(config.get("expert_dtype", "")).lower() in ("fp4", "mxfp4"):
         return MXFP4
-    return _storage(config, dtype, [f"{p}layers.0.{name}" for p in MODEL_ROOTS for name in _EXPERT_NAMES])
+    return _storage(config, dtype, _FIRST_EXPERTS)
 
 
 def plain_expert_layers(config: Mapping[str, Any], moe_layers: Iterable[int]) -> tuple[int, ...]:
@@ -127,7 +128,9 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
             "routed experts stored as f16 are not read: the engine computes in bfloat16; convert them first: "
             "python -m kt_ray.tools convert MODEL OUT --to bf16"
         )
-    group = _group_of(quantization, None) if method == "compressed-tensors" else None
+    group = None
+    if method == "compressed-tensors":
+        group = _group_of(quantization, _FIRST_EXPERTS) or _group_of(quantization, None)
     weights = group["weights"] if group else {}
     stored, whole_numbers = fmt, fmt in ("int8", "int4", "uint4")
     unread = int4_packing.unread(quantization) if method in int4_packing.METHODS else None
@@ -143,6 +146,8 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
         stored = f"asymmetric {fmt} (with zero points)"
     elif fmt in ("int4", "uint4") and weights.get("actorder") in ("group", "dynamic"):
         stored += " in an order of their own (actorder)"
+    elif fmt in ("int4", "uint4") and weights and weights.get("num_bits") != 4:
+        stored += f" of {weights.get('num_bits')} bits"
     elif fmt == "int8" and "pack" in _packing(quantization, group):
         stored += " packed into words"
     elif whole_numbers and storage.block[1] % 32:
@@ -279,6 +284,8 @@ def _excluded(config: Mapping[str, Any]) -> list[str]:
     patterns = [str(pattern) for some in listed if isinstance(some, list) for pattern in some]
     if _method(quantization) in ("modelopt", "quark"):  # of layers.1.* others take the dots for any character
         patterns = [_GLOB + p if "*" in p and not p.startswith("re:") else p for p in patterns]
+    if _method(quantization) == "awq":  # AutoAWQ's are parts of names: self_attn, model.layers.0.
+        patterns += [_PART + p for p in patterns]
     # GPTQModel's and AutoRound's: by module, "-:" or other bits.
     for key in ("dynamic", "extra_config"):
         own = quantization.get(key)
@@ -298,10 +305,12 @@ def _names_match(patterns: Iterable[str], layer: int, names: Iterable[str]) -> b
 
 def _matches(pattern: str, name: str) -> bool:
     """As compressed-tensors ("re:...") and transformers match: from the start to a dot, or the end; or as
-    ModelOpt and Quark do ("glob:...")."""
+    ModelOpt and Quark do ("glob:..."), or AutoAWQ ("part:...")."""
     if pattern.startswith(_GLOB):
         glob = pattern.removeprefix(_GLOB)
         return fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")
+    if pattern.startswith(_PART):  # whole words of a name: a router is called gate, a projection gate_proj
+        return f".{pattern.removeprefix(_PART).strip('.')}." in f".{name}."
     own = pattern.removeprefix("re:")
     whole = own if pattern.startswith("re:") else rf"(?:{own})(?:(?<=\.)|(?=\.|$))"
     try:

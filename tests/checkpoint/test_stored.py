@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -388,6 +389,29 @@ def test_what_is_taken_apart(tmp_path: Path, case: str) -> None:
     layout = ExpertLayout.detect(index)
     assert layout.distinct_formats == (kind,) and set(index.names) == set(values)
     _check_values(index, layout, values)
+
+
+def test_nvfp4_as_files_may_name_its_type(tmp_path: Path) -> None:
+    """F4 [N, K]; most files have U8 [N, K / 2]."""
+    _, quantization, encode = PACKINGS["modelopt"]
+    tensors, values = _released(encode)
+    path = write_checkpoint(tmp_path, tensors, config=_config(quantization_config=quantization))
+    for file in path.glob("*.safetensors"):
+        raw = file.read_bytes()
+        start = 8 + int.from_bytes(raw[:8], "little")
+        entries = json.loads(raw[8:start])
+        for entry in entries.values():
+            if entry.get("dtype") == "U8":
+                entry |= {"dtype": "F4", "shape": [entry["shape"][0], 2 * entry["shape"][1]]}
+        head = json.dumps(entries).encode()
+        file.write_bytes(len(head).to_bytes(8, "little") + head + raw[start:])
+    index = CheckpointIndex.open(path)
+    layout = ExpertLayout.detect(index)
+    loaded = load_experts(index, layout, 1, [2, 0])
+    assert loaded.bytes == 2 * layout.expert_bytes[1] and isinstance(loaded.up, ExpertMatrix)
+    name = f"{PREFIX}.0.up_proj.weight"
+    assert torch.equal(loaded.up.dequantize()[1], values[name])
+    assert torch.equal(index.value(name), values[name])
 
 
 @pytest.mark.parametrize(

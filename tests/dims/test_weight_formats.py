@@ -140,6 +140,24 @@ def test_exclusions_of_other_modules_leave_experts_quantised(pattern: str) -> No
     assert dims.expert_format == "fp8_block" and dims.plain_expert_layers == ()
 
 
+@pytest.mark.parametrize(
+    ("parts", "layers", "attention"),
+    [
+        (["self_attn"], (), False),
+        (["gate", "mlp.gate", "lm_head"], (), True),
+        (["model.layers.1.", "shared_expert"], (1,), True),
+    ],
+)
+def test_exclusions_of_awq_are_parts_of_names(
+    parts: list[str], layers: tuple[int, ...], attention: bool
+) -> None:
+    quantization = {"quant_method": "awq", "group_size": 32, "modules_to_not_convert": parts}
+    dims = small_dims(quantization_config=quantization)
+    assert (dims.expert_format, dims.plain_expert_layers) == ("uint4", layers)
+    whole = small_dims(quantization_config={"quant_method": "awq", "group_size": 32}).quantised[0]
+    assert (dims.quantised[0].params == whole.params) == attention
+
+
 AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
 
 
@@ -147,6 +165,7 @@ AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_g
     ("changes", "attention"),
     [
         ({"quant_method": "gptq", "bits": 4}, True),
+        (AUTO_ROUND | {"packing_format": "auto_round:gptq"}, True),
         ({"quant_method": "gptq", "dynamic": {r"-:.*self_attn": {}}}, False),
         (
             AUTO_ROUND | {"extra_config": {r".*self_attn.*": {"bits": 16}, "mlp.gate": {"bits": 8}}},
@@ -235,6 +254,7 @@ def test_weights_outside_the_experts() -> None:
         (packed(num_bits=8, type="int", strategy="channel", symmetric=False), "asymmetric int8"),
         (packed(num_bits=4, type="int", group_size=32, actorder="group"), "actorder"),
         (packed(format="pack-quantized", num_bits=8, type="int"), "packed into words"),
+        (packed(num_bits=3, type="int", group_size=32, symmetric=False), "stored as uint4 of 3 bits"),
         (packed(num_bits=4, type="int", strategy="group", group_size=16), "groups of 16"),
         (packed(num_bits=4, type="int", group_size=32) | ROTATED, "int4 rotated, with rotations left"),
         ({"quant_method": "quanto"}, "stored as quanto"),
@@ -251,6 +271,15 @@ def test_formats_that_are_refused_by_name(quantization: dict[str, Any], reason: 
     assert dims.refusal and reason in dims.refusal
     assert "use the model's BF16 checkpoint, or one in FP8" in dims.refusal
     assert 0 < dims.expert_bytes() <= small_dims().expert_bytes()
+
+
+def test_what_is_said_of_another_group_is_not_of_the_experts() -> None:
+    quantization = packed(num_bits=3, type="int", group_size=32, actorder="group")
+    own = packed(num_bits=4, type="int", group_size=32)["config_groups"]["group_0"]
+    quantization["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*"]
+    quantization["config_groups"]["group_1"] = own | {"targets": ["re:.*experts.*"]}
+    dims = small_dims(quantization_config=quantization)
+    assert (dims.refusal, dims.expert_format) == (None, "int4")
 
 
 def test_float16_experts_are_to_be_converted() -> None:
