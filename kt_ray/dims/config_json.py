@@ -68,7 +68,19 @@ def dims_from_dir(path: str | Path) -> ModelDims:
             remedy=remedy,
         )
     config = read_json(file, "the model's config.json", "download config.json again")
-    return dims_from_config(config, name=str(file))
+    return dims_from_config(_with_modelopt(config, folder / "hf_quant_config.json"), name=str(file))
+
+
+def _with_modelopt(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    """With what a file of ModelOpt's says of weights where config.json says nothing, as older releases do."""
+    stated = config.get("quantization_config") or text_part(config)[0].get("quantization_config")
+    if stated or not file.is_file():
+        return config
+    said = read_json(file, f"the model's {file.name}", f"download {file.name} again").get("quantization")
+    if not isinstance(said, Mapping) or str(said.get("quant_algo")).lower() not in ("fp8", "nvfp4"):
+        return config  # the weights themselves tell, once they are opened
+    own = {"quant_method": "modelopt", "ignore": said.get("exclude_modules")}
+    return {**config, "quantization_config": {**said, **own}}
 
 
 def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:

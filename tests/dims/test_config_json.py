@@ -350,3 +350,24 @@ def test_from_directory(tmp_path: Path) -> None:
         dims_from_dir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SMALL["mixtral"]))
     assert dims_from_dir(tmp_path).model_type == "mixtral"
+
+
+def test_quantisation_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """ModelOpt's older releases have no quantization_config."""
+    config = SMALL["mixtral"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = tmp_path / "hf_quant_config.json"
+    said = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head", "model.layers.1*"]}
+    for text, kind, plain in (
+        ({"quantization": said}, "nvfp4", (1,)),
+        ({"quantization": {**said, "quant_algo": "MIXED_PRECISION"}}, "bf16", ()),
+        ({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, "bf16", ()),
+        ({}, "bf16", ()),
+    ):
+        own.write_text(json.dumps(text))
+        dims = dims_from_dir(tmp_path)
+        assert (dims.refusal, dims.expert_format, dims.plain_expert_layers) == (None, kind, plain)
+    own.write_text(json.dumps({"quantization": said}))
+    stated = {**config, "quantization_config": {"quant_method": "fbgemm_fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert dims_from_dir(tmp_path).expert_format == "fp8"
