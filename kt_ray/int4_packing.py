@@ -50,7 +50,7 @@ def unread(quantization: Mapping[str, Any]) -> str | None:
     bits = str(quantization.get("bits") or quantization.get("w_bit") or 4)
     if bits != "4":
         return f"of {bits} bits in the packing of {named}"
-    version = str(quantization.get("version") or "gemm").lower()
+    version = _stated(quantization, "version", "checkpoint_format", "format") or "gemm"
     if packing == "awq" and version != "gemm":
         return f"in the packing of {named}, version {version}"
     if quantization.get("desc_act") and stated_group(quantization) and not quantization.get("static_groups"):
@@ -66,4 +66,9 @@ def stated_group(quantization: Mapping[str, Any]) -> int:
 
 def stored_less(quantization: Mapping[str, Any]) -> int:
     """By how much GPTQ's files store zero points too small."""
-    return 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
+    return 0 if _stated(quantization, "checkpoint_format", "format") == "gptq_v2" else 1
+
+
+def _stated(quantization: Mapping[str, Any], *keys: str) -> str:
+    """The first of some names of one setting: transformers 5 calls version and checkpoint_format format."""
+    return str(next(filter(None, map(quantization.get, keys)), "")).lower()

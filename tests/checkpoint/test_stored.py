@@ -358,6 +358,7 @@ def _zeros_as_bytes(name: str, value: torch.Tensor) -> Encoded:
 PACKINGS: dict[str, tuple[str, dict[str, Any], Encode]] = {
     "gptq": ("uint4", GPTQ | {"sym": False}, gptq_zeros),
     "gptq_v2": ("uint4", GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, _second_version),
+    "gptq_v2 of transformers 5": ("uint4", GPTQ | {"sym": False, "format": "gptq_v2"}, _second_version),
     "awq": ("uint4", AWQ, awq),
     "auto-round": (
         "uint4",
@@ -465,6 +466,7 @@ def test_biases_beside_gptq_that_are_not_blank(tmp_path: Path) -> None:
         ({"bits": 8}, "integers of 8 bits in the packing of gptq"),
         ({"desc_act": True}, "integers in an order of their own (desc_act) in the packing of gptq"),
         ({"quant_method": "awq", "version": "gemv"}, "integers in the packing of awq, version gemv"),
+        ({"quant_method": "awq", "format": "llm-awq"}, "integers in the packing of awq, version llm-awq"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:x"}, "auto-round auto_round:x"),
     ],
 )
