@@ -28,7 +28,7 @@ _IS = (
     r"(?:\s+to\s+(?:the|this)\s+\w+)?(?:\s+(?:is|are|would be|must be|should be)\b"
     r"(?:\s+(?:(?:most\s+)?likely|probably|clearly|therefore|thus|hence|then|indeed|definitely)\b)?)?"
 )
-_HOLDS = "(?<!wrong )(?<!incorrect )(?<!false )(?<!n['’]t think the )(?<!n['’]t believe the )"
+_HOLDS = "(?<!wrong )(?<!incorrect )(?<!(?<!or )(?<!/)false )(?<!n['’]t think the )(?<!n['’]t believe the )"
 _STATEMENTS = (
     r"\\boxed\s*\{\s*(?:\\(?:text|mathrm|mathbf)\s*\{)?",
     rf"<answer>{_BETWEEN}",
@@ -39,7 +39,7 @@ _STATEMENTS = (
     rf"(?<!不)(?<!不应)(?:选择|选)(?!项){_BETWEEN}",
 )
 # A small letter where nothing else can be meant.
-_SMALL = _HOLDS + r"(?im:\banswer(?:\s+is|\s*:)\s*[(\[*]*)((?i:%s))(?:[^\w\n]*$|(?<=\(.)\))"
+_SMALL = rf"(?im:{_HOLDS}\banswer(?:\s+is(?!\s+a\s*$)|\s*:)\s*[(\[*]*)((?i:%s))(?:[^\w\n]*$|(?<=\(.)\))"
 _RIGHT = "correct|right|best|true|answer"
 _IS_RIGHT = rf"(?i:[)\]*]*\s+(?:is|would be|must be)\s+(?:the\s+)?(?:{_RIGHT}|most\s\w+)\b)"
 _OPTION = rf"(?i:\b(?:option|choice)\s+[(\[*]*)(%s){_IS_RIGHT}"
@@ -112,8 +112,9 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     begun = rf"^[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[–—]|\s*-\s|\s*\n)"
     first = re.match(begun, text)
     by_itself = re.match(rf"[^\w\n]*{known}[^\w\n]*\n[^\n]*\w\w", text)
+    # "B. incorrect" by itself is an option; of several lines so a judgement of each, but for "B. Wrong".
     begin = [*re.finditer(begun, text, re.MULTILINE)][:2]
-    wrong = rf"{_DENIED}|[)\].:,*_`\"]*\s*(?:wrong|incorrect)\b"  # "B. Wrong" may be an option
+    wrong = rf"{_DENIED}|[)\].:,*_`\"]*\s*(?:wrong|incorrect)\b" if len(begin) > 1 else _DENIED
     unlike = any(re.match(wrong, text[match.end(1) :]) for match in begin)
     listed = not (by_itself or unlike) and [match[1] for match in begin] == [*letters[:2]]
     rest = text[first.end(1) :] if first else ""

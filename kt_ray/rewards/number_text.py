@@ -30,12 +30,13 @@ _BULLET = re.compile(r"(?<=\n)([ \t]*)-[ \t]+")  # of a list in Markdown: its hy
 _MINUS = re.compile(r"−|(?:–|(?<![\d)] )\b(?i:minus|negative) )(?=[$€£¥]?\d)")
 _LATEX_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")  # which separates no list
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|[\u00a0\u2009\u202f])(?=\d{3})")
-# 3,5 and 1.234,5 in an answer, where no list or pair is meant; the comma of 3,500 separates thousands.
+# 3,5 and 1.234,5 in an answer, where no list or range is meant; the comma of 3,500 separates thousands.
 _DECIMAL_COMMA = re.compile(
-    r"(?<![A-Za-z0-9_.,(\[])(?<!\\\{)(?![1-9]\d{0,2},\d{3}(?!\d))(\d+|\d{1,3}(?:\.\d{3})+),(\d+)(?![.,]?\d)"
+    r"(?<![A-Za-z0-9_.,(\[])(?<![(\[][ +-])(?<![(\[] [+-])(?<!\\\{)(?<!\\\{[ +-])(?<!\\\{ [+-])"
+    r"(?![1-9]\d{0,2},\d{3}(?!\d))(\d+|\d{1,3}(?:\.\d{3})+),(\d+)(?![.,]?\d)"
 )
 _REPEATED = re.compile(r"(?<!\d)(\d{0,9}\.\d{0,9})\\(?:overline|bar)\s*(?:\{(\d{1,9})\}|(\d))")
-_SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d|,\d|\s?/)")
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d|,\d|\s?/|-[A-Za-z])")  # not 3 200-ml
 _SPACE = re.compile(r"\\(?:[;: ]|left(?![a-z])|right(?![a-z]))|~")
 _WORDS = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}((?:\s*\^\s*\{?-?\d\}?)?)"
@@ -80,8 +81,8 @@ _HASHES = re.compile(r"####([^\n]*)")
 _STATEMENT = re.compile(
     r"(?:\banswers?\b(?: to (?:the|this|your) \w+)?[ \t*_]*"
     r"(?:is|are|was|equals|(?:would|should|must|will) be|[:=])|答案[*_]*(?:应该|应当|应)?[是为:]"
-    # not "Answer 3 questions"
-    r"|\bfinal answer(?=[^\w(\[]{1,4}\d)"
+    # not "Answer 3 questions", nor "For the final answer, 3 is added"
+    r"|\bfinal answer(?=[^\w(\[,.;]{1,4}\d)"
     r"|^[^\w\n]{0,9}answer(?=[^\w\n]{1,4}[\d.,/]+%?[*_$]*[ \t]*(?:\(|$)))([^\n]*)",
     re.IGNORECASE | re.MULTILINE,
 )

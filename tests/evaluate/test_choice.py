@@ -70,6 +70,10 @@ ANSWERS = [
     ("A. Paris\nB. wrong: it is in England", "A"),
     ("A. Right\nB. Wrong", None),
     ("A. wrong\nB. right\nC. wrong", None),
+    *[(f"B. {option}\n\nOption A was not asked", "B") for option in ("incorrect", "wrong: it is A")],
+    *[(text, None) for text in ("The Incorrect answer is b.", "Wrong answer: (c) Paris", "The answer is a")],
+    ("The answer is a\nsmall house", None),
+    *[(f"True{either}false answer: B", "B") for either in ("/", " or ")],
     # called wrong
     *[
         (text, None)

@@ -139,6 +139,8 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         *[(f"{said} 42 (3 per box)", 42, 1) for said in ("answer", "So.\n**Answer**", "Final answer")],
         ("Final answer (in 3 steps) 42", 42, 1),
         ("Final answer (3 steps): 42", 42, 1),
+        *[(f"For the final answer{after} 3 is added to 4, giving 7", 7, 1) for after in (",", ". So", ".")],
+        ("The answer is 3 200-ml bottles", 3, 1),
         ("To answer 3 questions\nAnswer 4 questions\nin 5 hours", 5, 1),
         (r"The answer is $\frac{10}{3} \approx 3.33$.", "10/3", 1),
         ("The answer is 2 * 10/3 ≈ 6.67", 6.67, 1),
@@ -197,6 +199,10 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         ("3,500", 3500, 1),
         (r"\boxed{3{,}5}", "3{,}5", 1),
         *[(several, 3.5, 0) for several in (r"\boxed{(3,5)}", r"\boxed{\{3,5\}}", "3,5,7", "3, 5", "1,3,5")],
+        *[
+            (rf"\boxed{{{several}}}", -3.5, 0)
+            for several in ("(-3,5)", "x \\in [ -3,5 ]", r"\{-3,5\}", r"\left( -3,5 \right)")
+        ],
         ("The answer is 12 345.", 12345, 1),
         ("#### 12 345", "12,345", 1),
         (r"0.\overline{3}", "1/3", 1),
