@@ -345,7 +345,10 @@ def _trainer(c: Config) -> Iterator[Fault]:
         ("preference.desirable_weight", ("kto",)),
         ("preference.undesirable_weight", ("kto",)),
     ):
-        if trainer.stage not in stages and value_of(c, key) != fields()[key].default:
+        given = value_of(c, key) != fields()[key].default
+        if (
+            trainer.stage not in stages and given and resume is None
+        ):  # checkpoints of dpo and orpo name all three
             yield Fault(
                 key,
                 f"has no meaning for trainer.stage={trainer.stage}",

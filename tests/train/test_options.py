@@ -365,6 +365,11 @@ def test_refused_before_anything_starts(setting: str, message: str) -> None:
         compose(["trainer.eval_every=0", *setting.split()])
 
 
+def test_a_run_goes_on_with_the_weights_that_its_checkpoint_names() -> None:
+    given = ["trainer.stage=dpo", "preference.desirable_weight=2"]
+    assert compose([*given, "trainer.resume=latest", "run.name=a"]).preference.desirable_weight == 2
+
+
 def test_skipping_leaves_no_trace_and_counts(tmp_path: Path) -> None:
     path = build_checkpoint(tmp_path, "deepseek_v3")
     rows = random_rows(8)
