@@ -292,11 +292,10 @@ def test_bare_hardware_names_stand_for_files_in_conf(tmp_path: Path) -> None:
 
 
 def test_config_yaml_of_a_run_reads_back(tmp_path: Path) -> None:
-    config = compose(
-        ["model=deepseek_v3", "mode=plan", "lora.target_modules=[q_proj,o_proj]", "tracking.tags=[a]"]
-    )
-    run = RunDir(tmp_path)
-    run.write_config(config)
+    options = ["model=deepseek_v3", "mode=plan", "lora.target_modules=[q_proj,o_proj]", "tracking.tags=[a]"]
+    config = compose([*options, f"run.root={tmp_path}"])
+    run = RunDir.create(config)
+    run.close()
     assert from_dict(yaml.safe_load((run.path / "config.yaml").read_text(encoding="utf-8"))) == config
 
 

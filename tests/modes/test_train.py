@@ -229,7 +229,7 @@ def test_a_best_checkpoint_that_is_gone_gives_neither_adapter_nor_figure(
     monkeypatch.setattr(train, "publish_adapter", lambda *_: [])
     monkeypatch.setattr(train, "_write_env", lambda *_: [])
     prepared: Any = SimpleNamespace(
-        config=Config(trainer=TrainerConfig(save_best=True, on_signal="exit")),
+        config=Config(trainer=TrainerConfig(save_best=True)),
         batches=SimpleNamespace(total_steps=8, steps_per_epoch=8),
         data=SimpleNamespace(train=[]),
         load=None,
