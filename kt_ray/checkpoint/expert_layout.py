@@ -50,7 +50,7 @@ class ExpertLayout:
     # layer -> part -> the parameters that hold it: one per expert, or one of all
     sources: dict[int, dict[str, tuple[str, ...]]] = field(repr=False)
     biases: dict[int, dict[str, tuple[str, ...]]] = field(repr=False)  # likewise; empty without biases
-    # layer -> part -> "bf16", "f32", "fp8", "mxfp4", "int8" or "int4"
+    # layer -> part -> "bf16", "f32" or one of `kt_ray.native.matrix.SCALED_FORMATS`
     formats: dict[int, dict[str, str]] = field(repr=False)
     # layer -> bytes of one expert, scales and biases included
     expert_bytes: dict[int, int] = field(repr=False)
