@@ -80,8 +80,8 @@ def test_a_rate_is_found_by_format_and_nearest_shape() -> None:
 
 def test_a_format_that_nobody_measured_says_what_stands_for_it() -> None:
     rates = nominal_rates(make_hardware(isa="avx512_bf16"))
-    found = rates.expert("auto", "nvfp4")
-    assert found.format == "nvfp4" and "avx512_bf16 bf16" in found.forward.source
+    found = rates.expert("auto", "nf4")
+    assert found.format == "nf4" and "avx512_bf16 bf16" in found.forward.source
     with pytest.raises(KeyError, match="int8 products"):
         only = tuple(e for e in rates.experts if e.products != "int8")
         dataclasses.replace(rates, experts=only).expert("auto", "int8", products="int8")

@@ -110,6 +110,8 @@ def test_views_of_one_matrix(engine_of, isa: str, layout: str) -> None:
         ("int4-32", "int4-128", "fp8-128x128", 256, 128),
         # Rows of down in fours and what is left.
         ("fp8-128x128", "fp8-128x128", "int4-32", 131, 128),
+        ("fp8-128x128", "fp8-128x128", "uint4-32", 131, 128),
+        ("uint4-32", "uint4-128", "fp8-128x128", 256, 128),
         ("fp8-128x128", "fp8-128x128", "mxfp4", 131, 128),
         ("fp8-128x128", "fp8-128x128", "q4_k", 131, 256),
     ],

@@ -111,7 +111,6 @@ int64_t most_rows(Format format) {
         case Format::q5_1:
             return 0;
         case Format::nvfp4:
-        case Format::uint4:
         case Format::q4_0:
         case Format::q5_k:
             return 1;

@@ -114,10 +114,14 @@ struct PieceJob {
             const uint8_t* from = run.from + (s * kSlice + kRows * q) * run.row_bytes;
             float* to = run.to + (s * kSlice + kRows * q) * 2 * kLanes;
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r, from += run.row_bytes, to += 2 * kLanes)
-                U::two(from, place, [&](int v, Vec value) __attribute__((always_inline)) {
-                    vstore(to + v * kLanes, value);
-                });
+            for (int r = 0; r < kRows; ++r, from += run.row_bytes, to += 2 * kLanes) {
+                const auto put = [&](int v, Vec value)
+                                     __attribute__((always_inline)) { vstore(to + v * kLanes, value); };
+                if constexpr (requires { U::two(from, place, 1.0f, put); })
+                    U::two(from, place, run.scales[s * kSlice + kRows * q + r], put);
+                else
+                    U::two(from, place, put);
+            }
         } else if constexpr (kAlongColumns) {
             constexpr int64_t kBytes = kLanes * U::kBytes / kSlice;
             const uint8_t* from = run.from + (s * kSlice + kRows * q) * run.row_bytes;

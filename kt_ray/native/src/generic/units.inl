@@ -138,6 +138,21 @@ struct BlockUnits {
     static constexpr float kScale = 1.0f;
 };
 
+// Its rows have a factor each, which is the matrix' scale.
+template <>
+struct Units<Format::nvfp4> : BlockUnits<Format::nvfp4> {
+    static BlockPlace place(int64_t k) { return BlockPlace(0, k); }
+    template <class Put>
+    [[gnu::always_inline]] static void two(const uint8_t* block, const BlockPlace& place, float factor,
+                                           const Put& put) {
+        for (int v = 0; v < 2; ++v) {
+            const int64_t column = place.low + v * kLanes;
+            put(v, fp4_values(load_nibbles(block + 2 + column / 2)) *
+                       (fp8_to_float(block[column / 16]) * factor));
+        }
+    }
+};
+
 template <>
 struct Units<Format::q8_0> : BlockUnits<Format::q8_0> {
     static BlockPlace place(int64_t k) { return BlockPlace(2, k); }

@@ -208,6 +208,52 @@ struct FastRow<Format::int4> : NibbleRow {
     KT_INLINE static __m512 first(const Bf16* x) { return _mm512_loadu_ps(x + kElements); }
 };
 
+// Likewise, times -128; zero points times scales, over 128, take off what is left.
+template <>
+struct FastRow<Format::uint4> : NibbleRow {
+    static constexpr int64_t kOrdered = 128 + 32, kScales = 8;  // four scales, then those
+    int64_t zeros;                                              // bytes from a scale to its zero point
+
+    explicit FastRow(const Matrix& m) : NibbleRow(m), zeros(zero_distance(m)) {}
+    static void order(const Bf16* from, Bf16* to) {
+        NibbleRow::order(from, to);
+        __m512 sums = _mm512_setzero_ps();
+        for (int q = 0; q < 4; ++q) sums = pair_sums(sums, x_at_32(to, q));
+        _mm512_storeu_ps(to + kElements, _mm512_mul_ps(sums, _mm512_set1_ps(-128.0f)));
+    }
+    void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
+        const uint8_t* p = scales.at + n * scales.row_bytes;
+        if (columns > 0) p += k / columns * scales.size;
+        if (columns == 32) {
+            for (int64_t i = 0; i < 4 * steps; i += 16, p += 16 * scales.size, to += 32) {
+                const __mmask16 some = some_of(4 * steps - i);
+                const __m512 own = scales_16(scales.type, p, some);
+                const __m512 zero = products(own, scales_16(scales.type, p + zeros, some));
+                const __m512i steps_0_1 =
+                    _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+                const __m512i steps_2_3 = _mm512_add_epi32(steps_0_1, _mm512_set1_epi32(8));
+                _mm512_storeu_ps(to, _mm512_permutex2var_ps(own, steps_0_1, zero));
+                _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(own, steps_2_3, zero));
+            }
+            return;
+        }
+        const int64_t size = columns == 0 ? 0 : scales.size;
+        for (int64_t step = 0; step < steps; ++step, p += size, to += 8) {
+            const __m512 own = scales(p);
+            _mm256_storeu_ps(to, _mm512_castps512_ps256(
+                                     _mm512_mask_blend_ps(0xf0, own, products(own, scales(p + zeros)))));
+        }
+    }
+    KT_INLINE static __m512 products(__m512 own, __m512 zero) {
+        return _mm512_mul_ps(_mm512_mul_ps(own, zero), _mm512_set1_ps(0x1p-7f));
+    }
+    KT_INLINE __m512i word(__m512i raw, int q) const { return raised_nibbles(raw, q); }
+    KT_INLINE static __m512 first(const Bf16* x) { return _mm512_loadu_ps(x + kElements); }
+    KT_INLINE static __m512 last(__m512i raw, const float* scales, const Bf16* x, __m512 sum) {
+        return _mm512_fmadd_ps(part_scale(raw, scales + 4, 0), _mm512_loadu_ps(x + kElements), sum);
+    }
+};
+
 // A look-up takes the lowest five bits of a word: the fifth does not matter, as both halves of the table are
 // the same.
 template <>
@@ -284,7 +330,7 @@ struct FastRow<Format::q4_k> {
         return _mm512_permutexvar_ps(_mm512_setr_epi32(i, i, i, i, i, i, i, i, j, j, j, j, j, j, j, j),
                                      raw.scales);
     }
-    KT_INLINE static __m512 last(const Raw& raw, const Bf16* x, __m512 sum) {
+    KT_INLINE static __m512 last(const Raw& raw, const float*, const Bf16* x, __m512 sum) {
         return _mm512_fnmadd_ps(raw.scales, _mm512_loadu_ps(x + kElements), sum);
     }
 };
@@ -318,9 +364,9 @@ KT_INLINE void add_step(const Row& row, int64_t n, int64_t k, const float* const
                 for (int m = 0; m < M; ++m) sum[g][m] = _mm512_fmadd_ps(of[g][m], scale, sum[g][m]);
             }
         }
-        if constexpr (requires { Row::last(raw[0], x, sum[0][0]); })
+        if constexpr (requires { Row::last(raw[0], scales[0], x, sum[0][0]); })
             for (int g = 0; g < G; ++g)
-                for (int m = 0; m < M; ++m) sum[g][m] = Row::last(raw[g], x + m * ld, sum[g][m]);
+                for (int m = 0; m < M; ++m) sum[g][m] = Row::last(raw[g], scales[g], x + m * ld, sum[g][m]);
     }
 }
 
@@ -337,8 +383,8 @@ KT_INLINE __m128 lane_sums(const __m512 (&v)[4]) {
 
 struct RowsBf16 {
     template <Format F>
-    static constexpr bool kHasFast =
-        F == Format::fp8 || F == Format::int8 || F == Format::int4 || F == Format::mxfp4 || F == Format::q4_k;
+    static constexpr bool kHasFast = F == Format::fp8 || F == Format::int8 || F == Format::int4 ||
+                                     F == Format::uint4 || F == Format::mxfp4 || F == Format::q4_k;
 
     // use(Row<F>) with the format's own row where `fast`, else with its strips.
     template <class Use>
@@ -365,6 +411,7 @@ struct RowsBf16 {
             case Format::int8:
                 return ByteRow::fits(m);
             case Format::int4:
+            case Format::uint4:
             case Format::mxfp4:
                 return NibbleRow::fits(m);
             default:

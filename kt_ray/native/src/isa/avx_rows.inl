@@ -24,6 +24,20 @@ struct VectorStrip<Format::bf16> {
 };
 
 template <>
+struct VectorStrip<Format::nvfp4> {
+    const uint8_t* p;
+    float all;
+
+    VectorStrip(const Matrix& m, int64_t n) : p(m.data + n * m.row_bytes), all(strip_scale(m, n, 0)) {}
+    void operator()(int64_t k, Vec (&w)[kStripVectors]) const {
+        const uint8_t* block = p + k / kStrip * FormatTraits<Format::nvfp4>::kBytes;
+        for (int64_t v = 0; v < kStripVectors; ++v)
+            w[v] = vset1(fp8_to_float(block[v * kLanes / 16]) * all) *
+                   fp4_values(load_nibbles(block + 2 + v * kLanes / 2));
+    }
+};
+
+template <>
 struct VectorStrip<Format::q8_0> {
     const uint8_t* p;
 
@@ -189,6 +203,50 @@ struct OrderedRow<Format::int4> : NibbleRow {
     Raw raw(int64_t n, int64_t k) const {
         const Words w = words_at(at(n) + k / 2);
         return {{nibbles(w, 0), nibbles(w, 1)}};
+    }
+};
+
+// Codes as they are; zero points times scales take off the rest. Behind x are its sums by groups.
+template <>
+struct OrderedRow<Format::uint4> : NibbleRow {
+    static constexpr int64_t kGroups = kElements / 32, kSums = NibbleRow::kOrdered;
+    static constexpr int64_t kOrdered = kSums + kLanes, kScales = kGroups + kLanes;  // scales, then those
+
+    int64_t zeros;  // bytes from a scale to its zero point
+
+    explicit OrderedRow(const Matrix& matrix) : NibbleRow(matrix), zeros(zero_distance(matrix)) {}
+    static void order(const float* from, float* to) {
+        NibbleRow::order(from, to, 0.0f);
+        float sums[kLanes] = {};
+        for (int64_t k = 0; k < kElements; ++k) sums[k / 32] += from[k];
+        memcpy(to + kSums, sums, sizeof(sums));
+    }
+    void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
+        const int64_t size = scale_size(m.scale_type), block = min_of(m.block_cols, m.cols);
+        const uint8_t* p =
+            m.scales + n * m.scale_row_bytes + static_cast<uint32_t>(k) / static_cast<uint32_t>(block) * size;
+        int64_t left = block - static_cast<uint32_t>(k) % static_cast<uint32_t>(block);
+        float own = scale_value(m.scale_type, p), product = own * scale_value(m.scale_type, p + zeros);
+        for (int64_t step = 0; step < steps; ++step, to += kScales) {
+            vstore(to + kGroups, vset1(0.0f));
+            for (int64_t i = 0; i < kGroups; ++i, left -= 32) {
+                if (left == 0) {
+                    left = block;
+                    p += size;
+                    own = scale_value(m.scale_type, p);
+                    product = own * scale_value(m.scale_type, p + zeros);
+                }
+                to[i] = own;
+                to[kGroups + i] = product;
+            }
+        }
+    }
+    Raw raw(int64_t n, int64_t k) const {
+        const Words w = words_at(at(n) + k / 2);
+        return {{nibbles(w, 0), nibbles(w, 1)}};
+    }
+    static Vec last(const float* scales, const float* x, Vec sum) {
+        return sum - vload(scales + kGroups) * vload(x + kSums);
     }
 };
 
