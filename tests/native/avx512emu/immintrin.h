@@ -219,6 +219,12 @@ inline __m512i permutex2var_epi16(__m512i a, __m512i n, __m512i b) {
         return (from & 32 ? (U16)b : (U16)a)[from & 31];
     });
 }
+inline __m512 permutex2var_ps(__m512 a, __m512i n, __m512 b) {
+    return each<__m512>([&](size_t i) {
+        const unsigned from = static_cast<unsigned>(((I32)n)[i]);
+        return (from & 16 ? b : a)[from & 15];
+    });
+}
 inline __m512i permutex2var_epi64(__m512i a, __m512i n, __m512i b) {
     return (__m512i)each<I64>([&](size_t i) {
         const unsigned from = static_cast<unsigned>(((I64)n)[i]);
@@ -469,6 +475,8 @@ inline __m512bh cvtne2ps_pbh(__m512 a, __m512 b) {
 #define _mm512_permutex2var_epi64 emulated::permutex2var_epi64
 #undef _mm512_permutex2var_epi8
 #define _mm512_permutex2var_epi8 emulated::permutex2var_epi8
+#undef _mm512_permutex2var_ps
+#define _mm512_permutex2var_ps emulated::permutex2var_ps
 #undef _mm512_permutexvar_epi16
 #define _mm512_permutexvar_epi16 emulated::permutexvar_epi16
 #undef _mm512_permutexvar_epi32
