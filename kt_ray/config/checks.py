@@ -302,7 +302,7 @@ def _optim(c: Config) -> Iterator[Fault]:
         ("optim.decay_shape", ("wsd",)),
         ("optim.min_lr_ratio", ("cosine", "linear", "wsd")),
     ):
-        if optim.schedule not in schedules and value_of(c, key) != fields()[key].default:
+        if optim.schedule not in schedules and _is_new(c, key):
             yield Fault(
                 key,
                 f"has no meaning with optim.schedule={optim.schedule}",
@@ -313,6 +313,11 @@ def _optim(c: Config) -> Iterator[Fault]:
         yield Fault("optim.betas", "is out of range", "two numbers at least 0 and less than 1")
     if c.trainer.max_steps is not None:
         yield from _warmup(c, c.trainer.max_steps)
+
+
+def _is_new(c: Config, key: str) -> bool:
+    """Whether a run that begins sets a key. One that goes on may have it from a version that took it."""
+    return c.trainer.resume is None and value_of(c, key) != fields()[key].default
 
 
 def _warmup(c: Config, steps: int, rows: int = 0) -> Iterator[Fault]:
@@ -345,10 +350,7 @@ def _trainer(c: Config) -> Iterator[Fault]:
         ("preference.desirable_weight", ("kto",)),
         ("preference.undesirable_weight", ("kto",)),
     ):
-        given = value_of(c, key) != fields()[key].default
-        if (
-            trainer.stage not in stages and given and resume is None
-        ):  # checkpoints of dpo and orpo name all three
+        if trainer.stage not in stages and _is_new(c, key):
             yield Fault(
                 key,
                 f"has no meaning for trainer.stage={trainer.stage}",
@@ -375,7 +377,7 @@ def _trainer(c: Config) -> Iterator[Fault]:
                 "goes by the held-out loss, but trainer.eval_every=0",
                 remedy="set trainer.eval_every=<steps>",
             )
-    if trainer.early_stopping_threshold and not trainer.early_stopping:
+    if not trainer.early_stopping and _is_new(c, "trainer.early_stopping_threshold"):
         yield Fault(
             "trainer.early_stopping_threshold",
             "has no meaning with trainer.early_stopping=0",

@@ -365,9 +365,19 @@ def test_refused_before_anything_starts(setting: str, message: str) -> None:
         compose(["trainer.eval_every=0", *setting.split()])
 
 
-def test_a_run_goes_on_with_the_weights_that_its_checkpoint_names() -> None:
-    given = ["trainer.stage=dpo", "preference.desirable_weight=2"]
-    assert compose([*given, "trainer.resume=latest", "run.name=a"]).preference.desirable_weight == 2
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "trainer.stage=dpo preference.desirable_weight=2",
+        "optim.schedule=constant optim.min_lr_ratio=0.2",
+        "trainer.early_stopping_threshold=0.1",
+    ],
+)
+def test_a_run_goes_on_with_what_means_nothing_to_it(setting: str) -> None:
+    """Its checkpoint names it, or an earlier version took it."""
+    with pytest.raises(UserError, match="has no meaning"):
+        compose(setting.split())
+    assert compose([*setting.split(), "trainer.resume=latest", "run.name=a"]).trainer.resume == "latest"
 
 
 def test_skipping_leaves_no_trace_and_counts(tmp_path: Path) -> None:
