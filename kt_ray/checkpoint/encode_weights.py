@@ -161,11 +161,13 @@ class Encoding:
     def _with_scales_kept(self, value: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One matrix whose scales are of two parts, which belong together: values alone are new."""
         assert self.packing is not None
-        scales, factors = self.packing.scales(before).unsqueeze(0), None
+        scales, global_scales = self.packing.scales(before).unsqueeze(0), None
         if isinstance(self.packing, Nvfp4):
-            scales, factors = self.packing.read_scales().unsqueeze(0), scales.flatten()
+            scales, global_scales = self.packing.read_scales().unsqueeze(0), scales.flatten()
         group = self.block[1]
-        matrix = quantize(self.format, value.unsqueeze(0), group=group, scales=scales, factors=factors)
+        matrix = quantize(
+            self.format, value.unsqueeze(0), group=group, scales=scales, global_scales=global_scales
+        )
         return self.packing.stored(matrix.data[0]).contiguous(), before, matrix.dequantize()[0]
 
     def _quantize(self, stack: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,8 +3,8 @@
 Gptq, Awq    integers turned round (kt_ray/int4_packing.py)
 WithZeros    X.weight_packed as int4 has it, X.weight_zero_point I32 [N / 8, K / group], eight rows of W in
              a word, or I8 [N, K / group]: compressed-tensors, of integers that are not symmetric
-Nvfp4        E2M1 as mxfp4 has it, a scale F8_E4M3 for 16 columns, and one number F32 of the matrix: it
-             multiplies the scales (X.weight_scale_2 of ModelOpt) or divides them (X.weight_global_scale of
+Nvfp4        E2M1 as mxfp4 has it, a scale F8_E4M3 for 16 columns, and a global scale F32, which multiplies
+             the others (X.weight_scale_2 of ModelOpt) or divides them (X.weight_global_scale of
              compressed-tensors)
 """
 
@@ -76,7 +76,10 @@ class Gptq(Packing):
     name = "GPTQ"
 
     def check(self) -> None:
+        self._check_order()
         self._zeros()
+
+    def _check_order(self) -> None:
         if self.order is not None:
             order = read_tensor(self.order)
             if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // self.group):
@@ -102,8 +105,9 @@ class Gptq(Packing):
         return values.t()
 
     def scales(self, stored: Tensor) -> Tensor:
-        self.check()
-        return (stored if self.symmetric else torch.cat((stored, self._zeros().to(stored.dtype)))).t()
+        self._check_order()
+        zeros = self._zeros().to(stored.dtype)
+        return (stored if self.symmetric else torch.cat((stored, zeros))).t()
 
 
 @dataclass(frozen=True)
@@ -145,10 +149,10 @@ class WithZeros(Packing):
 
 @dataclass(frozen=True)
 class Nvfp4(Packing):
-    """Scales F8_E4M3 [N, K / 16]. What the engine takes for scales is the number of the whole matrix."""
+    """Scales F8_E4M3 [N, K / 16]. What the engine takes for scales is the global scale alone."""
 
     of_groups: TensorInfo
-    divides: bool  # that number divides the scales
+    divides: bool  # the global scale divides the others
     name = "NVFP4"
 
     def check(self) -> None:
@@ -166,8 +170,8 @@ class Nvfp4(Packing):
         return torch.cat((scales, stored.view(torch.uint8).unflatten(1, (-1, 16))), 2)
 
     def scales(self, stored: Tensor) -> Tensor:
-        factor = stored.reshape(1, 1)
-        return factor.reciprocal() if self.divides else factor
+        global_scale = stored.reshape(1, 1)
+        return global_scale.reciprocal() if self.divides else global_scale
 
     def stored(self, values: Tensor) -> Tensor:
         return values[..., 2:].flatten(1)

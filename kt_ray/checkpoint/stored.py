@@ -67,9 +67,7 @@ class StoredMatrix:
     """One quantised matrix of a checkpoint, or a stack of them."""
 
     name: str  # of the parameter it stands for
-    format: (
-        str  # "fp8", "mxfp4", "nvfp4", "int8", "int4" or "uint4", as `kt_ray.native.ExpertMatrix` names them
-    )
+    format: str  # one of `kt_ray.native.matrix.SCALED_FORMATS`
     data: TensorInfo
     scales: TensorInfo
     shape: tuple[int, ...]  # of the values: (N, K), or (E, N, K) for a stack
@@ -159,7 +157,8 @@ def find_matrices(
             stored = _nvfp4(logical, name, scales, tensors)
         else:
             base = logical.removesuffix(".weight")
-            keys = (name, scales, *(key for key in (f"{base}.weight_shape",) if key in tensors))
+            shape = f"{base}.weight_shape"
+            keys = (name, scales, *((shape,) if shape in tensors else ()))
             stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization)
             zeros = tensors.get(f"{base}.weight_zero_point")
             if zeros is not None and not isinstance(stored, str):
@@ -323,20 +322,20 @@ def _is_nvfp4(data: TensorInfo, scales: TensorInfo) -> bool:
 
 
 def _nvfp4(name: str, values: str, scales: str, tensors: Mapping[str, TensorInfo]) -> StoredMatrix | str:
-    """E2M1 with scales for 16 columns and one of the matrix."""
+    """E2M1 with scales of 16 columns and a global scale."""
     base, data, own = name.removesuffix(".weight"), tensors[values], tensors[scales]
     divides = f"{base}.weight_global_scale" in tensors
-    factor = tensors.get(f"{base}.weight_global_scale" if divides else f"{base}.weight_scale_2")
+    global_scale = tensors.get(f"{base}.weight_global_scale" if divides else f"{base}.weight_scale_2")
     if len(data.shape) != 2:
         return f"{list(own.shape)} (values must be [N, K / 2])"
     rows, columns = data.shape[0], data.shape[1] * (2 if data.dtype == "U8" else 1)
     if own.shape != (rows, columns // 16) or columns % 32:
         return f"{list(own.shape)} (values {[rows, columns]}, required [N, K / 16], K a multiple of 32)"
-    if factor is None or factor.dtype != "F32" or math.prod(factor.shape) != 1:
+    if global_scale is None or global_scale.dtype != "F32" or math.prod(global_scale.shape) != 1:
         return f"{list(own.shape)} (required {base}.weight_scale_2 or .weight_global_scale, one number F32)"
-    keys = (values, factor.name, scales)
+    keys = (values, global_scale.name, scales)
     packing = Nvfp4(own, divides)
-    return StoredMatrix(name, "nvfp4", data, factor, (rows, columns), (rows, columns), keys, packing)
+    return StoredMatrix(name, "nvfp4", data, global_scale, (rows, columns), (rows, columns), keys, packing)
 
 
 def _kind(data: TensorInfo, scales: TensorInfo) -> str | None:

@@ -297,18 +297,9 @@ def _optim(c: Config) -> Iterator[Fault]:
                 "less than 1 (a share) or a whole number",
                 f"set {key}={int(value)}",
             )
-    for key, schedules in (
-        ("optim.decay", ("wsd",)),
-        ("optim.decay_shape", ("wsd",)),
-        ("optim.min_lr_ratio", ("cosine", "linear", "wsd")),
-    ):
-        if optim.schedule not in schedules and _is_new(c, key):
-            yield Fault(
-                key,
-                f"has no meaning with optim.schedule={optim.schedule}",
-                " or ".join(f"optim.schedule={name}" for name in schedules),
-                f"set optim.schedule={schedules[0]}, or {key}={show(fields()[key].default)} (the default)",
-            )
+    yield from _meaningless(c, "optim.schedule", "optim.decay", "wsd")
+    yield from _meaningless(c, "optim.schedule", "optim.decay_shape", "wsd")
+    yield from _meaningless(c, "optim.schedule", "optim.min_lr_ratio", "cosine", "linear", "wsd")
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Fault("optim.betas", "is out of range", "two numbers at least 0 and less than 1")
     if c.trainer.max_steps is not None:
@@ -318,6 +309,17 @@ def _optim(c: Config) -> Iterator[Fault]:
 def _is_new(c: Config, key: str) -> bool:
     """Whether a run that begins sets a key. One that goes on may have it from a version that took it."""
     return c.trainer.resume is None and value_of(c, key) != fields()[key].default
+
+
+def _meaningless(c: Config, of: str, key: str, *values: str) -> Iterator[Fault]:
+    """`key` is set, and only these values of the key `of` use it."""
+    if value_of(c, of) not in values and _is_new(c, key):
+        yield Fault(
+            key,
+            f"has no meaning {'for' if of == 'trainer.stage' else 'with'} {of}={value_of(c, of)}",
+            " or ".join(f"{of}={value}" for value in values),
+            f"set {of}={values[0]}, or {key}={show(fields()[key].default)} (the default)",
+        )
 
 
 def _warmup(c: Config, steps: int, rows: int = 0) -> Iterator[Fault]:
@@ -345,18 +347,9 @@ def _trainer(c: Config) -> Iterator[Fault]:
             f"has no meaning for trainer.stage={trainer.stage} with preference.loss={loss}",
             "0, or trainer.stage=dpo with preference.loss=sigmoid or robust",
         )
-    for key, stages in (
-        ("preference.beta", ("dpo", "orpo", "kto")),
-        ("preference.desirable_weight", ("kto",)),
-        ("preference.undesirable_weight", ("kto",)),
-    ):
-        if trainer.stage not in stages and _is_new(c, key):
-            yield Fault(
-                key,
-                f"has no meaning for trainer.stage={trainer.stage}",
-                " or ".join(f"trainer.stage={name}" for name in stages),
-                f"set trainer.stage={stages[0]}, or {key}={show(fields()[key].default)} (the default)",
-            )
+    yield from _meaningless(c, "trainer.stage", "preference.beta", "dpo", "orpo", "kto")
+    yield from _meaningless(c, "trainer.stage", "preference.desirable_weight", "kto")
+    yield from _meaningless(c, "trainer.stage", "preference.undesirable_weight", "kto")
     if trainer.stage == "kto" and rows == 1 and c.mode == "train":
         yield Fault(
             "trainer.batch_size",

@@ -73,7 +73,7 @@ class ExpertMatrix:
     shape: tuple[int, int, int]  # (E, N, K)
     # [E, ceil(N / rows), ceil(K / columns)] with `block` rows and columns: float32, bfloat16, float16, or
     # ue8m0 (uint8 or float8_e8m0fnu, 2^(byte - 127)), the only type of mxfp4 and none of the others but fp8;
-    # of nvfp4 float32, one of the matrix; of uint4 the zero points follow in each row, as many numbers of the
+    # of nvfp4 float32, its global scale; of uint4 the zero points follow in each row, as many numbers of the
     # same type; None for GGUF types
     scales: Tensor | None = None
     # rows and columns that one scale covers; rows are 1 but for fp8 and nvfp4 (all), columns K or a multiple
@@ -106,13 +106,13 @@ class ExpertMatrix:
         return cls("mxfp4", blocks, (blocks.shape[0], blocks.shape[1], blocks.shape[2] * 32), scales)
 
     @classmethod
-    def nvfp4(cls, packed: Tensor, scales: Tensor, factors: Tensor) -> ExpertMatrix:
-        """E2M1 in groups of 16 along a row, a scale in E4M3 each, and a factor of the whole matrix.
+    def nvfp4(cls, packed: Tensor, scales: Tensor, global_scales: Tensor) -> ExpertMatrix:
+        """E2M1 in groups of 16 along a row, a scale in E4M3 each, and a global scale of the matrix.
 
         Args:
             packed: [E, N, K / 2] uint8, K a multiple of 32, low nibble first.
             scales: [E, N, K / 16] float8_e4m3fn.
-            factors: [E] float32, of which each is multiplied with all scales of its matrix.
+            global_scales: [E] float32, of which each is multiplied with all scales of its matrix.
         """
         experts, rows, half = _three("packed", packed)
         if half % 16 or tuple(scales.shape) != (experts, rows, half // 8):
@@ -120,7 +120,7 @@ class ExpertMatrix:
             raise ValueError(f"scales: shape {list(scales.shape)}, K = {2 * half}, required {required}")
         of_blocks = scales.view(torch.uint8).unflatten(2, (-1, 2))
         blocks = torch.cat((of_blocks, packed.unflatten(2, (-1, 16))), 3)
-        return cls("nvfp4", blocks, (experts, rows, 2 * half), factors.reshape(experts, 1, 1))
+        return cls("nvfp4", blocks, (experts, rows, 2 * half), global_scales.reshape(experts, 1, 1))
 
     @classmethod
     def int8(cls, data: Tensor, scales: Tensor) -> ExpertMatrix:

@@ -23,7 +23,7 @@ def quantize(
     group: int | None = None,
     scale_type: ScaleType = "float32",
     scales: Tensor | None = None,
-    factors: Tensor | None = None,
+    global_scales: Tensor | None = None,
 ) -> ExpertMatrix:
     """Quantises, each value to the nearest that its scale allows.
 
@@ -36,8 +36,9 @@ def quantize(
         block: fp8 only: rows and columns that share a scale; None = each row its own.
         group: int8, int4 and uint4 only: columns that share a scale; None = all.
         scale_type: of fp8, int8, int4 and uint4; "ue8m0" for fp8 alone, rounded up to a power of two.
-        scales: as `ExpertMatrix` has them, of nvfp4 as its constructor takes them, with `factors`; None =
-            what each block needs. Not of GGUF types.
+        scales: as `ExpertMatrix` has them, of nvfp4 as its constructor takes them; None = what each block
+            needs. Not of GGUF types.
+        global_scales: of nvfp4, beside `scales`.
 
     Raises:
         ValueError: an unknown format, or a shape that it cannot hold.
@@ -56,7 +57,7 @@ def quantize(
     if format == "mxfp4":
         return _mxfp4(w, scales)
     if format == "nvfp4":
-        return _nvfp4(w, scales, factors)
+        return _nvfp4(w, scales, global_scales)
     if format in ("int8", "int4", "uint4"):
         if scale_type == "ue8m0":
             raise ValueError(f"scale_type: 'ue8m0', required float32, bfloat16 or float16 for {format}")
@@ -114,16 +115,16 @@ def _e2m1_codes(values: Tensor) -> Tensor:
     return code[..., 0::2] | code[..., 1::2] << 4
 
 
-def _nvfp4(w: Tensor, scales: Tensor | None, factors: Tensor | None) -> ExpertMatrix:
+def _nvfp4(w: Tensor, scales: Tensor | None, global_scales: Tensor | None) -> ExpertMatrix:
     experts, n, k = w.shape
     grouped = w.view(experts, n, k // 16, 16)
-    if factors is None:  # the largest value is then the largest code times the largest scale
-        factors = grouped.abs().amax((1, 2, 3)) / (6 * 448)
-    each = _nonzero(factors).view(-1, 1, 1)
+    if global_scales is None:  # the largest value is then the largest code times the largest scale
+        global_scales = grouped.abs().amax((1, 2, 3)) / (6 * 448)
+    each = _nonzero(global_scales).view(-1, 1, 1)
     if scales is None:
         scales = (grouped.abs().amax(-1) / 6 / each).clamp(max=448).to(torch.float8_e4m3fn)
     step = _nonzero(scales.to(torch.float32) * each).unsqueeze(-1)
-    return ExpertMatrix.nvfp4(_e2m1_codes(grouped / step).flatten(2), scales, factors)
+    return ExpertMatrix.nvfp4(_e2m1_codes(grouped / step).flatten(2), scales, global_scales)
 
 
 def _integers(
