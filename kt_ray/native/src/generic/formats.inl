@@ -51,6 +51,21 @@ inline float fp8_to_float(uint8_t v) {
     return bits_float(sign | (magnitude == 0x7fu ? 0x7fc00000u : finite));
 }
 
+// E4M3's values, for what looks single ones up: the 128 magnitudes first.
+struct Fp8Table {
+    alignas(64) float of[256];
+
+    constexpr Fp8Table() : of() {
+        for (uint32_t v = 0; v < 128; ++v) {
+            of[v] =
+                v < 8 ? static_cast<float>(v) * 0x1p-9f : __builtin_bit_cast(float, (v << 20) + (120u << 23));
+            if (v == 127) of[v] = __builtin_nanf("");
+            of[128 + v] = -of[v];
+        }
+    }
+};
+constexpr Fp8Table kFp8;
+
 inline float fp4_to_float(uint32_t nibble) {
     const uint32_t magnitude = nibble & 7u, sign = (nibble & 8u) << 28;
     const uint32_t normal = (magnitude << 22) + (126u << 23);

@@ -9,9 +9,10 @@ struct PieceRun {
     const uint8_t* after;  // what will be read when these end
     int64_t after_row_bytes;
     float* to;
-    int64_t column;       // along columns, the first
-    const float* scales;  // along rows [slice][kLanes], along columns [slice][kSlice]
-    const float* zeros;   // likewise, of units with zero points
+    int64_t column;  // along columns, the first
+    const float*
+        scales;  // along rows [slice][kLanes], of NVFP4 [piece][kLanes]; along columns [slice][kSlice]
+    const float* zeros;  // likewise, of units with zero points
     int64_t pieces, slices;
 };
 
@@ -67,9 +68,12 @@ struct PieceJob {
     // the registers; along columns it is kLanes / 4 rows, of GGUF blocks 4.
     static constexpr bool kWide = U::kBytes >= 64;
     static constexpr bool kZeros = requires { U::kZeros; };
+    static constexpr bool kOfBlocks = U::kBlocks && kAlongColumns;
+    // Along rows a block's scales come before its codes: one of each piece of a slice.
+    static constexpr bool kOwnScales = U::kBlocks && !kAlongColumns;
     static constexpr int64_t kSplit = kWide && kLanes == 16 ? 1 : 2;
     // Whose lines a step asks for.
-    static constexpr int64_t kRows = U::kBlocks                ? 4
+    static constexpr int64_t kRows = kOfBlocks                 ? 4
                                      : kWide && !kAlongColumns ? kLanes / (4 * kSplit)
                                                                : kLanes / 4;
     static constexpr int64_t kOfSlice = kAlongColumns ? kSlice / kRows : U::kBytes / 16 * kSplit;
@@ -90,7 +94,7 @@ struct PieceJob {
         const int64_t row = piece % (kAlongColumns ? kOfSlice : kLanes / kRows) * kRows;
         FarLines lines = far_lines(run, kAlongColumns, piece / kOfSlice, row);
         // Of a GGUF block the line of its last codes: the codes before came with the columns before.
-        if constexpr (U::kBlocks) lines.from += U::place(run.column).low + 2 * kLanes - 1;
+        if constexpr (kOfBlocks) lines.from += U::place(run.column).low + 2 * kLanes - 1;
         if constexpr (!kAlongColumns && U::kBytes > 64) lines.from += piece % kOfSlice / (4 * kSplit) * 64;
         return lines;
     }
@@ -109,7 +113,7 @@ struct PieceJob {
 
     [[gnu::always_inline]] void decode() {
         const int64_t s = piece / kOfSlice, q = piece % kOfSlice;
-        if constexpr (U::kBlocks) {
+        if constexpr (kOfBlocks) {
             const auto place = U::place(run.column);
             const uint8_t* from = run.from + (s * kSlice + kRows * q) * run.row_bytes;
             float* to = run.to + (s * kSlice + kRows * q) * 2 * kLanes;
@@ -145,9 +149,11 @@ struct PieceJob {
                         bad = true;
             }
         } else {
-            const uint8_t* from = run.from + s * run.slice_bytes + q / kSplit * 16;
+            const uint8_t* from =
+                run.from + s * run.slice_bytes + q / kSplit * 16 + (kOwnScales ? kOfSlice : 0);
             float* to = run.to + s * kSlice * 2 * kLanes;
-            const Vec scales = U::kScaled ? vload(run.scales + s * kLanes) : vset1(1.0f);
+            const int64_t scale = kOwnScales ? piece : s;
+            const Vec scales = U::kScaled || kOwnScales ? vload(run.scales + scale * kLanes) : vset1(1.0f);
             const Vec zeros = kZeros ? vload(run.zeros + s * kLanes) : vset1(0.0f);
             const auto put = [&](int depth, Vec value) __attribute__((always_inline)) {
                 if constexpr (kZeros) value = (value - zeros) * scales;
@@ -330,6 +336,17 @@ struct ComputeF32Ahead {
         return fits;
     }
 
+    // Of the halves of NVFP4's strips, along rows, as PieceRun has them.
+    static void block_scales(const Matrix& m, int64_t n, int64_t k, int64_t slices, float* to) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+            const float all = strip_scale(m, n + lane, 0);
+            const uint8_t* block = block_at<Format::nvfp4>(m, n + lane, k);
+            for (int64_t s = 0; s < slices; ++s, block += FormatTraits<Format::nvfp4>::kBytes)
+                for (int64_t half = 0; half < 2; ++half)
+                    to[(2 * s + half) * kLanes + lane] = kFp8.of[block[half]] * all;
+        }
+    }
+
     struct Functions {
         Products products = nullptr;
         Drain drain = nullptr;
@@ -345,7 +362,8 @@ struct ComputeF32Ahead {
     }
     template <Format F, bool kAlongColumns>
     static constexpr Functions functions_of() {
-        if constexpr (Units<F>::kThere && (kAlongColumns || !Units<F>::kBlocks))
+        if constexpr (Units<F>::kThere &&
+                      (kAlongColumns || !Units<F>::kBlocks || requires { Units<F>::kAlongRows; }))
             return {products<F, kAlongColumns>, drain<F, kAlongColumns>, PieceJob<F, kAlongColumns>::kOfSlice,
                     Units<F>::kBytes,           Units<F>::kScale,        first_bytes<F>};
         return {};
@@ -412,8 +430,11 @@ struct ComputeF32Ahead {
                 if (m.format == Format::uint4)
                     scales_of(zeros_as_scales(m), along_columns, along_columns ? k : at,
                               along_columns ? at : k, run.slices, 1.0f, zeros[state.count]);
-                state.bad |= !scales_of(m, along_columns, along_columns ? k : at, along_columns ? at : k,
-                                        run.slices, use.factor, scales[state.count]);
+                if (m.format == Format::nvfp4 && !along_columns)
+                    block_scales(m, at, k, run.slices, scales[state.count]);
+                else
+                    state.bad |= !scales_of(m, along_columns, along_columns ? k : at, along_columns ? at : k,
+                                            run.slices, use.factor, scales[state.count]);
                 const bool more = along_columns && i + 1 < from.parts && from.part[1].slice_begin < last;
                 const Source& source = more ? from : *then.source;
                 const int64_t slice = more ? from.part[1].slice_begin : then.begin;

@@ -90,6 +90,8 @@ struct OrderedRow {
     static constexpr bool kExists = false;
 };
 
+constexpr int64_t kScaleSteps = 32;  // whose scales are decoded at once
+
 struct RowsF32 {
     // use(Format) with the matrix's own as a constant.
     template <class Use>
@@ -173,16 +175,15 @@ struct RowsF32 {
     static void ordered_tile(const Matrix& m, int64_t n, const float* x, int64_t ld, const uint8_t* far,
                              float* to) {
         using Row = OrderedRow<F>;
-        constexpr int64_t kSteps = 32;  // whose scales are decoded at once
         constexpr int G = M >= R ? 1 : R / M;
         Row decoder(m);
-        alignas(64) float scales[R][kSteps * Row::kScales];
+        alignas(64) float scales[R][kScaleSteps * Row::kScales];
         Vec sum[R][M];
         for (auto& of_row : sum)
             for (Vec& s : of_row) s = vset1(0.0f);
         int64_t k = 0;
         while (k + Row::kElements <= m.cols) {
-            const int64_t steps = min_of(kSteps, (m.cols - k) / Row::kElements);
+            const int64_t steps = min_of(kScaleSteps, (m.cols - k) / Row::kElements);
             for (int r = 0; r < R; ++r) decoder.scales_of(n + r, k, steps, scales[r]);
             for (int64_t step = 0; step < steps; ++step, k += Row::kElements, x += Row::kOrdered) {
                 if (far != nullptr) {

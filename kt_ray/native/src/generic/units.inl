@@ -138,9 +138,14 @@ struct BlockUnits {
     static constexpr float kScale = 1.0f;
 };
 
-// Its rows have a factor each, which is the matrix' scale.
+// Its rows have a factor each, which is the matrix' scale. Along rows a piece has the elements of one scale.
 template <>
 struct Units<Format::nvfp4> : BlockUnits<Format::nvfp4> {
+    static constexpr bool kAlongRows = true;
+    template <class Put>
+    static void each(int d, Bits v, Vec scales, const Put& put) {
+        for (int j = 0; j < 8; ++j) put(8 * d + j, fp4_values(v >> (4 * j)) * scales);
+    }
     static BlockPlace place(int64_t k) { return BlockPlace(0, k); }
     template <class Put>
     [[gnu::always_inline]] static void two(const uint8_t* block, const BlockPlace& place, float factor,

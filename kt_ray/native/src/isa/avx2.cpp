@@ -129,6 +129,13 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 using Words = uint16_t __attribute__((vector_size(32)));
 using SignedWords = int16_t __attribute__((vector_size(32)));
 inline Words words_at(const uint8_t* p) { return (Words)iload(p); }
+// 16 bytes each of blocks `step` bytes apart.
+inline Words words_of_blocks(const uint8_t* p, int64_t step) {
+    const __m128i* low = reinterpret_cast<const __m128i*>(p);
+    const __m128i* high = reinterpret_cast<const __m128i*>(p + step);
+    return (Words)_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high),
+                                          1);
+}
 inline Words larger_bytes(Words a, Words b) { return (Words)_mm256_max_epu8((__m256i)a, (__m256i)b); }
 inline bool any_byte(Words v, char byte) {
     return _mm256_movemask_epi8(_mm256_cmpeq_epi8((__m256i)v, _mm256_set1_epi8(byte))) != 0;

@@ -33,6 +33,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
 using Words = uint16_t __attribute__((vector_size(64)));
 using SignedWords = int16_t __attribute__((vector_size(64)));
 inline Words words_at(const uint8_t* p) { return (Words)iload(p); }
+inline Words words_of_blocks(const uint8_t* p, int64_t step) { return (Words)blocks_of_16(p, step); }
 inline Words larger_bytes(Words a, Words b) { return (Words)_mm512_max_epu8((__m512i)a, (__m512i)b); }
 inline bool any_byte(Words v, char byte) {
     return _mm512_cmpeq_epi8_mask((__m512i)v, _mm512_set1_epi8(byte)) != 0;

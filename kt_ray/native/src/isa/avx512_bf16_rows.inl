@@ -271,6 +271,27 @@ struct FastRow<Format::mxfp4> : NibbleRow {
     KT_INLINE static __m512 first(const Bf16*) { return _mm512_setzero_ps(); }
 };
 
+// A scale for 16 elements, which two lanes have; it comes before the codes of its block.
+template <>
+struct FastRow<Format::nvfp4> : FastRow<Format::mxfp4> {
+    static constexpr int64_t kBlock = FormatTraits<Format::nvfp4>::kBytes, kBlocks = kElements / kStrip;
+    static constexpr int64_t kBytes = kBlocks * kBlock, kScales = 2 * kBlocks;
+
+    using FastRow<Format::mxfp4>::FastRow;
+    KT_INLINE const uint8_t* block(int64_t n, int64_t k) const { return at(n) + k / kStrip * kBlock; }
+    void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
+        const float all = scale_value(scales.type, scales.of_block(n, 0));
+        const uint8_t* p = block(n, k);
+        for (int64_t i = 0; i < steps * kBlocks; ++i, p += kBlock, to += 2)
+            for (int64_t half = 0; half < 2; ++half) to[half] = kFp8.of[p[half]] * all;
+    }
+    KT_INLINE __m512i raw(int64_t n, int64_t k) const { return blocks_of_16(block(n, k) + 2, kBlock); }
+    KT_INLINE static __m512 part_scale(__m512i, const float* eight, int) {
+        return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
+                                     _mm512_castps256_ps512(_mm256_loadu_ps(eight)));
+    }
+};
+
 // A block of 256: bytes [32 c, 32 c + 32) have the elements of sub-block 2 c in their low nibbles, of
 // 2 c + 1 in the high ones. Behind its x are the sums of each sub-block's, beside 128 times them, in the
 // order of minimums and scales below: they take off the minimums and the nibbles' surplus.
@@ -383,8 +404,9 @@ KT_INLINE __m128 lane_sums(const __m512 (&v)[4]) {
 
 struct RowsBf16 {
     template <Format F>
-    static constexpr bool kHasFast = F == Format::fp8 || F == Format::int8 || F == Format::int4 ||
-                                     F == Format::uint4 || F == Format::mxfp4 || F == Format::q4_k;
+    static constexpr bool kHasFast =
+        F == Format::fp8 || F == Format::int8 || F == Format::int4 || F == Format::uint4 ||
+        F == Format::mxfp4 || F == Format::nvfp4 || F == Format::q4_k;
 
     // use(Row<F>) with the format's own row where `fast`, else with its strips.
     template <class Use>
@@ -413,6 +435,7 @@ struct RowsBf16 {
             case Format::int4:
             case Format::uint4:
             case Format::mxfp4:
+            case Format::nvfp4:
                 return NibbleRow::fits(m);
             default:
                 return m.format == Format::q4_k;
@@ -433,15 +456,14 @@ struct RowsBf16 {
     template <Format F, int R, int M, class Row>
     static void tile(const Row& row, const Matrix& m, int64_t n, const Bf16* x, int64_t ld,
                      const uint8_t* far, float* to) {
-        constexpr int64_t kSteps = 32;  // whose scales are decoded at once
         constexpr int G = M >= R ? 1 : R / M;
-        alignas(64) float scales[R][kSteps * Row::kScales + 16];
+        alignas(64) float scales[R][kScaleSteps * Row::kScales + 16];
         __m512 sum[R][M];
         for (auto& of_row : sum)
             for (__m512& s : of_row) s = _mm512_setzero_ps();
         int64_t k = 0;
         while (k + Row::kElements <= m.cols) {
-            const int64_t steps = min_of(kSteps, (m.cols - k) / Row::kElements);
+            const int64_t steps = min_of(kScaleSteps, (m.cols - k) / Row::kElements);
             if constexpr (Row::kScales > 0)
                 for (int r = 0; r < R; ++r) row.scales_of(n + r, k, steps, scales[r]);
             for (int64_t step = 0; step < steps; ++step, k += Row::kElements, x += Row::kOrdered) {

@@ -179,19 +179,6 @@ struct Strip<Format::f32> {
     }
 };
 
-// The values of E4M3's 128 magnitudes.
-struct Fp8Table {
-    alignas(64) float of[128];
-
-    constexpr Fp8Table() : of() {
-        for (uint32_t v = 0; v < 128; ++v)
-            of[v] =
-                v < 8 ? static_cast<float>(v) * 0x1p-9f : __builtin_bit_cast(float, (v << 20) + (120u << 23));
-        of[127] = __builtin_nanf("");
-    }
-};
-constexpr Fp8Table kFp8;
-
 // Which bytes of two registers to take, or of one.
 struct Bytes {
     alignas(64) uint8_t of[64];

@@ -123,3 +123,13 @@ inline Vec fp4_values(Dwords v) {
                                          -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
     return _mm512_permutexvar_ps((__m512i)v, values);
 }
+
+// 16 bytes each of blocks `step` bytes apart.
+inline __m512i blocks_of_16(const uint8_t* p, int64_t step) {
+    const auto two = [&](const uint8_t* from) {
+        const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(low),
+                                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + step)), 1);
+    };
+    return _mm512_inserti64x4(_mm512_castsi256_si512(two(p)), two(p + 2 * step), 1);
+}

@@ -24,20 +24,6 @@ struct VectorStrip<Format::bf16> {
 };
 
 template <>
-struct VectorStrip<Format::nvfp4> {
-    const uint8_t* p;
-    float all;
-
-    VectorStrip(const Matrix& m, int64_t n) : p(m.data + n * m.row_bytes), all(strip_scale(m, n, 0)) {}
-    void operator()(int64_t k, Vec (&w)[kStripVectors]) const {
-        const uint8_t* block = p + k / kStrip * FormatTraits<Format::nvfp4>::kBytes;
-        for (int64_t v = 0; v < kStripVectors; ++v)
-            w[v] = vset1(fp8_to_float(block[v * kLanes / 16]) * all) *
-                   fp4_values(load_nibbles(block + 2 + v * kLanes / 2));
-    }
-};
-
-template <>
 struct VectorStrip<Format::q8_0> {
     const uint8_t* p;
 
@@ -222,22 +208,23 @@ struct OrderedRow<Format::uint4> : NibbleRow {
         memcpy(to + kSums, sums, sizeof(sums));
     }
     void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
-        const int64_t size = scale_size(m.scale_type), block = min_of(m.block_cols, m.cols);
-        const uint8_t* p =
-            m.scales + n * m.scale_row_bytes + static_cast<uint32_t>(k) / static_cast<uint32_t>(block) * size;
-        int64_t left = block - static_cast<uint32_t>(k) % static_cast<uint32_t>(block);
-        float own = scale_value(m.scale_type, p), product = own * scale_value(m.scale_type, p + zeros);
+        const int64_t block = min_of(m.block_cols, m.cols), first = k / block;
+        const int64_t count = (k + steps * kElements - 1) / block - first + 1;
+        const uint8_t* p = m.scales + n * m.scale_row_bytes + first * scale_size(m.scale_type);
+        float own[kScaleSteps * kGroups + 1], product[kScaleSteps * kGroups + 1];
+        scale_values(p, count, own);
+        scale_values(p + zeros, count, product);
+        for (int64_t i = 0; i < count; ++i) product[i] *= own[i];
+        int64_t at = 0, left = block - k % block;
         for (int64_t step = 0; step < steps; ++step, to += kScales) {
             vstore(to + kGroups, vset1(0.0f));
             for (int64_t i = 0; i < kGroups; ++i, left -= 32) {
                 if (left == 0) {
                     left = block;
-                    p += size;
-                    own = scale_value(m.scale_type, p);
-                    product = own * scale_value(m.scale_type, p + zeros);
+                    ++at;
                 }
-                to[i] = own;
-                to[kGroups + i] = product;
+                to[i] = own[at];
+                to[kGroups + i] = product[at];
             }
         }
     }
@@ -250,16 +237,56 @@ struct OrderedRow<Format::uint4> : NibbleRow {
     }
 };
 
-// The values and 6 take the place of codes.
+// E2M1: the values and 6 take the place of codes.
+inline NibbleRow::Raw e2m1_codes(Words w) {
+    const __m128i codes = _mm_setr_epi8(48, 52, 56, 60, 64, 72, 80, 96, 48, 44, 40, 36, 32, 24, 16, 0);
+    return {{looked_up(codes, w & uint16_t{0x0f0f}), looked_up(codes, w >> 4 & uint16_t{0x0f0f})}};
+}
 template <>
 struct OrderedRow<Format::mxfp4> : NibbleRow {
     using NibbleRow::NibbleRow;
     static void order(const float* from, float* to) { NibbleRow::order(from, to, 6.0f); }
-    Raw raw(int64_t n, int64_t k) const {
-        const __m128i codes = _mm_setr_epi8(48, 52, 56, 60, 64, 72, 80, 96, 48, 44, 40, 36, 32, 24, 16, 0);
-        const Words w = words_at(at(n) + k / 2);
-        return {{looked_up(codes, w & uint16_t{0x0f0f}), looked_up(codes, w >> 4 & uint16_t{0x0f0f})}};
+    Raw raw(int64_t n, int64_t k) const { return e2m1_codes(words_at(at(n) + k / 2)); }
+};
+
+// Groups of 16, each a part's: of every block of 32 the first has half h = 0 of NibbleRow's units, the second
+// half 1. A block's two scales lie before its nibbles.
+template <>
+struct OrderedRow<Format::nvfp4> : BareRow<8 * kLanes, 16> {
+    static constexpr int64_t kBlock = FormatTraits<Format::nvfp4>::kBytes, kBlocks = kElements / kStrip;
+    static constexpr int64_t kBytes = kBlocks * kBlock;
+    static constexpr int kParts = 2, kUnits = 2;
+    static constexpr int64_t kPart = 5 * kLanes, kOrdered = kParts * kPart;
+
+    using BareRow::BareRow;
+    static void order(const float* from, float* to) {
+        for (int64_t part = 0; part < kParts; ++part, to += kPart) {
+            for (int64_t unit = 0; unit < kUnits; ++unit)
+                for (int64_t j = 0; j < 2 * kLanes; ++j)  // words
+                    to[(2 * unit + j % 2) * kLanes + j / 2] =
+                        from[2 * (j / 8 * 16 + part * 8 + j % 8) + unit];
+            compensate(kUnits, 6.0f, to, to + 4 * kLanes);
+        }
     }
+    void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
+        const float all = strip_scale(m, n, 0);
+        const uint8_t* block = block_at<Format::nvfp4>(m, n, k);
+        for (int64_t step = 0; step < steps; ++step, to += kScales)
+            for (int64_t i = 0; i < kBlocks; ++i, block += kBlock)
+                for (int64_t part = 0; part < kParts; ++part)
+                    to[part * kBlocks + i] = kFp8.of[block[part]] * all;
+    }
+    NibbleRow::Raw raw(int64_t n, int64_t k) const {
+        return e2m1_codes(words_of_blocks(block_at<Format::nvfp4>(m, n, k) + kParts, kBlock));
+    }
+    template <class Add>
+    [[gnu::always_inline]] void values(const NibbleRow::Raw& raw, int part, int unit, const Add& add) const {
+        const Words w = below_0x41(raw.of[unit], part);
+        add(lower_floats(w), part * kPart + 2 * unit * kLanes);
+        add(upper_floats(w), part * kPart + (2 * unit + 1) * kLanes);
+    }
+    static Vec first(const float* x, int part) { return vload(x + part * kPart + 4 * kLanes); }
+    static Vec part_scale(const float* scales, int part) { return group_scales(scales + part * kBlocks); }
 };
 
 // A block of 256: bytes [32 c, 32 c + 32) have the elements of sub-block 2 c in their lower nibbles, of 2 c +
