@@ -426,10 +426,9 @@ class AttentionWorker(PlainActor):
         self.doing = f"step {step}, reducing gradients"
         for stage in range(self.plan.stages):
             ranks = [self.plan.worker(replica, stage).rank for replica in range(self.plan.replicas)]
-            total = self._flat_from(ranks[0], "grad", ("grads", token, ranks[0])).clone()
+            self.masters.set_grad(stage, self._flat_from(ranks[0], "grad", ("grads", token, ranks[0])))
             for rank in ranks[1:]:  # rank order: the sum is the same every time
-                total.add_(self._flat_from(rank, "grad", ("grads", token, rank)))
-            self.masters.set_grad(stage, total)
+                self.masters.add_grad(stage, self._flat_from(rank, "grad", ("grads", token, rank)))
         self.doing = "idle"
         return squared_norm(self.masters.optimizer.gradients())
 

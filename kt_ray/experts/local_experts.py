@@ -44,7 +44,7 @@ from kt_ray.native import (
 )
 from kt_ray.native.engine import SaveMode
 from kt_ray.native.pages import in_huge_pages
-from kt_ray.optim.optimizers import AdamStep, LoraOptimizer, squared_norm, state_kinds
+from kt_ray.optim.optimizers import AdamStep, LoraOptimizer, state_kinds
 from kt_ray.pulse import beat
 
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
@@ -591,7 +591,7 @@ class LocalExperts:
 
     def gradient_norm_squared(self) -> float:
         """Sum of squares of the LoRA gradients, in float64."""
-        return squared_norm(self._optimizer.gradients()) if self._optimizer is not None else 0.0
+        return self.engine.squared_norm(self._optimizer.gradients()) if self._optimizer is not None else 0.0
 
     def apply_gradients(self, lr: float, clip: float, adam: AdamStep | None = None) -> None:
         """Clip, take the optimizer's step, zero the gradients."""

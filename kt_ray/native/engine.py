@@ -391,6 +391,15 @@ class Engine:
         ]
         self._engine.add_rows(named, _arg("out", out))
 
+    def squared_norm(self, tensors: Sequence[Tensor]) -> float:
+        """Sum of squares of all elements in float64, on all threads; the same bits for any number of them.
+
+        Args:
+            tensors: contiguous float32, any shapes.
+        """
+        named = [_arg(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors)]
+        return math.fsum(self._engine.squares(named))
+
     def close(self) -> None:
         """End the threads and free the memory; the engine is of no use afterwards. Idempotent."""
         self._engine.close()

@@ -61,6 +61,9 @@ class Masters:
     def set_grad(self, stage: int, flat: torch.Tensor) -> None:
         self._grad[stage].copy_(flat)
 
+    def add_grad(self, stage: int, flat: torch.Tensor) -> None:
+        self._grad[stage].add_(flat.to(self._grad[stage].device))
+
     def named(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, live view) for "param", "grad", or one of the optimizer's `state_kinds`."""
         for i, (shapes, parameters) in enumerate(zip(self._shapes, self._parameters, strict=True)):

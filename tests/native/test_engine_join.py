@@ -1,7 +1,9 @@
-"""Parts copied one after another on the engine's threads, and float32 rounded to bfloat16, as torch does."""
+"""What the engine's threads do beside experts: parts copied one after another, float32 rounded to bfloat16 as
+torch does, sums of squares."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -122,3 +124,24 @@ def test_a_closed_engine_copies_nothing() -> None:
     engine.close()
     with pytest.raises(RuntimeError, match="the engine is closed"):
         engine.join([torch.ones(2)], torch.ones(2))
+
+
+def test_squared_norm_is_of_float64_and_does_not_depend_on_threads() -> None:
+    tensors = [torch.randn(700_001), torch.randn(7, 65_537), torch.randn(5), torch.zeros(0, 3)]
+    tensors[1][3, 5] = 1.0
+    large = [torch.full((3,), 1e20), torch.full((4_097,), 3.0)]
+    seen = []
+    for threads in (1, 3):
+        with Engine("reference", threads=threads) as engine:
+            seen.append(engine.squared_norm(tensors))
+            assert engine.squared_norm(large) == pytest.approx(3e40, rel=1e-6)
+            assert engine.squared_norm(large[1:]) == 9 * 4_097
+            assert engine.squared_norm([]) == 0.0
+            for odd in (float("inf"), float("nan")):
+                tensors[1][3, 5] = odd
+                assert not math.isfinite(engine.squared_norm(tensors))
+            tensors[1][3, 5] = 1.0
+            with pytest.raises(ValueError, match=r"tensors\[0\]: dtype bfloat16"):
+                engine.squared_norm([torch.zeros(3, dtype=torch.bfloat16)])
+    assert seen[0] == seen[1]
+    assert seen[0] == pytest.approx(sum(float((t.double() ** 2).sum()) for t in tensors), rel=1e-12)

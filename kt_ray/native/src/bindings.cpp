@@ -389,6 +389,20 @@ void add_rows(kt::Engine& engine, const std::vector<std::pair<py::tuple, py::tup
     engine.add_rows(parts, out.shape[0], row, out.as<float>());
 }
 
+// Sums of squares of stretches of float32 tensors.
+std::vector<double> squares(kt::Engine& engine, const std::vector<py::tuple>& tensor_args) {
+    std::vector<kt::Piece> pieces;
+    for (const py::tuple& arg : tensor_args) {
+        const Tensor tensor(arg);
+        tensor.typed({"float32"});
+        int64_t bytes = sizeof(float);
+        for (const int64_t size : tensor.shape) bytes *= size;
+        pieces.push_back({tensor.data, bytes});
+    }
+    const py::gil_scoped_release released;
+    return engine.squares(pieces);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -424,6 +438,7 @@ PYBIND11_MODULE(_native, m) {
         .def("backward", &backward)
         .def("join", &join)
         .def("add_rows", &add_rows)
+        .def("squares", &squares)
         .def(
             "scatter_tasks",
             [](const kt::Engine& engine, int64_t hidden, int64_t inter, const std::vector<int64_t>& rows) {

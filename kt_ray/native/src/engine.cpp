@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -40,6 +41,7 @@ std::array<const Kernels*, 3> int8_kernels_of(const std::string& isa) {
 
 // What a thread copies at a time.
 constexpr int64_t kCopiedBytes = 1 << 19;
+constexpr int64_t kSquaredRow = 4096;  // divides what a task takes
 
 // |sums| of so many products of int8 by -127 .. 127 stay below 2^31.
 constexpr int64_t kInt8Depth = 1 << 17;
@@ -110,7 +112,6 @@ int64_t most_rows(Format format) {
         case Format::q5_0:
         case Format::q5_1:
             return 0;
-        case Format::nvfp4:
         case Format::q4_0:
         case Format::q5_k:
             return 1;
@@ -581,6 +582,31 @@ void Engine::add_rows(const std::vector<AddedRows>& parts, int64_t rows, int64_t
             }
         }
     });
+}
+
+std::vector<double> Engine::squares(const std::vector<Piece>& parts) {
+    constexpr int kLanes = 8;  // four registers of SSE2
+    const auto square = [](double value) { return value * value; };
+    std::vector<double> all;
+    for (const Piece& part : parts) {
+        const float* values = static_cast<const float*>(part.from);
+        const int64_t count = part.bytes / static_cast<int64_t>(sizeof(float));
+        const size_t before = all.size();
+        all.resize(before + pieces(count, kSquaredRow));
+        double* sums = all.data() + before;
+        spread(count, kCopiedBytes / static_cast<int64_t>(sizeof(float)), [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; row += kSquaredRow) {
+                const int64_t end = std::min(last, row + kSquaredRow);
+                double lanes[kLanes] = {};
+                int64_t i = row;
+                for (; i + kLanes <= end; i += kLanes)
+                    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += square(values[i + lane]);
+                for (; i < end; ++i) lanes[0] += square(values[i]);
+                sums[row / kSquaredRow] = std::accumulate(lanes, lanes + kLanes, 0.0);
+            }
+        });
+    }
+    return all;
 }
 
 void Engine::round(const float* from, int64_t count, uint16_t* to) {

@@ -152,6 +152,9 @@ class Engine {
     void join(const std::vector<Piece>& pieces, void* to);
     // Adds part after part to `out` [rows, row], on all threads.
     void add_rows(const std::vector<AddedRows>& parts, int64_t rows, int64_t row, float* out);
+    // Sums of squares of float32 pieces, on all threads: of each stretch of a piece one sum, whatever the
+    // threads.
+    std::vector<double> squares(const std::vector<Piece>& pieces);
     // Rounds float32 to the nearest bfloat16, ties to even, on all threads.
     void round(const float* from, int64_t count, uint16_t* to);
     // Ends the threads and frees the memory; further calls throw std::runtime_error. Nothing in a process
