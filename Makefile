@@ -58,6 +58,7 @@ check: $(TOOLS)  ## formatting, lint, types
 	$(PY) -m ruff format --check kt_ray tests benchmarks docs examples launch.py
 	$(PY) -m ruff check kt_ray tests benchmarks docs examples launch.py
 	$(PY) -m mypy kt_ray examples launch.py
+	cd benchmarks && $(abspath $(PY)) -m mypy --config-file ../pyproject.toml .
 	@if [ -n "$(CPP)" ]; then $(VENV)/bin/clang-format --dry-run --Werror $(CPP); fi
 
 format: $(TOOLS)  ## write the formatting that `make check` wants

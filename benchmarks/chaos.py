@@ -112,7 +112,8 @@ class Campaign:
         """One run to its end. It may stop on the way only where it says what of the user's it lacks."""
         run, start = self.work / "runs" / name, time.monotonic()
         before, told = len(self.faults), []
-        begun, more = before, ()
+        begun = before
+        more: tuple[str, ...] = ()
         while True:
             code = self._hurt(run, self._start(name, *more, log=name), faults, deadline)
             line = self._lacking(run, code, self.faults[begun:])

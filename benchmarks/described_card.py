@@ -249,7 +249,8 @@ class DescribedDriver(Driver):
         used = getattr(self._used, "stream", None)  # attention's are counted by layers
         if used is not None:
             card = self.cards[used.device]
-            seconds = card.product(*a.shape[:-2] or (1,), a.shape[-2], a.shape[-1], b.shape[-1])
+            count = a.shape[0] if a.dim() == 3 else 1
+            seconds = card.product(count, a.shape[-2], a.shape[-1], b.shape[-1])
             used.work(card.name, seconds, "product")
 
     def compute(self, device: torch.device, seconds: float, name: str) -> None:

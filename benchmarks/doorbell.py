@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import statistics
 import sys
 import time
@@ -65,9 +66,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     about = common.machine()
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        remote: Any = ray.remote(concurrency_groups={"compute": 1, "control": 2})(End)
+        remote: Any = ray.remote(concurrency_groups={"compute": 1, "control": 2})(End)  # type: ignore[call-overload]
         pair = [remote.options(num_cpus=0).remote(rank) for rank in (0, 1)]
         records = []
         for repeat in range(given.repeats):

@@ -280,8 +280,8 @@ def targets(root: Path) -> dict[str, Target]:
         if released:
             content = {"model/config.json": json.dumps(released).encode()}
             found[f"config of {file.stem}"] = Target(content, list(content), plan)
-    for name, content in _row_files(root).items():
-        found[f"rows.{name.partition('.')[2]}"] = Target({name: content}, [name], data(name), 2)
+    for name, of_rows in _row_files(root).items():
+        found[f"rows.{name.partition('.')[2]}"] = Target({name: of_rows}, [name], data(name), 2)
     saved = {f"set/{name}": content for name, content in _saved_set(root).items()}
     found["saved data set"] = Target(saved, [n for n in saved if n.endswith(".json")], data("set"), 1)
     return found
@@ -612,7 +612,7 @@ def _child(found: dict[str, Target], jobs: list[tuple[str, int]], seed: int, pip
     pipe.close()
 
 
-def _answers_in_time(pipe: Any, pid: int) -> bool:
+def _answers_in_time(pipe: Any, pid: int | None) -> bool:
     def used() -> float:
         try:
             times = psutil.Process(pid).cpu_times()
@@ -656,7 +656,8 @@ def run(
         except EOFError:
             child.join()
             (name, number), jobs = jobs[0], jobs[1:]
-            died = signal.Signals(-child.exitcode).name if (child.exitcode or 0) < 0 else child.exitcode
+            code = child.exitcode or 0
+            died = signal.Signals(-code).name if code < 0 else code
             yield name, number, "fault", f"the process ended with {died}"
         finally:
             if child.is_alive() and jobs:

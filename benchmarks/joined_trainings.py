@@ -53,7 +53,7 @@ from kt_ray.config.compose import compose  # noqa: E402
 from kt_ray.data.tokenizer_files import load_tokenizer  # noqa: E402
 from kt_ray.placement.generation_memory import within_server  # noqa: E402
 from kt_ray.runs.generation import generation_of  # noqa: E402
-from kt_ray.runs.joined_waves import Mix  # noqa: E402
+from kt_ray.runs.joined_waves import Mix, each_alone  # noqa: E402
 from kt_ray.runs.prepare import prepare_model  # noqa: E402
 from kt_ray.runs.start_cluster import started  # noqa: E402
 from kt_ray.runs.train_backend import ClusterBackend  # noqa: E402
@@ -147,7 +147,7 @@ def one_round(backend: ClusterBackend, parts: Sequence[Sequence[Pass]], mix: Mix
         in_experts += max(count.forward_seconds + count.backward_seconds for count in counters)
         return report
 
-    backend._cluster.run_pass = noted  # type: ignore[method-assign]
+    backend._cluster.run_pass = noted
     backend._mix = mix
     try:
         for part in parts:
@@ -167,10 +167,10 @@ def measured(
     """The records of all ways, and a line about each."""
     rows = [datum for work in passes for datum in work.data]
     ways: dict[str, tuple[Sequence[Sequence[Pass]], Mix]] = {
-        "one after the other": ([[work] for work in passes], tuple),
-        "experts": ([passes], tuple),
+        "one after the other": ([[work] for work in passes], each_alone),
+        "experts": ([passes], each_alone),
         "layers": ([passes], backend._mix),
-        "one training": ([[replace(passes[0], data=rows)]], tuple),
+        "one training": ([[replace(passes[0], data=rows)]], each_alone),
     }
     rounds: dict[str, list[Round]] = {name: [] for name in ways}
     for number in range(args.rounds + 1):  # the first is not counted
@@ -180,7 +180,10 @@ def measured(
     assert all(found == exact[0] for found in exact), "not equal to the bit"
     total, made = tokens * len(passes), dict[str, dict[str, Any]]()
     for name, of_way in rounds.items():
-        seconds, in_passes, in_experts = (statistics.median(one[i] for one in of_way[1:]) for i in range(3))
+        counted = of_way[1:]
+        seconds = statistics.median(one.all for one in counted)
+        in_passes = statistics.median(one.passes for one in counted)
+        in_experts = statistics.median(one.experts for one in counted)
         made[name] = {
             "impl": name,
             "model": backend._generation.config.model.name,

@@ -20,6 +20,7 @@ Both nodes share this machine's cores, so absolute rates say little; the ratio t
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import statistics
 import sys
@@ -152,11 +153,11 @@ def links(hosts: TwoHosts, address: str, sizes: Sequence[float], args: argparse.
     from kt_ray.actors.ray.ray_actor import Peer
 
     hosts.limit(None)
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=_path())
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_path())
     records = []
     try:
         nodes = sorted(ray.nodes(), key=lambda node: node["NodeManagerAddress"] != hosts.here)
-        remote = ray.remote(num_cpus=0.1, max_concurrency=4)(End)
+        remote: Any = ray.remote(num_cpus=0.1, max_concurrency=4)(End)  # type: ignore[call-overload]
         ends = {}
         for way in ("ray", "gloo"):
             pair = [

@@ -252,7 +252,7 @@ class PacedLoop(LayerLoop):
         return self._planned.durations.attention(kind, layer, (_micro(micro),))
 
     def _compute(self, seconds: float, name: str) -> None:
-        driver().compute(self.device, seconds, name)  # type: ignore[attr-defined]
+        driver().compute(self.device, seconds, name)
 
     def _group(self, micro: MicroState) -> int:
         return next(g for g, state in enumerate(self.groups) if any(m is micro for m in state.micro))
@@ -303,7 +303,7 @@ class EvenStage(Stage):
     def __init__(self, spec: StageSpec) -> None:
         super().__init__(spec)
         for context in self.model.experts.values():
-            context.handled_by = functools.partial(self._evenly, context.handled_by)  # type: ignore[method-assign]
+            context.handled_by = functools.partial(self._evenly, context.handled_by)
 
     def _evenly(self, handled_by: Callable[[Handler], Any], handler: Handler) -> Any:
         def even(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -317,17 +317,17 @@ class PacedStage(EvenStage):
     """A stage on a described card."""
 
     def __init__(self, planned: Planned, spec: StageSpec) -> None:
-        self.loop = functools.partial(PacedLoop, planned)  # type: ignore[assignment]
+        self.loop = functools.partial(PacedLoop, planned)
         self._planned = planned
         super().__init__(spec)
 
     def begin(self, *args: Any) -> LayerLoop:
-        driver().claim(self.device)  # type: ignore[attr-defined]
+        driver().claim(self.device)
         return super().begin(*args)
 
     def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
         before, after = self._planned.durations.attention("begin", self.spec.layers[0], (_micro(micro),))
-        driver().compute(self.device, before + after, "begin")  # type: ignore[attr-defined]
+        driver().compute(self.device, before + after, "begin")
         return super()._record(micro, spec)
 
 
@@ -379,7 +379,7 @@ class PacedEngine:
         time.sleep(max(0.0, start + seconds - time.monotonic()))
         machine = self._planned.durations.machine
         seat = next(c.seat for c in machine.experts if self._actor in c.actors)
-        driver().board.note(seat.resource, name, start, time.monotonic())  # type: ignore[attr-defined]
+        driver().board.note(seat.resource, name, start, time.monotonic())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -456,7 +456,7 @@ def run_case(model: Path, planned: Planned, passes: int = 1) -> list[Run]:
     with described(planned.cards) as cards, cluster_of(model, planned, build) as cluster:
         for handle in cluster.experts:
             assert isinstance(handle, LocalHandle)
-            local = handle.actor.experts  # type: ignore[union-attr]
+            local = handle.actor.experts
             local.engine = PacedEngine(local.engine, planned, local.spec.rank)
         for number in range(passes + (passes > 1)):
             cards.board.done.clear()

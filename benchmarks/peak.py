@@ -61,7 +61,7 @@ class Peak:
         if self.error:
             return {}
         printed = self._run([str(self._program), str(seconds), str(megabytes), *map(str, threads)], "peak")
-        if self.error:
+        if not printed:
             return {}
         rates: Rates = json.loads(printed)
         return rates

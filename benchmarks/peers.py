@@ -141,7 +141,7 @@ def load_peer(impl: str, config: Config, model_dir: str) -> nn.Module:
     inject_adapter_in_model(
         LoraConfig(
             r=config.lora.rank,
-            lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # a float is fine, PEFT divides
+            lora_alpha=config.lora.alpha,  # a float is fine, PEFT divides
             target_modules=linears,
             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
             if impl == "peft"

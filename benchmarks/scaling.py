@@ -207,7 +207,7 @@ def _table(records: Sequence[Record], step: str) -> None:
     print("|---" * (len(NODES) + 3) + "|")
     for label in MODELS:
         for gbit in GBIT:
-            rows = {COPIES: (DRIVER, COPIES), SHARED: (DRIVER, SHARED)}
+            rows: dict[str, tuple[str, ...]] = {COPIES: (DRIVER, COPIES), SHARED: (DRIVER, SHARED)}
             if step == "8,192":
                 rows = {"the fastest": (DRIVER, SHARED, COPIES)}
             for name, wanted in rows.items():

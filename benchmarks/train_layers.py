@@ -156,7 +156,7 @@ def long_rows(count: int, characters: int) -> str:
 def party_record(impl: str, args: argparse.Namespace, rounds: Sequence[Result], error: str | None) -> Result:
     """A party's figures, or why there are none."""
     base = impl.removesuffix("_ckpt")
-    about = {
+    about: dict[str, Any] = {
         "label": LABELS[base],
         "checkpointing": impl.endswith("_ckpt"),
         "accumulate": args.accumulate,
@@ -165,12 +165,8 @@ def party_record(impl: str, args: argparse.Namespace, rounds: Sequence[Result], 
         why = error or "did not run"
         return {"impl": impl, "model": args.model_dir.resolve().name, **about, "error": why}
     record = make_record(impl, args, "demo, joined", rounds)
-    record |= {
-        **about,
-        "expert_lora": base not in ("hf", "zero3"),
-        # A part of every party's process tree: a page that several map counts in each.
-        **{key: rounds[0][key] for key in ("compiled", "init_seconds", "deepspeed") if key in rounds[0]},
-    }
+    record |= about | {"expert_lora": base not in ("hf", "zero3")}
+    record |= {key: rounds[0][key] for key in ("compiled", "init_seconds", "deepspeed") if key in rounds[0]}
     wrong = [step["tokens"] for r in rounds for step in r["steps"] if step["tokens"] != record["tokens"]]
     if wrong or record["tokens"] != args.accumulate * args.tokens:
         required = args.accumulate * args.tokens

@@ -130,7 +130,8 @@ def pretrain(
         for group in optimizer.param_groups:
             group["lr"] = course.rate(step)
         loads.clear()
-        loss = _loss(model, *text.take(course.rows), course.smoothing)
+        ids, positions = text.take(course.rows)
+        loss = _loss(model, ids, positions, course.smoothing)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
