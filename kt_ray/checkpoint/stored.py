@@ -6,6 +6,7 @@ Names, types and shapes tell which; the matrix gets the name of its parameter ("
 
     fp8    X.weight F8_E4M3 with X.weight_scale_inv or X.scale [N/128, K/128]: DeepSeek, Qwen, MiniMax
            X.weight F8_E4M3 with X.weight_scale [N, 1], [N], [1], [] or blocks: compressed-tensors, fbgemm
+           X.weight F8_E4M3 with X.weight_scale or X.weight_scale_inv U8 [N, K/32]: MXFP8
            experts.gate_up_proj F8_E4M3 with experts.gate_up_proj_scale_inv: transformers' fused experts
     int8   X.weight I8 with X.weight_scale [N, 1] or [N, K/group]: compressed-tensors int-quantized
     int4   X.weight_packed I32 [N, K/8] with X.weight_scale: compressed-tensors pack-quantized
@@ -375,6 +376,8 @@ def _block(
     for size in _block_sizes(quantization):
         if own == (-(-rows // size[0]), -(-columns // size[1])):
             return size
+    if len(own) == 2 and own[0] == rows and own[1] > 0 and columns % own[1] == 0:
+        return 1, columns // own[1]
     return None
 
 

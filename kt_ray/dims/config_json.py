@@ -77,8 +77,8 @@ def _with_modelopt(config: dict[str, Any], file: Path) -> dict[str, Any]:
     if stated or not file.is_file():
         return config
     said = read_json(file, f"the model's {file.name}", f"download {file.name} again").get("quantization")
-    if not isinstance(said, Mapping) or str(said.get("quant_algo")).lower() not in ("fp8", "nvfp4"):
-        return config  # the weights themselves tell, once they are opened
+    if not isinstance(said, Mapping) or not said.get("quant_algo"):
+        return config
     own = {"quant_method": "modelopt", "ignore": said.get("exclude_modules")}
     return {**config, "quantization_config": {**said, **own}}
 
@@ -133,7 +133,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
     quantization = text.get("quantization_config") or config.get("quantization_config")
     weights = {**text, "quantization_config": quantization}
     storage, plain = expert_storage(weights, dtype), plain_expert_layers(weights, moe)
-    if plain == moe:  # quantization_config excludes all of them
+    if plain == moe or storage == plain_storage(dtype):  # quantization_config excludes all of them
         storage, plain = plain_storage(dtype), ()
     quantised = _quantised(weights, dtype, parts)
     notes = [f"dtype is not in config.json; {dtype} assumed"] if assumed else []

@@ -66,6 +66,17 @@ _GLOB, _PART = "glob:", "part:"  # before a pattern, as "re:" is
 _QUARK_BLOCKS = {"per_tensor": (0, 0), "per_channel": (1, 0)}  # AMD Quark's qscheme -> block
 _MOST = 1 << 24  # rows or columns that share a scale
 MXFP4 = Storage("mxfp4", (1, 32), 1)
+_MXFP8, _NVFP4 = Storage("fp8_block", (1, 32), 1), Storage("nvfp4", (1, 16), 1)
+# ModelOpt's quant_algo
+_OF_MODELOPT = {
+    "fp8": Storage("fp8", (0, 0), 4),
+    "fp8_per_channel_per_token": Storage("fp8", (1, 0), 4),
+    "fp8_pb_wo": Storage("fp8_block", (128, 128), 4),
+    "mxfp8": _MXFP8,
+    "nvfp4": _NVFP4,
+    "w4a16_nvfp4": _NVFP4,
+}
+_ROUTED = re.compile(r"(^|\.)layers\.\d+\.(\w+\.)*experts(\.|$)")
 # Experts quantised while they stream in.
 BACKEND_STORAGE = {
     "AMXINT8": Storage("int8", (1, 0), 2),
@@ -197,10 +208,26 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
         if block is not None and str(weights.get("dtype")) == "fp8_e4m3":
             return Storage("fp8", block, 4)
         return Storage(method)
-    algorithm = str(quantization.get("quant_algo", "")).lower()
-    if method == "modelopt" and algorithm == "fp8":
-        return Storage("fp8", (0, 0), 4)
-    return Storage("nvfp4", (1, 16), 1) if "nvfp4" in (method, algorithm) else Storage(method)
+    if method == "modelopt":
+        algorithm = _algorithm(quantization, names)
+        return plain_storage(dtype) if algorithm is None else _OF_MODELOPT.get(algorithm, Storage(algorithm))
+    return {"mxfp8": _MXFP8, "nvfp4": _NVFP4}.get(method, Storage(method))
+
+
+def _algorithm(quantization: Mapping[str, Any], names: list[str]) -> str | None:
+    """ModelOpt's quant_algo of modules of these names; None = none is stated."""
+    own, layers = str(quantization.get("quant_algo") or "").lower(), quantization.get("quantized_layers")
+    if own != "mixed_precision":
+        return own or None
+    layers = layers if isinstance(layers, Mapping) else {}
+    if names == _FIRST_EXPERTS:  # whichever layer is the first that has them
+        modules = [name for name in layers if _ROUTED.search(name)]
+    else:  # a module, or what it lies in
+        parts = [name.split(".") for name in names]
+        modules = [".".join(part[:n]) for part in parts for n in range(len(part), 0, -1)]
+    found = (layers[name] for name in modules if isinstance(layers.get(name), Mapping))
+    said: Mapping[str, Any] = next(found, {})
+    return str(said["quant_algo"]).lower() if said.get("quant_algo") else None
 
 
 def _modules_in_block(quantization: Mapping[str, Any]) -> list[str]:
@@ -229,7 +256,7 @@ def _compressed_tensors(quantization: Mapping[str, Any], group: Mapping[str, Any
     bits, packing = _whole(weights, "num_bits", default=8), _packing(quantization, group)
     columns = _whole(weights, "group_size", default=0)
     if str(weights.get("type")) == "float" and bits == 4:
-        return Storage("nvfp4", (1, 16), 1) if "nvfp4" in packing or columns == 16 else MXFP4
+        return _NVFP4 if "nvfp4" in packing or columns == 16 else MXFP4
     strategy = str(weights.get("strategy") or ("group" if columns > 0 else "channel"))
     if weights.get("block_structure"):
         strategy = "block"
@@ -239,7 +266,9 @@ def _compressed_tensors(quantization: Mapping[str, Any], group: Mapping[str, Any
         "group": (1, max(0, columns)),
     }.get(strategy, (1, 0))
     if str(weights.get("type")) == "float":
-        return Storage("fp8_block" if strategy == "block" else "fp8", block, 2)
+        if "mxfp8" in packing:
+            return _MXFP8
+        return Storage("fp8_block" if strategy in ("block", "group") else "fp8", block, 2)
     return _integers(bits, block, weights.get("symmetric") is False)
 
 

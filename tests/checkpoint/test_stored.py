@@ -70,6 +70,11 @@ CONVENTIONS: dict[str, tuple[str, dict[str, Any], Write]] = {
         lambda m, e, n: _fp8(m, e, n, "weight_scale") | {f"{n}.input_scale": torch.ones(1)},
     ),
     "fp8 per tensor, scalar": ("fp8", {"block": PER_TENSOR}, _one_scale),
+    "mxfp8": (
+        "fp8",
+        {"block": (1, 32), "scale_type": "ue8m0"},
+        lambda m, e, n: _fp8(m, e, n, "weight_scale"),
+    ),
     "int8 rows": ("int8", {"scale_type": "bfloat16"}, lambda m, e, n: _fp8(m, e, n, "weight_scale")),
     "int8 groups": ("int8", {"group": 32}, lambda m, e, n: _fp8(m, e, n, "weight_scale")),
     "int4": ("int4", {"group": 32, "scale_type": "bfloat16"}, _int4),

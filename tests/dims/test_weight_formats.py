@@ -39,6 +39,9 @@ def quark(**weight: Any) -> dict[str, Any]:
         ({"quant_method": "fp8"}, "fp8", VALUES + 4 * 3),
         ({"quant_method": "fbgemm_fp8"}, "fp8", VALUES + 4 * (40 + 40 + 64)),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8", VALUES + 4 * 3),
+        ({"quant_method": "modelopt", "kv_cache_scheme": "FP8"}, "bf16", 2 * VALUES),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "fp8", VALUES + 4 * 144),
+        ({"quant_method": "mxfp8"}, "fp8_block", VALUES + 40 * 2 + 40 * 2 + 64 * 2),
         (quark(qscheme="per_tensor"), "fp8", VALUES + 4 * 3),
         (quark(qscheme="per_channel"), "fp8", VALUES + 4 * (40 + 40 + 64)),
         (packed(num_bits=8, type="float", strategy="channel"), "fp8", VALUES + 2 * (40 + 40 + 64)),
@@ -203,6 +206,25 @@ def test_zero_points_and_scales_of_two_levels(quantization: dict[str, Any], kind
     dims, plain = small_dims("mixtral", quantization_config=quantization), small_dims("mixtral")
     assert (dims.refusal, dims.expert_format) == (None, kind)
     assert dims.expert_bytes() == plain.expert_bytes() * bits / 16
+
+
+def test_each_layer_of_modelopt_as_it_says() -> None:
+    """The experts may be named as one, or one by one; the first layer may have none."""
+    four, eight = {"quant_algo": "W4A16_NVFP4", "group_size": 16}, {"quant_algo": "FP8"}
+    other = {"model.layers.0.self_attn.q_proj": eight, "model.layers.1.mlp.shared_expert.up_proj": eight}
+    quantization = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    plain = small_dims("mixtral")
+    for experts in ("model.language_model.layers.1.mlp.experts", "model.layers.3.mlp.experts.0.gate_proj"):
+        layers = {**other, experts: four, "lm_head": four, "model.layers.0.self_attn.k_proj": None}
+        dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": layers})
+        assert (dims.refusal, dims.expert_format) == (None, "nvfp4")
+        assert dims.expert_bytes() == plain.expert_bytes() * 4.5 / 16
+        assert [q.params for q in dims.quantised] == [64 * 64, 0, 0, 0]
+    layers = {"model.layers.1.mlp.experts": {"quant_algo": "NVFP4_AWQ"}}
+    dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": layers})
+    assert dims.refusal and "stored as nvfp4_awq as modelopt packs them" in dims.refusal
+    dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": other})
+    assert (dims.refusal, dims.expert_format) == (None, "bf16")
 
 
 def test_gptq_of_some_modules() -> None:
