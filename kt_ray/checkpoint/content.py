@@ -106,7 +106,8 @@ def _check_file(
                 matrix = scales[info.name]
                 _check_scales(fd, info, matrix)
                 if matrix.packing is not None:
-                    matrix.packing.check()
+                    packing = matrix.packing.one(0) if len(matrix.shape) == 3 else matrix.packing
+                    packing.check()
                 for key in matrix.keys:
                     if key.endswith(".weight_shape"):
                         _check_stated_shape(index.tensors[key], matrix)

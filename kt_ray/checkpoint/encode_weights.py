@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kt_ray.checkpoint.packings import Nvfp4, Packing
 from kt_ray.checkpoint.safetensors_file import BITS, TORCH_DTYPES, read_dtype, read_shape
-from kt_ray.checkpoint.stored import StoredMatrix
+from kt_ray.checkpoint.stored import TWO_PARTS, StoredMatrix
 from kt_ray.native import ExpertMatrix
 from kt_ray.native.matrix import scales_to_float
 from kt_ray.native.quantization import ScaleType, quantize
@@ -116,7 +116,13 @@ class Encoding:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Everything that is written for this matrix."""
-        return (self.data, self.scales, *self.extra)
+        return (self.data, *(() if self.format in TWO_PARTS else (self.scales,)), *self.extra)
+
+    def one(self, index: int) -> Encoding:
+        """The same for one matrix of a stack, under the stack's keys."""
+        if self.packing is None or len(self.shape) == 2:
+            return self
+        return replace(self, packing=self.packing.one(index))
 
     def encode(self, value: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantise the whole parameter, or one matrix [N, K] of a stack.
@@ -136,7 +142,7 @@ class Encoding:
         """
         if tuple(value.shape) not in (self.shape, self.shape[-2:]):
             raise ValueError(f"{self.data.key}: shape {list(value.shape)}, required {list(self.shape)}")
-        if self.format in ("nvfp4", "uint4"):
+        if self.format in TWO_PARTS:
             assert before is not None, "no convention of `new` has this format"
             return self._with_scales_kept(value, before)
         stack = value.reshape(-1, *self.shape[-2:])

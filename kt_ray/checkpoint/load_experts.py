@@ -230,7 +230,7 @@ def _read_packed(
     experts: Sequence[int],
     jobs: list[ReadJob],
 ) -> None:
-    """The same for experts one by one whose packing is not the engine's."""
+    """The same where the file's packing is not the engine's."""
 
     def place(i: int, expert: int, raw: Tensor) -> None:
         matrix = matrices[expert]
@@ -253,6 +253,8 @@ def _as_stored(
     jobs: list[ReadJob],
 ) -> _Source:
     matrices = [index.matrices[name] for name in names if name in index.matrices]
+    if matrices and matrices[0].packing is not None and layout.kind == "fused":
+        matrices = [matrices[0].one(expert) for expert in range(layout.num_experts)]
     if matrices:
         infos = [[m.data for m in matrices], [m.scales for m in matrices]]
         shapes = [matrices[0].data_shape, matrices[0].scales_shape]

@@ -5,12 +5,12 @@ WithZeros    X.weight_packed as int4 has it, X.weight_zero_point I32 [N / 8, K /
              a word, or I8 [N, K / group]: compressed-tensors, of integers that are not symmetric
 Nvfp4        E2M1 as mxfp4 has it, a scale F8_E4M3 for 16 columns, and a global scale F32, which multiplies
              the others (X.weight_scale_2 of ModelOpt) or divides them (X.weight_global_scale of
-             compressed-tensors)
+             compressed-tensors); ModelOpt's stacks of gpt-oss hold each matrix, and its scales, turned round
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -40,7 +40,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Packing:
-    """One matrix W [N, K]: what the engine takes, out of what the file holds.
+    """One matrix W [N, K], or some: what the engine takes, out of what the file holds.
 
     Raises:
         UserError: the file holds something that is not read.
@@ -62,6 +62,10 @@ class Packing:
     def stored(self, values: Tensor) -> Tensor:
         """The inverse of `values`."""
         return values
+
+    def one(self, index: int) -> Packing:
+        """That of one matrix of a stack."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ class Nvfp4(Packing):
 
     of_groups: TensorInfo
     divides: bool  # the global scale divides the others
+    turned: bool = False  # values are [K / 2, N], scales [K / 16, N]
     name = "NVFP4"
 
     def check(self) -> None:
@@ -161,17 +166,24 @@ class Nvfp4(Packing):
     def read_scales(self) -> Tensor:
         """F8_E4M3 [N, K / 16]."""
         scales = read_tensor(self.of_groups)
+        scales = scales.mT if self.turned else scales
         if bool((scales.view(torch.uint8) & 127 == 127).any()):
             raise damaged("scales are not finite", self.of_groups.place, "NaN", "finite scales")
         return scales
 
     def values(self, stored: Tensor) -> Tensor:
-        scales = self.read_scales().view(torch.uint8).unflatten(1, (-1, 2))
-        return torch.cat((scales, stored.view(torch.uint8).unflatten(1, (-1, 16))), 2)
+        scales, values = self.read_scales().view(torch.uint8), stored.view(torch.uint8)
+        if self.turned:
+            values = values.mT
+        return torch.cat((scales.unflatten(-1, (-1, 2)), values.unflatten(-1, (-1, 16))), -1)
 
     def scales(self, stored: Tensor) -> Tensor:
-        global_scale = stored.reshape(1, 1)
+        global_scale = stored.reshape(-1, 1)
         return global_scale.reciprocal() if self.divides else global_scale
 
     def stored(self, values: Tensor) -> Tensor:
-        return values[..., 2:].flatten(1)
+        packed = values[..., 2:].flatten(-2)
+        return packed.mT if self.turned else packed
+
+    def one(self, index: int) -> Packing:
+        return replace(self, of_groups=self.of_groups.one(index))

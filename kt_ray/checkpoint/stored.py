@@ -18,6 +18,7 @@ Names, types and shapes tell which; the matrix gets the name of its parameter ("
            X.weight I8 [N, K/2] with X.scale F8_E8M0 [N, K/32]: DeepSeek-V4
     nvfp4  X.weight U8 [N, K/2] with X.weight_scale F8_E4M3 [N, K/16] and X.weight_scale_2 F32: ModelOpt
            X.weight_packed U8 with X.weight_scale and X.weight_global_scale F32: compressed-tensors
+           X U8 [E, N, K/2] or [E, K/2, N] with X_weight_scale and X_weight_scale_2: ModelOpt's stacks
 
 Sources: the released files' headers, `quantization_config` as transformers and compressed-tensors define it.
 """
@@ -42,10 +43,10 @@ from kt_ray.native import ExpertMatrix
 _SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 # Of activations and caches: no weight needs them.
 _ACTIVATION = re.compile(
-    r"\.(input_scale|input_global_scale|output_scale|k_scale|v_scale|q_scale|activation_scale)$"
+    r"(\.|_proj_)((input|output)_(scale|zero_point)|input_global_scale|[qkv]_(scale|zero_point)|activation_scale)$"
 )
 _SCALE = re.compile(
-    r"(\.weight_scale_inv|\.weight_scale|\.weight_scale_2|\.weight_global_scale|\.weight_shape|"
+    r"([._]weight_scale_inv|[._]weight_scale|[._]weight_scale_2|\.weight_global_scale|\.weight_shape|"
     r"\.weight_zero_point|_scale_inv|\.qzeros|\.g_idx)$"
 )
 # Formats that no engine of this project reads, by how a key ends.
@@ -61,6 +62,9 @@ _REFUSED = {
 }
 _IN_WORDS = "pack-quantized"  # compressed-tensors' name of integers packed into I32
 _READ = "BF16, F32, FP8, MXFP4, NVFP4, symmetric INT8, or INT4 (compressed-tensors, GPTQ, AWQ)"
+
+
+TWO_PARTS = ("nvfp4", "uint4")  # whose scales are of two parts, which belong together
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,11 @@ class StoredMatrix:
         return (rows, columns // 32, 18) if self.format == "nvfp4" else (rows, columns // 8)
 
     @property
+    def renewed(self) -> tuple[str, ...]:
+        """The keys of what other values of the matrix change."""
+        return self.keys[: 1 if self.format in TWO_PARTS else 2]
+
+    @property
     def scales_shape(self) -> tuple[int, int]:
         """Shape of one matrix' scales as the engine takes them: [rows of blocks, columns of blocks]."""
         rows, columns = self.block
@@ -111,8 +120,9 @@ class StoredMatrix:
 
     def one(self, index: int) -> StoredMatrix:
         """One matrix of a stack."""
-        data, scales = self.data.one(index), self.scales.one(index)
-        return replace(self, data=data, scales=scales, shape=self.shape[1:])
+        scales = self.scales if math.prod(self.scales.shape) == 1 else self.scales.one(index)
+        packing = None if self.packing is None else self.packing.one(index)
+        return replace(self, data=self.data.one(index), scales=scales, shape=self.shape[1:], packing=packing)
 
     def read(self) -> ExpertMatrix:
         """All of it from the file; one matrix [N, K] as a stack of one."""
@@ -124,7 +134,8 @@ class StoredMatrix:
         scales = read_tensor(self.scales)
         if self.packing is not None:
             data, scales = self.packing.values(data).contiguous(), self.packing.scales(scales).contiguous()
-        return self.matrix(data.reshape(count, *self.data_shape), scales.reshape(count, *self.scales_shape))
+        scales = scales.reshape(-1, *self.scales_shape).expand(count, *self.scales_shape)
+        return self.matrix(data.reshape(count, *self.data_shape), scales.contiguous())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values [N, K] or [E, N, K]: in float32, then rounded to `dtype`."""
@@ -171,7 +182,7 @@ def find_matrices(
             matrices[logical] = stored
     used = {key for matrix in matrices.values() for key in matrix.keys}
     for name in sorted(tensors):
-        if _SCALE.search(name) and name not in used and name.rpartition(".")[0] not in faulty:
+        if _SCALE.search(name) and name not in used and _SCALE.sub("", name) not in faulty:
             faults.append(f"{name} (no weight)")
     if faults:
         shown = "; ".join(faults[:4]) + (f"; {len(faults)} in all" if len(faults) > 4 else "")
@@ -237,6 +248,9 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str | Non
     elif info.dtype == "U8" and name.endswith(".weight") and f"{name}_scale" in tensors:
         logical = name
         candidates = [f"{name}_scale"]
+    elif info.dtype == "U8" and f"{name}_weight_scale" in tensors and expert_name(name) is not None:
+        logical = name
+        candidates = [f"{name}_weight_scale"]
     elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8") and expert_name(name) is not None:
         logical = name
         candidates = [f"{name}_scale_inv", f"{name}_scale"]
@@ -324,19 +338,26 @@ def _is_nvfp4(data: TensorInfo, scales: TensorInfo) -> bool:
 
 def _nvfp4(name: str, values: str, scales: str, tensors: Mapping[str, TensorInfo]) -> StoredMatrix | str:
     """E2M1 with scales of 16 columns and a global scale."""
-    base, data, own = name.removesuffix(".weight"), tensors[values], tensors[scales]
-    divides = f"{base}.weight_global_scale" in tensors
-    global_scale = tensors.get(f"{base}.weight_global_scale" if divides else f"{base}.weight_scale_2")
-    if len(data.shape) != 2:
-        return f"{list(own.shape)} (values must be [N, K / 2])"
-    rows, columns = data.shape[0], data.shape[1] * (2 if data.dtype == "U8" else 1)
-    if own.shape != (rows, columns // 16) or columns % 32:
-        return f"{list(own.shape)} (values {[rows, columns]}, required [N, K / 16], K a multiple of 32)"
-    if global_scale is None or global_scale.dtype != "F32" or math.prod(global_scale.shape) != 1:
-        return f"{list(own.shape)} (required {base}.weight_scale_2 or .weight_global_scale, one number F32)"
-    keys = (values, global_scale.name, scales)
-    packing = Nvfp4(own, divides)
-    return StoredMatrix(name, "nvfp4", data, global_scale, (rows, columns), (rows, columns), keys, packing)
+    base, data, own = scales.removesuffix("weight_scale"), tensors[values], tensors[scales]
+    divides = f"{base}weight_global_scale" in tensors
+    global_scale = tensors.get(f"{base}weight_global_scale" if divides else f"{base}weight_scale_2")
+    if len(data.shape) not in (2, 3):
+        return f"{list(own.shape)} (values must be [N, K / 2] or stacks of it)"
+    *stack, rows, half = data.shape
+    columns = half * (2 if data.dtype == "U8" else 1)
+    turned = bool(stack) and data.dtype == "U8" and own.shape == (*stack, rows // 8, half)
+    if turned:
+        rows, columns = half, 2 * rows
+    if (not turned and own.shape != (*stack, rows, columns // 16)) or columns % 32:
+        shape = [*stack, rows, columns]
+        return f"{list(own.shape)} (values {shape}, required [N, K / 16], K a multiple of 32)"
+    number = math.prod(global_scale.shape) if global_scale is not None else 0
+    if global_scale is None or global_scale.dtype != "F32" or number not in (1, *stack):
+        required = f"{base}weight_scale_2 or {base[-1]}weight_global_scale, one number F32"
+        return f"{list(own.shape)} (required {required})"
+    keys, packing = (values, global_scale.name, scales), Nvfp4(own, divides, turned)
+    block = rows, columns
+    return StoredMatrix(name, "nvfp4", data, global_scale, (*stack, *block), block, keys, packing)
 
 
 def _kind(data: TensorInfo, scales: TensorInfo) -> str | None:

@@ -76,7 +76,7 @@ _OF_MODELOPT = {
     "nvfp4": _NVFP4,
     "w4a16_nvfp4": _NVFP4,
 }
-_ROUTED = re.compile(r"(^|\.)layers\.\d+\.(\w+\.)*experts(\.|$)")
+_ROUTED = re.compile(r"^(?!mtp\.)(.*\.)?layers\.\d+\.(\w+\.)*experts(\.|$)")
 # Experts quantised while they stream in.
 BACKEND_STORAGE = {
     "AMXINT8": Storage("int8", (1, 0), 2),

@@ -164,9 +164,10 @@ class _Plan:
                 note=error_of("error") if quantised and stays else None,
             )
             placed.append((position(self.index, name), unit))
-        # A weight_shape stays where the format does.
-        kept = slice(None) if bf16 else slice(2)
-        written = {key for name in rewritten_names for key in raw_keys(self.index, name)[kept]}
+        written = set()
+        for name in rewritten_names:  # a weight_shape stays where the format does
+            matrix = self.index.matrices.get(name)
+            written |= {*raw_keys(self.index, name)} if bf16 or matrix is None else {*matrix.renewed}
         if bf16:  # scales of activations and GPTQ's biases of zeros belong to the quantised format
             written |= {key for key in self.index.tensors if self.index.is_blank_bias(key)}
             parts = {key for matrix in self.index.matrices.values() for key in matrix.keys}

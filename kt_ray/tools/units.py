@@ -93,10 +93,11 @@ def made(
             else:
                 _require_finite(before, target.data.key)
                 value = before.t().contiguous() if transposed else before
-                data, own, after = target.encode(value, scales(expert))
+                data, own, after = target.one(expert).encode(value, scales(expert))
                 after = after.t() if transposed else after
                 yield Piece(target.data.key, data, expert)
-                yield Piece(target.scales.key, own, expert)
+                if target.scales in target.entries:
+                    yield Piece(target.scales.key, own, expert)
             if note is not None:
                 note(notes, before, after)
         if isinstance(target, Encoding):
@@ -146,13 +147,13 @@ def rewritten(
     def unchanged(expert: int) -> list[Piece]:
         if not stack or bf16 or touched(expert):
             return []
-        keys = raw_keys(index, name)[:2]
+        keys = (name,) if matrix is None else matrix.renewed
         return [Piece(key, read_tensor(index.tensors[key].one(expert)), expert) for key in keys]
 
     def scales(expert: int) -> Tensor | None:
         if matrix is None or bf16:
             return None
-        return read_tensor(matrix.scales.one(expert) if stack else matrix.scales)
+        return read_tensor((matrix.one(expert) if stack else matrix).scales)
 
     more: dict[str, Any] = {"unchanged": unchanged, "scales": scales, "note": note}
     return made(target, read, experts=shape[0] if stack else 1, transposed=transposed[1], **more)

@@ -122,23 +122,30 @@ def test_per_expert(tmp_path: Path, case: str) -> None:
         assert torch.equal(index.value(f"{PREFIX}.1.{leaf}.weight"), matrix.dequantize()[1])
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_gpt_oss(tmp_path: Path, quantised: bool) -> None:
-    """Interleaved rows and biases; blocks and scales, or bfloat16 with swapped axes."""
+@pytest.mark.parametrize("quantised", ["", "mxfp4", "nvfp4"])
+def test_gpt_oss(tmp_path: Path, quantised: str) -> None:
+    """Interleaved rows and biases; blocks and scales, or swapped axes: bfloat16, and ModelOpt's NVFP4."""
     generator = torch.Generator().manual_seed(2)
-    both = quantize("mxfp4", torch.randn(E, 2 * I, H, generator=generator))
-    down = quantize("mxfp4", torch.randn(E, H, I, generator=generator))
+    both = quantize(quantised or "mxfp4", torch.randn(E, 2 * I, H, generator=generator))
+    down = quantize(quantised or "mxfp4", torch.randn(E, H, I, generator=generator))
     bias = {"gate_up_proj": torch.randn(E, 2 * I), "down_proj": torch.randn(E, H)}
     tensors = {f"{PREFIX}.{k}_bias": v.bfloat16() for k, v in bias.items()}
     for leaf, matrix in (("gate_up_proj", both), ("down_proj", down)):
-        if quantised:
-            assert matrix.scales is not None
+        assert matrix.scales is not None
+        if quantised == "nvfp4":  # a global scale for each expert; one for all is in test_family_parity.py
+            packed, scales = matrix.data[..., 2:].flatten(2), matrix.data[..., :2].flatten(2)
+            tensors[f"{PREFIX}.{leaf}"] = packed.mT.contiguous()
+            tensors[f"{PREFIX}.{leaf}_weight_scale"] = scales.mT.contiguous().view(torch.float8_e4m3fn)
+            tensors[f"{PREFIX}.{leaf}_weight_scale_2"] = matrix.scales.flatten()
+            tensors[f"{PREFIX}.{leaf}_input_scale"] = torch.ones(())
+        elif quantised:
             tensors[f"{PREFIX}.{leaf}_blocks"] = matrix.data.reshape(*matrix.shape[:2], -1, 16)
             tensors[f"{PREFIX}.{leaf}_scales"] = matrix.scales
         else:
             tensors[f"{PREFIX}.{leaf}"] = matrix.dequantize(torch.bfloat16).transpose(1, 2).contiguous()
     config = _config(model_type="gpt_oss", num_experts=None, num_local_experts=E)
     index = CheckpointIndex.open(write_checkpoint(tmp_path, tensors, config=config))
+    check_content(index)
     layout = ExpertLayout.detect(index)
     assert (layout.kind, layout.interleaved, layout.transposed) == ("fused", True, not quantised)
     assert layout.biased and layout.hidden == H and layout.intermediate == I
@@ -388,6 +395,7 @@ def test_what_is_taken_apart(tmp_path: Path, case: str) -> None:
     beside = {
         f"{PREFIX}.0.up_proj.input_scale": torch.ones(1),
         f"{PREFIX}.0.up_proj.input_global_scale": torch.ones(1),
+        f"{PREFIX}.0.up_proj.input_zero_point": torch.zeros(1),
     }
     path = write_checkpoint(tmp_path, tensors | beside, config=_config(quantization_config=quantization))
     index = CheckpointIndex.open(path)

@@ -18,7 +18,7 @@ from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.convert import Options, convert
 from kt_ray.tools.merge import merge
-from tests.helpers.released.formats import Encode, awq, gptq, gptq_zeros, int4_zeros, nvfp4
+from tests.helpers.released.formats import Encode, awq, gptq, gptq_zeros, int4_zeros, nvfp4, nvfp4_stack
 from tests.helpers.tiny_families import tiny_family
 from tests.helpers.tiny_moe import (
     E,
@@ -37,10 +37,11 @@ from tests.helpers.tiny_moe import (
 )
 
 
-def released(encode: Encode) -> dict[str, torch.Tensor]:
+def released(encode: Encode, plain: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for key, value in per_expert().items():
-        tensors |= encode(key, value.float()).tensors if ".experts." in key else {key: value}
+    for key, value in (plain or per_expert()).items():
+        matrices = ".experts." in key and not key.endswith("_bias")
+        tensors |= encode(key, value.float()).tensors if matrices else {key: value}
     return tensors
 
 
@@ -59,6 +60,11 @@ BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "transposed": ("plain", fused(transposed=True), {"model_type": "qwen3_vl_moe_text"}),
     "gpt_oss": ("mxfp4", encoded(fused(interleaved=True, biases=True), "mxfp4-blocks"), GPT_OSS),
     "gpt_oss bf16": ("plain", fused(interleaved=True, biases=True, transposed=True), GPT_OSS),
+    "gpt_oss nvfp4": (
+        "nvfp4",
+        released(nvfp4_stack, fused(interleaved=True, biases=True, transposed=True)),
+        GPT_OSS,
+    ),
     "fp8": ("fp8", encoded(per_expert(), "fp8"), {}),
     "fp8 rows": ("fp8", encoded(per_expert(), "fp8-row"), {}),
     "fp8 fused": ("fp8", encoded(fused(), "fp8-fused"), {}),
@@ -149,7 +155,7 @@ def test_biases_of_zeros_beside_gptq(tmp_path: Path, to: str) -> None:
     assert not ExpertLayout.detect(out).biased
 
 
-@pytest.mark.parametrize("name", ["bf16", "fused", "gpt_oss", "int4", "fp8 fused"])
+@pytest.mark.parametrize("name", ["bf16", "fused", "gpt_oss", "gpt_oss nvfp4", "int4", "fp8 fused"])
 def test_untouched_experts_keep_their_bytes(tmp_path: Path, name: str) -> None:
     _, tensors, config = BASES[name]
     modules = {"model.layers.1.mlp.experts.2.up_proj": (I, H)}

@@ -63,6 +63,7 @@ STORED = [
     Case("glm_moe_dsa", "bf16", _ALL),
     Case("gpt_oss", "bf16", _FREE),
     Case("gpt_oss", "mxfp4_blocks", _FREE),
+    Case("gpt_oss", "nvfp4_stack", _FREE),
     Case("kimi_k2", "int4"),
     Case("kimi_k2", "int4_zeros"),
     Case("minimax_m2", "fp8"),

@@ -207,6 +207,14 @@ def nvfp4(names: tuple[str, str, str], divides: bool) -> Encode:
     return encode
 
 
+def nvfp4_stack(key: str, value: Tensor) -> Encoded:
+    """ModelOpt's gpt-oss: a parameter [E, K, N] as [E, K / 2, N], its scales as [E, K / 16, N]."""
+    ends = ("", "_weight_scale", "_weight_scale_2")
+    stored, values = nvfp4(ends, False)(key, value.transpose(1, 2).contiguous())
+    turned = {k: v.transpose(1, 2).contiguous() if v.dim() == 3 else v for k, v in stored.items()}
+    return Encoded(turned | {f"{key}_input_scale": torch.ones(())}, values.transpose(1, 2).contiguous())
+
+
 def _fp4(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """OCP MXFP4 of [.., K]: (bytes [.., K/2], even columns in the low bits; exponents + 127; values)."""
     groups = value.unflatten(-1, (-1, 32))

@@ -36,6 +36,7 @@ from tests.helpers.released.formats import (
     mxfp4_blocks,
     mxfp4_packed,
     nvfp4,
+    nvfp4_stack,
     plain,
 )
 
@@ -140,6 +141,12 @@ FORMATS: dict[str, Format] = {
     ),
     "nvfp4": Format(
         nvfp4(("", "_scale", "_scale_2"), False),
+        None,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*self_attn*"]},
+        _GROUPED,
+    ),
+    "nvfp4_stack": Format(
+        nvfp4_stack,
         None,
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*self_attn*"]},
         _GROUPED,
