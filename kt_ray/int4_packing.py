@@ -1,4 +1,4 @@
-"""GPTQ's and AWQ's packings of 4-bit integers: which are read, and what files store for them.
+"""GPTQ's and AWQ's packings of integers: which are read, and what files store for them.
 
 Both store a weight W [N, K] turned round, with a scale and a zero point for a group of columns of each row:
 X.scales [K / group, N] and X.qzeros I32 [K / group, N / 8]. W = scale * (integer - zero point).
@@ -6,7 +6,7 @@ X.scales [K / group, N] and X.qzeros I32 [K / group, N / 8]. W = scale * (intege
     gptq   X.qweight I32 [K / 8, N], eight consecutive values of a row of W in a word, the first in the lowest
            bits; X.g_idx [K], the group of each value, in order unless desc_act says otherwise (AutoRound
            leaves it out). The first version of the format stores zero points less 1. All are 8 where integers
-           are symmetric.
+           are symmetric. Of 8 bits there are four in a word, and symmetric ones have zero points of 128.
     awq    X.qweight I32 [K, N / 8], eight consecutive rows of W in a word: from the lowest bits on rows 0, 2,
            4, 6, 1, 3, 5 and 7; zero points likewise.
 
@@ -33,7 +33,7 @@ def method(quantization: Mapping[str, Any]) -> Literal["gptq", "awq"] | None:
 
 
 def has_zeros(quantization: Mapping[str, Any]) -> bool:
-    """Whether zero points may be other than 8."""
+    """Whether integers are not symmetric."""
     return method(quantization) == "awq" or quantization.get("sym") is False
 
 
@@ -48,8 +48,10 @@ def unread(quantization: Mapping[str, Any]) -> str | None:
         own = str(quantization.get("packing_format") or "")
         return f"in the packing of {' '.join(filter(None, (named, own))) or 'GPTQ or AWQ'}"
     bits = str(quantization.get("bits") or quantization.get("w_bit") or 4)
-    if bits != "4":
+    if bits != "4" and (bits, packing) != ("8", "gptq"):
         return f"of {bits} bits in the packing of {named}"
+    if bits == "8" and has_zeros(quantization):
+        return f"of 8 bits with zero points in the packing of {named}"
     version = _stated(quantization, "version", "checkpoint_format", "format") or "gemm"
     if packing == "awq" and version != "gemm":
         return f"in the packing of {named}, version {version}"

@@ -158,7 +158,8 @@ class Encoding:
         bands = [self._quantize(part, scales) for part, scales in zip(parts, kept, strict=True)]
         data, scales, meant = (torch.cat(each, 1) for each in zip(*bands, strict=True))
         if self.packing is not None:
-            data, scales = self.packing.stored(data[0]).contiguous(), scales[0].t().contiguous()
+            data = self.packing.stored(data[0]).contiguous()
+            scales = self.packing.stored_scales(scales[0]).contiguous()
         drop = len(self.shape) - value.dim()
         shape = read_shape(self.data.dtype, self.data.shape)[drop:]
         data = data.reshape(shape).view(read_dtype(self.data.dtype))

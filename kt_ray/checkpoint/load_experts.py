@@ -271,7 +271,9 @@ def _as_stored(
             return matrices[0].matrix(*tensors)
         return tensors[0].transpose(1, 2) if layout.transposed else tensors[0]
 
-    kinds = (read_dtype(own[0].dtype) for own in infos)
+    kinds = [read_dtype(own[0].dtype) for own in infos]
+    if matrices:
+        kinds[0] = matrices[0].data_type
     return _Source(tuple(zip(map(tuple, shapes), kinds, strict=True)), filled)
 
 

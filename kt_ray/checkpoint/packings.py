@@ -1,6 +1,7 @@
 """How a checkpoint's tensors become values and scales as the engine takes them, where they differ.
 
 Gptq, Awq    integers turned round (kt_ray/int4_packing.py)
+Bytes        X.weight_packed I32 [N, K / 4], four values + 128 in a word: compressed-tensors, of 8 bits
 WithZeros    X.weight_packed as int4 has it, X.weight_zero_point I32 [N / 8, K / group], eight rows of W in
              a word, or I8 [N, K / group]: compressed-tensors, of integers that are not symmetric
 Nvfp4        E2M1 as mxfp4 has it, a scale F8_E4M3 for 16 columns, and a global scale F32, which multiplies
@@ -25,7 +26,6 @@ _OTHER = (
     "use the model's bfloat16 release, or one in block FP8, MXFP4, NVFP4, symmetric INT8 or INT4 "
     "(compressed-tensors, GPTQ, AWQ)"
 )
-_NIBBLES = torch.arange(0, 32, 4, dtype=torch.int32)
 
 
 def unread(where: object, observed: object, required: object) -> UserError:
@@ -33,9 +33,19 @@ def unread(where: object, observed: object, required: object) -> UserError:
     return damaged("the checkpoint's quantised format cannot be read", where, observed, required, _OTHER)
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """int32 [..., n] to int32 [..., n, 8] from 0 to 15, the lowest bits first."""
-    return packed.unsqueeze(-1) >> _NIBBLES & 15
+def _codes(packed: Tensor, bits: int = 4) -> Tensor:
+    """int32 [..., n] to int32 [..., n, 32 / bits] from 0 on, the lowest bits first."""
+    return packed.unsqueeze(-1) >> torch.arange(0, 32, bits, dtype=torch.int32) & 2**bits - 1
+
+
+def _bytes(words: Tensor) -> Tensor:
+    """int32 [N, K / 4], four values + 128 in a word, to int8 [N, K]."""
+    return (words.contiguous().view(torch.uint8) ^ 128).view(torch.int8)
+
+
+def _bytes_in_words(values: Tensor) -> Tensor:
+    """The inverse."""
+    return (values.contiguous().view(torch.uint8) ^ 128).view(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,10 @@ class Packing:
         """The inverse of `values`."""
         return values
 
+    def stored_scales(self, scales: Tensor) -> Tensor:
+        """The inverse of `scales`, where these are numbers for groups of columns alone."""
+        return scales
+
     def one(self, index: int) -> Packing:
         """That of one matrix of a stack."""
         return self
@@ -72,11 +86,12 @@ class Packing:
 class Gptq(Packing):
     """Zero points, and what they and the order of columns must be to be read."""
 
-    zeros: TensorInfo  # I32 [groups, N / 8]
+    zeros: TensorInfo  # I32 [groups, N bits / 32]
     order: TensorInfo | None  # I32 [K]
     group: int  # columns
     less: int  # by how much zero points are stored too small
-    symmetric: bool  # all zero points must be 8
+    symmetric: bool  # all zero points must be half of all values
+    bits: int  # 4, or 8 of symmetric integers
     name = "GPTQ"
 
     def check(self) -> None:
@@ -91,7 +106,8 @@ class Gptq(Packing):
 
     def _zeros(self) -> Tensor:
         """Zero points [groups, N]."""
-        zeros, expected = _nibbles(read_tensor(self.zeros)).flatten(1), 8 - self.less
+        zeros = _codes(read_tensor(self.zeros), self.bits).flatten(1)
+        expected = 2 ** (self.bits - 1) - self.less
         if self.symmetric and bool((zeros != expected).any()):
             if not bool(zeros.any()):
                 what = "shard holds zeros instead of zero points"
@@ -103,10 +119,13 @@ class Gptq(Packing):
         return zeros + self.less
 
     def values(self, stored: Tensor) -> Tensor:
-        return stored.t()
+        return stored.t() if self.bits == 4 else _bytes(stored.t())
 
     def stored(self, values: Tensor) -> Tensor:
-        return values.t()
+        return (values if self.bits == 4 else _bytes_in_words(values)).t()
+
+    def stored_scales(self, scales: Tensor) -> Tensor:
+        return scales.t()
 
     def scales(self, stored: Tensor) -> Tensor:
         self._check_order()
@@ -125,7 +144,7 @@ class Awq(Packing):
         return words(_awq_codes(stored).t())
 
     def stored(self, values: Tensor) -> Tensor:
-        codes = _nibbles(values).flatten(1).t()
+        codes = _codes(values).flatten(1).t()
         return words(codes.unflatten(1, (-1, 8))[..., AWQ_ROWS].flatten(1))
 
     def scales(self, stored: Tensor) -> Tensor:
@@ -134,7 +153,20 @@ class Awq(Packing):
 
 def _awq_codes(packed: Tensor) -> Tensor:
     """int32 [n, N / 8] to [n, N]."""
-    return _nibbles(packed)[..., [AWQ_ROWS.index(row) for row in range(8)]].flatten(1)
+    return _codes(packed)[..., [AWQ_ROWS.index(row) for row in range(8)]].flatten(1)
+
+
+@dataclass(frozen=True)
+class Bytes(Packing):
+    """INT8 in words."""
+
+    name = "in words"
+
+    def values(self, stored: Tensor) -> Tensor:
+        return _bytes(stored)
+
+    def stored(self, values: Tensor) -> Tensor:
+        return _bytes_in_words(values)
 
 
 @dataclass(frozen=True)
@@ -147,7 +179,7 @@ class WithZeros(Packing):
     def scales(self, stored: Tensor) -> Tensor:
         zeros = read_tensor(self.zeros)
         # As of the values, 8 is added to integers from -8 to 7.
-        codes = zeros + 8 if zeros.dtype == torch.int8 else _nibbles(zeros).transpose(1, 2).flatten(0, 1)
+        codes = zeros + 8 if zeros.dtype == torch.int8 else _codes(zeros).transpose(1, 2).flatten(0, 1)
         return torch.cat((stored, codes[: len(stored)].to(stored.dtype)), 1)
 
 

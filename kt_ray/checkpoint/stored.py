@@ -9,6 +9,8 @@ Names, types and shapes tell which; the matrix gets the name of its parameter ("
            X.weight F8_E4M3 with X.weight_scale or X.weight_scale_inv U8 [N, K/32]: MXFP8
            experts.gate_up_proj F8_E4M3 with experts.gate_up_proj_scale_inv: transformers' fused experts
     int8   X.weight I8 with X.weight_scale [N, 1] or [N, K/group]: compressed-tensors int-quantized
+           X.weight_packed I32 [N, K/4] with X.weight_scale: compressed-tensors pack-quantized of 8 bits
+           X.qweight I32 with X.scales and X.qzeros: GPTQ of 8 bits, symmetric
     int4   X.weight_packed I32 [N, K/8] with X.weight_scale: compressed-tensors pack-quantized
     uint4  the same with X.weight_zero_point: compressed-tensors, not symmetric (packings.py)
            X.qweight I32 with X.scales and X.qzeros: AWQ, and GPTQ, there int4 if symmetric
@@ -36,7 +38,7 @@ import torch
 
 from kt_ray import int4_packing, rotations
 from kt_ray.checkpoint.names import expert_name
-from kt_ray.checkpoint.packings import Awq, Gptq, Nvfp4, Packing, WithZeros, unread
+from kt_ray.checkpoint.packings import Awq, Bytes, Gptq, Nvfp4, Packing, WithZeros, unread
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_dtype, read_shape, read_tensor
 from kt_ray.native import ExpertMatrix
 
@@ -91,7 +93,14 @@ class StoredMatrix:
         rows, columns = self.shape[-2:]
         if self.packing is None:
             return self.file_shape
+        if self.format == "int8":
+            return rows, columns
         return (rows, columns // 32, 18) if self.format == "nvfp4" else (rows, columns // 8)
+
+    @property
+    def data_type(self) -> torch.dtype:
+        """Of the values as the engine takes them."""
+        return torch.int8 if self.format == "int8" else read_dtype(self.data.dtype)
 
     @property
     def renewed(self) -> tuple[str, ...]:
@@ -108,8 +117,8 @@ class StoredMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes that the engine holds of one matrix."""
-        parts = (self.data_shape, self.data.dtype), (self.scales_shape, self.scales.dtype)
-        return sum(math.prod(shape) * read_dtype(dtype).itemsize for shape, dtype in parts)
+        parts = (self.data_shape, self.data_type), (self.scales_shape, read_dtype(self.scales.dtype))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
 
     def matrix(self, data: torch.Tensor, scales: torch.Tensor) -> ExpertMatrix:
         """The engine's view of some matrices: data [n, *data_shape], scales [n, *scales_shape]."""
@@ -153,6 +162,7 @@ def find_matrices(
     quantization = _quantization(config)
     _refuse(path, tensors, quantization)
     matrices: dict[str, StoredMatrix] = {}
+    bits = _packed_bits(quantization)
     faults: list[str] = []
     faulty: set[str] = set()  # modules
     for name in sorted(tensors):
@@ -171,8 +181,11 @@ def find_matrices(
             base = logical.removesuffix(".weight")
             shape = f"{base}.weight_shape"
             keys = (name, scales, *((shape,) if shape in tensors else ()))
-            stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization)
+            eight = tensors[name].dtype == "I32" and _is_of_bytes(tensors[name], tensors.get(shape), bits)
+            stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization, eight)
             zeros = tensors.get(f"{base}.weight_zero_point")
+            if zeros is not None and eight:
+                raise unread(zeros.place, "INT8 with zero points", _READ)
             if zeros is not None and not isinstance(stored, str):
                 stored = _with_zeros(stored, zeros)
         if isinstance(stored, str):
@@ -200,12 +213,12 @@ def _refuse(path: Path, tensors: Mapping[str, TensorInfo], quantization: Mapping
     if rotated := rotations.unread(quantization):
         raise unread(path / "config.json", f"weights {rotated}", "weights that need no other operation")
     refused: dict[str, list[str]] = {}
-    other_bits, turned = _other_packed_bits(quantization), int4_packing.unread(quantization)
+    other_bits, turned = _packed_bits(quantization) - {4, 8}, int4_packing.unread(quantization)
     for name, info in tensors.items():
         if turned and name.endswith((".qweight", ".qzeros")):
             refused.setdefault(f"integers {turned}", []).append(name)
         if other_bits and info.dtype == "I32" and name.endswith(".weight_packed"):
-            refused.setdefault(f"INT{other_bits} packed into words", []).append(name)
+            refused.setdefault(f"INT{min(other_bits)} packed into words", []).append(name)
         scales = tensors.get(f"{name}_scale") if info.dtype == "U8" and name.endswith(".weight") else None
         if name.endswith(".weight_zero_point"):
             words = tensors.get(name.removesuffix("zero_point") + "packed")
@@ -260,13 +273,20 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str | Non
 
 
 def _matrix(
-    name: str, keys: tuple[str, ...], data: TensorInfo, scales: TensorInfo, quantization: Mapping[str, Any]
+    name: str,
+    keys: tuple[str, ...],
+    data: TensorInfo,
+    scales: TensorInfo,
+    quantization: Mapping[str, Any],
+    eight: bool,
 ) -> StoredMatrix | str:
-    """The matrix, or what is wrong with its scales."""
+    """The matrix, or what is wrong with its scales; `eight`: words hold integers of 8 bits."""
     kind = _kind(data, scales)
     if kind is None:
         return f"{scales.dtype} {list(scales.shape)} (no known format: values {data.dtype})"
-    packing = {"int4": 8, "mxfp4": 2}.get(kind, 1) if data.dtype != "F4" else 1
+    if eight:
+        kind = "int8"
+    packing = {"int4": 8, "mxfp4": 2, "int8": 4 if eight else 1}.get(kind, 1) if data.dtype != "F4" else 1
     if data.name.endswith("_blocks"):
         if len(data.shape) < 4 or data.shape[-1] != 16:
             return f"{list(scales.shape)} (values must be [E, N, K / 32, 16])"
@@ -280,7 +300,7 @@ def _matrix(
         return f"{list(scales.shape)} (values {list(shape)})"
     if block[1] < shape[-1] and block[1] % 32:
         return f"{list(scales.shape)} (groups of {block[1]}, required a multiple of 32)"
-    return StoredMatrix(name, kind, data, scales, shape, block, keys)
+    return StoredMatrix(name, kind, data, scales, shape, block, keys, Bytes() if eight else None)
 
 
 def _turned(
@@ -290,18 +310,22 @@ def _turned(
     base, packing = values.removesuffix("qweight"), int4_packing.method(quantization)
     data, own, zeros = tensors[values], tensors[scales], tensors.get(f"{base}qzeros")
     order = tensors.get(f"{base}g_idx") if packing == "gptq" else None
-    required = "[K / 8, N]" if packing == "gptq" else "[K, N / 8]"
+    # Integers of other bits in some modules show in the zero points; other than these would be rows of
+    # another length.
+    last = [info.shape[-1] if info is not None and len(info.shape) == 2 else 0 for info in (zeros, data)]
+    bits = 8 if packing == "gptq" and 4 * last[0] == last[1] > 0 else 4
+    per_word = 32 // bits
+    required = f"[K / {per_word}, N]" if packing == "gptq" else "[K, N / 8]"
     if data.dtype != "I32" or len(data.shape) != 2 or own.dtype not in ("F32", "BF16", "F16"):
         return f"{own.dtype} {list(own.shape)} (values must be I32 {required}, scales F32, BF16 or F16)"
     columns, rows = data.shape
-    columns, rows = (8 * columns, rows) if packing == "gptq" else (columns, 8 * rows)
+    columns, rows = (per_word * columns, rows) if packing == "gptq" else (columns, 8 * rows)
     groups = own.shape[0] if len(own.shape) == 2 and own.shape[1] == rows else 0
     if not groups:
         return f"{list(own.shape)} (values {[rows, columns]})"
-    # Integers of other bits in some modules would be taken for rows of another length.
-    if zeros is None or zeros.dtype != "I32" or zeros.shape != (groups, rows // 8):
-        required = f"{base}qzeros I32 [{groups}, {rows // 8}]"
-        return f"{list(own.shape)} (required {required}; or a module of other than 4 bits)"
+    if zeros is None or zeros.dtype != "I32" or zeros.shape != (groups, rows // per_word):
+        required = f"{base}qzeros I32 [{groups}, {rows // per_word}]"
+        return f"{list(own.shape)} (required {required}; or a module of other than 4 or 8 bits)"
     stated = int4_packing.stated_group(quantization) or columns
     if columns % groups or (order is None and groups != max(1, columns // stated)):
         said = f"config.json says {stated} columns each"
@@ -313,10 +337,12 @@ def _turned(
         return f"{list(own.shape)} (required {base}g_idx I32 [{columns}])"
     keys = (values, scales, zeros.name, *((order.name,) if order else ()))
     zero_points = int4_packing.has_zeros(quantization)
+    if zero_points and bits == 8:
+        raise unread(zeros.place, "INT8 with zero points", _READ)
     parts: Packing = Awq(zeros)
     if packing == "gptq":
-        parts = Gptq(zeros, order, group, int4_packing.stored_less(quantization), not zero_points)
-    kind = "uint4" if zero_points else "int4"
+        parts = Gptq(zeros, order, group, int4_packing.stored_less(quantization), not zero_points, bits)
+    kind = "uint4" if zero_points else f"int{bits}"
     return StoredMatrix(name, kind, data, own, (rows, columns), (1, group), keys, parts)
 
 
@@ -402,16 +428,22 @@ def _block(
     return None
 
 
-def _other_packed_bits(quantization: Mapping[str, Any]) -> int | None:
-    """num_bits of a group that is packed into words, if it is another than 4: the tensors do not tell."""
-    groups = quantization.get("config_groups")
+def _packed_bits(quantization: Mapping[str, Any]) -> set[int]:
+    """num_bits of the groups that are packed into words, which the tensors do not tell."""
+    groups, found = quantization.get("config_groups"), set()
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         bits = weights.get("num_bits") if isinstance(weights, Mapping) else None
-        packed = isinstance(bits, int) and (group.get("format") or quantization.get("format")) == _IN_WORDS
-        if packed and bits != 4:
-            return bits
-    return None
+        if isinstance(bits, int) and (group.get("format") or quantization.get("format")) == _IN_WORDS:
+            found.add(bits)
+    return found
+
+
+def _is_of_bytes(data: TensorInfo, shape: TensorInfo | None, bits: set[int]) -> bool:
+    """Whether words hold integers of 8 bits: where some do, the shape before packing tells which."""
+    if 8 in bits and len(bits) > 1 and shape is not None:
+        return int(read_tensor(shape).flatten()[-1]) == 4 * data.shape[-1]
+    return bits == {8}
 
 
 def _block_sizes(quantization: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -155,12 +155,10 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
         stored += f" as {method} packs them" if method and method != fmt else ""
     elif fmt == "int8" and weights.get("symmetric") is False:
         stored = f"asymmetric {fmt} (with zero points)"
-    elif fmt in ("int4", "uint4") and weights.get("actorder") in ("group", "dynamic"):
+    elif whole_numbers and weights and (bits := _whole(weights, "num_bits", default=8)) not in (4, 8):
+        stored += f" of {bits} bits"
+    elif whole_numbers and weights.get("actorder") in ("group", "dynamic"):
         stored += " in an order of their own (actorder)"
-    elif fmt in ("int4", "uint4") and weights and weights.get("num_bits") != 4:
-        stored += f" of {weights.get('num_bits')} bits"
-    elif fmt == "int8" and "pack" in _packing(quantization, group):
-        stored += " packed into words"
     elif whole_numbers and storage.block[1] % 32:
         stored += f" in groups of {storage.block[1]} (no multiple of 32)"
     else:

@@ -19,7 +19,16 @@ from kt_ray.experts.lane_weights import expert_tensors, pack
 from kt_ray.native import ExpertFormula, ExpertMatrix, quantize
 from tests.checkpoint.conftest import config_dict, write_checkpoint
 from tests.helpers.corrupt.quantised import ROTATED
-from tests.helpers.released.formats import Encode, Encoded, awq, gptq_zeros, int4_zeros, nvfp4
+from tests.helpers.released.formats import (
+    Encode,
+    Encoded,
+    awq,
+    gptq_bytes,
+    gptq_zeros,
+    int4_zeros,
+    int8_packed,
+    nvfp4,
+)
 
 Tensors = dict[str, torch.Tensor]
 E, I, H = 3, 96, 160  # rows and columns of every projection are multiples of 32, and not of 128
@@ -367,6 +376,11 @@ def _zeros_as_bytes(name: str, value: torch.Tensor) -> Encoded:
     return Encoded(stored | {key: (nibbles.flatten(0, 1) - 8).to(torch.int8)}, values)
 
 
+def _packed(*bits: int) -> dict[str, Any]:
+    groups = {f"group_{n}": {"weights": {"num_bits": n, "type": "int"}} for n in bits}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
 PACKINGS: dict[str, tuple[str, dict[str, Any], Encode]] = {
     "gptq": ("uint4", GPTQ | {"sym": False}, gptq_zeros),
     "gptq_v2": ("uint4", GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, _second_version),
@@ -379,6 +393,10 @@ PACKINGS: dict[str, tuple[str, dict[str, Any], Encode]] = {
     ),
     "compressed-tensors": ("uint4", {"quant_method": "compressed-tensors"}, int4_zeros),
     "compressed-tensors, bytes": ("uint4", {"quant_method": "compressed-tensors"}, _zeros_as_bytes),
+    "gptq, 8 bits": ("int8", GPTQ | {"bits": 8}, gptq_bytes),
+    "gptq, 8 bits in some modules": ("int8", GPTQ | {"bits": 4}, gptq_bytes),
+    "pack-quantized, 8 bits": ("int8", _packed(8), int8_packed),
+    "pack-quantized, 8 bits in some modules": ("int8", _packed(4, 8), int8_packed),
     "modelopt": ("nvfp4", {"quant_method": "modelopt"}, nvfp4(("", "_scale", "_scale_2"), False)),
     "nvfp4-pack-quantized": (
         *("nvfp4", {"quant_method": "compressed-tensors"}),
@@ -476,7 +494,7 @@ def test_biases_beside_gptq_that_are_not_blank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bits": 8}, "integers of 8 bits in the packing of gptq"),
+        ({"bits": 3}, "integers of 3 bits in the packing of gptq"),
         ({"desc_act": True}, "integers in an order of their own (desc_act) in the packing of gptq"),
         ({"quant_method": "awq", "version": "gemv"}, "integers in the packing of awq, version gemv"),
         ({"quant_method": "awq", "format": "llm-awq"}, "integers in the packing of awq, version llm-awq"),
@@ -548,12 +566,12 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
     "gptq without scales": ([_info("a.qweight", "I32", 8, 8)], "a.qweight (I32 without scales)"),
     "gptq without zero points": (
         [_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 2, 8)],
-        "with a.scales [2, 8] (required a.qzeros I32 [2, 1]; or a module of other than 4 bits)",
+        "with a.scales [2, 8] (required a.qzeros I32 [2, 1]; or a module of other than 4 or 8 bits)",
     ),
     # a module of 8 bits: taken for 4, its rows would be twice as long
-    "gptq of 8 bits": (
-        [_info("a.qweight", "I32", 16, 8), _info("a.scales", "F16", 2, 8), _info("a.qzeros", "I32", 2, 2)],
-        "required a.qzeros I32 [2, 1]",
+    "gptq of 2 bits": (
+        [_info("a.qweight", "I32", 4, 16), _info("a.scales", "F16", 2, 16), _info("a.qzeros", "I32", 2, 1)],
+        "required a.qzeros I32 [2, 2]; or a module of other than 4 or 8 bits",
     ),
     "gptq, scales of another shape": (
         [_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 3, 8), _info("a.qzeros", "I32", 3, 1)],
@@ -594,13 +612,15 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
 
 
 def test_what_the_tensors_do_not_tell_is_refused() -> None:
-    """The same tensors would be INT4 of twice the columns, or in the model's own basis."""
+    """The same tensors would be INT4 of other columns, or in the model's own basis."""
     infos = [_info("a.weight_packed", "I32", 8, 16), _info("a.weight_scale", "BF16", 8, 1)]
     tensors = {info.name: info for info in infos}
     group = {"weights": {"num_bits": 8, "type": "int"}}
-    packed = {"format": "pack-quantized", "config_groups": {"group_0": group}}
-    with pytest.raises(UserError, match="INT8 packed into words"):
-        find_matrices(Path("model"), tensors, {"quantization_config": packed})
+    with pytest.raises(UserError, match="INT3 packed into words"):
+        find_matrices(Path("model"), tensors, {"quantization_config": _packed(3, 8)})
+    zeros = {"a.weight_zero_point": _info("a.weight_zero_point", "I32", 2, 1)}
+    with pytest.raises(UserError, match=r"found INT8 with zero points; required"):
+        find_matrices(Path("model"), tensors | zeros, {"quantization_config": _packed(8)})
     with pytest.raises(UserError, match=r"at model/config\.json; found weights rotated.*q_attn"):
         find_matrices(Path("model"), tensors, {"quantization_config": ROTATED})
     # INT8 one per byte beside INT4 in words: each group names its own format

@@ -44,6 +44,7 @@ def quark(**weight: Any) -> dict[str, Any]:
         ({"quant_method": "mxfp8"}, "fp8_block", VALUES + 40 * 2 + 40 * 2 + 64 * 2),
         (quark(qscheme="per_tensor"), "fp8", VALUES + 4 * 3),
         (quark(qscheme="per_channel"), "fp8", VALUES + 4 * (40 + 40 + 64)),
+        (packed(format="pack-quantized", num_bits=8, type="int"), "int8", VALUES + 2 * (40 + 40 + 64)),
         (packed(num_bits=8, type="float", strategy="channel"), "fp8", VALUES + 2 * (40 + 40 + 64)),
         (packed(num_bits=8, type="float", strategy="tensor"), "fp8", VALUES + 2 * 3),
         (
@@ -263,7 +264,8 @@ def test_weights_outside_the_experts() -> None:
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ({"quant_method": "gptq", "bits": 8}, "stored as int8 of 8 bits in the packing of gptq"),
+        ({"quant_method": "gptq", "bits": 8, "sym": False}, "int8 of 8 bits with zero points in the packing"),
+        ({"quant_method": "gptq", "bits": 3}, "stored as int4 of 3 bits in the packing of gptq"),
         ({"quant_method": "gptq", "desc_act": True}, "an order of their own (desc_act)"),
         ({"quant_method": "gptq", "group_size": 16}, "groups of 16"),
         ({"quant_method": "auto-round", "bits": 4}, "stored as int4 in the packing of auto-round"),
@@ -275,7 +277,7 @@ def test_weights_outside_the_experts() -> None:
         ),
         (packed(num_bits=8, type="int", strategy="channel", symmetric=False), "asymmetric int8"),
         (packed(num_bits=4, type="int", group_size=32, actorder="group"), "actorder"),
-        (packed(format="pack-quantized", num_bits=8, type="int"), "packed into words"),
+        (packed(format="pack-quantized", num_bits=6, type="int"), "stored as int8 of 6 bits"),
         (packed(num_bits=3, type="int", group_size=32, symmetric=False), "stored as uint4 of 3 bits"),
         (packed(num_bits=4, type="int", strategy="group", group_size=16), "groups of 16"),
         (packed(num_bits=4, type="int", group_size=32) | ROTATED, "int4 rotated, with rotations left"),

@@ -18,7 +18,17 @@ from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.convert import Options, convert
 from kt_ray.tools.merge import merge
-from tests.helpers.released.formats import Encode, awq, gptq, gptq_zeros, int4_zeros, nvfp4, nvfp4_stack
+from tests.helpers.released.formats import (
+    Encode,
+    awq,
+    gptq,
+    gptq_bytes,
+    gptq_zeros,
+    int4_zeros,
+    int8_packed,
+    nvfp4,
+    nvfp4_stack,
+)
 from tests.helpers.tiny_families import tiny_family
 from tests.helpers.tiny_moe import (
     E,
@@ -50,6 +60,7 @@ SCALE = 6 / 4
 # Largest relative error of what was quantised again.
 BOUNDS = {"fp8": 0.03, "int8": 0.01, "int4": 0.11, "mxfp4": 0.14, "nvfp4": 0.13, "plain": 0.004}
 GPT_OSS = {"model_type": "gpt_oss"}
+PACKED_8 = {"format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 8}}}}
 NOT_SYMMETRIC = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
 BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bf16": ("plain", per_expert(), {}),
@@ -71,6 +82,12 @@ BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "int8": ("int8", encoded(per_expert(), "int8"), {}),
     "int4": ("int4", encoded(per_expert(), "int4", group=32), {}),
     "gptq": ("int4", released(gptq), {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+    "gptq, 8 bits": (
+        "int8",
+        released(gptq_bytes),
+        {"quantization_config": {"quant_method": "gptq", "bits": 8, "group_size": 32}},
+    ),
+    "int8 in words": ("int8", released(int8_packed), {"quantization_config": PACKED_8}),
     "gptq, zero points": ("int4", released(gptq_zeros), {"quantization_config": NOT_SYMMETRIC}),
     "awq": ("int4", released(awq), {"quantization_config": {"quant_method": "awq", "group_size": 32}}),
     "int4, zero points": ("int4", released(int4_zeros), {}),

@@ -183,6 +183,39 @@ def int4_zeros(key: str, value: Tensor) -> Encoded:
     return Encoded(tensors, values)
 
 
+def _bytes(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes from 0 to 255 [N, K], 128 being zero, float16 scales [N, K/32], values."""
+    scale = (value.unflatten(1, (-1, 32)).abs().amax(2) / 127).half()
+    wide = _spread(scale.float(), (1, 32), value.shape)
+    codes = (value / wide).round().clamp(-128, 127)
+    return codes.long() + 128, scale, codes * wide
+
+
+def _words_of_bytes(codes: Tensor) -> Tensor:
+    words = (codes.unflatten(-1, (-1, 4)) << torch.arange(0, 32, 8)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def gptq_bytes(key: str, value: Tensor) -> Encoded:
+    """Symmetric GPTQ of 8 bits, first version: four rows of Wᵀ per int32."""
+    codes, scale, values = _bytes(value)
+    name, zeros = key.removesuffix("weight"), torch.full(scale.t().shape, 127)
+    tensors = {
+        f"{name}qweight": _words_of_bytes(codes).t().contiguous(),
+        f"{name}scales": scale.t().contiguous(),
+        f"{name}qzeros": _words_of_bytes(zeros),
+    }
+    return Encoded(tensors, values)
+
+
+def int8_packed(key: str, value: Tensor) -> Encoded:
+    """compressed-tensors' pack-quantized of 8 bits: four values + 128 per int32."""
+    codes, scale, values = _bytes(value)
+    shape = torch.tensor(value.shape, dtype=torch.int64)
+    words = _words_of_bytes(codes)
+    return Encoded({f"{key}_packed": words, f"{key}_scale": scale, f"{key}_shape": shape}, values)
+
+
 def nvfp4(names: tuple[str, str, str], divides: bool) -> Encode:
     """E2M1, a scale in E4M3 for 16 columns, one number for all.
 
