@@ -7,8 +7,9 @@ bitsandbytes), of ModelOpt (`quant_algo`), compressed-tensors (`config_groups`, 
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -76,7 +77,8 @@ _OF_MODELOPT = {
     "nvfp4": _NVFP4,
     "w4a16_nvfp4": _NVFP4,
 }
-_ROUTED = re.compile(r"^(?!mtp\.)(.*\.)?layers\.\d+\.(\w+\.)*experts(\.|$)")
+_PLAIN_NAME = re.compile(r"[\w.-]+")
+_ROUTED = re.compile(r"^(?!mtp\.)(.*\.)?layers\.(\d+|\*)\.(\w+\.)*experts(\.|$)")
 # Experts quantised while they stream in.
 BACKEND_STORAGE = {
     "AMXINT8": Storage("int8", (1, 0), 2),
@@ -195,7 +197,7 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
         return Storage("nf4", (1, 64), 4) if quantization.get("load_in_4bit") else Storage("int8", (1, 0), 4)
     if method in int4_packing.METHODS:
         only = _modules_in_block(quantization)
-        if only and not any(_matches(module, name) for module in only for name in names):
+        if only and not _one_matches(only, names):
             return plain_storage(dtype)
         bits = _whole(quantization, "bits", "w_bit", default=4)
         columns = max(0, _whole(quantization, "group_size", "q_group_size", default=128))
@@ -223,6 +225,7 @@ def _algorithm(quantization: Mapping[str, Any], names: list[str]) -> str | None:
     else:  # a module, or what it lies in
         parts = [name.split(".") for name in names]
         modules = [".".join(part[:n]) for part in parts for n in range(len(part), 0, -1)]
+        modules += [key for key in layers if "*" in key and any(fnmatchcase(name, key) for name in names)]
     found = (layers[name] for name in modules if isinstance(layers.get(name), Mapping))
     said: Mapping[str, Any] = next(found, {})
     return str(said["quant_algo"]).lower() if said.get("quant_algo") else None
@@ -285,7 +288,8 @@ def _method(quantization: Mapping[str, Any]) -> str:
     """quant_method in one spelling; "" without quantisation."""
     if not quantization:
         return ""
-    return str(quantization.get("quant_method", "unknown")).lower().replace("compressed_", "compressed-")
+    named = str(quantization.get("quant_method", "unknown")).lower().replace("compressed_", "compressed-")
+    return "modelopt" if named in ("modelopt_fp8", "modelopt_fp4", "modelopt_mixed") else named
 
 
 def _packing(quantization: Mapping[str, Any], group: Mapping[str, Any] | None) -> str:
@@ -299,7 +303,7 @@ def _group_of(quantization: Mapping[str, Any], names: list[str] | None) -> Mappi
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             continue
         targets = [str(target) for target in group.get("targets") or ["Linear"]]
-        if names is None or "Linear" in targets or any(_matches(t, n) for t in targets for n in names):
+        if names is None or "Linear" in targets or _one_matches(targets, names):
             return group
     return None
 
@@ -325,19 +329,46 @@ def _excluded(config: Mapping[str, Any]) -> list[str]:
     return patterns
 
 
-def _names_match(patterns: Iterable[str], layer: int, names: Iterable[str]) -> bool:
-    full = [f"{prefix}layers.{layer}.{name}" for prefix in MODEL_ROOTS for name in names]
-    return any(_matches(pattern, name) for pattern in patterns for name in full)
+def _names_match(patterns: Sequence[str], layer: int, names: Iterable[str]) -> bool:
+    return _one_matches(patterns, [f"{root}layers.{layer}.{name}" for root in MODEL_ROOTS for name in names])
+
+
+def _one_matches(patterns: Sequence[str], names: Iterable[str]) -> bool:
+    """Whether a pattern matches one of the names: as compressed-tensors ("re:...") and transformers match,
+    from the start to a dot, or the end; or as ModelOpt and Quark do ("glob:..."), or AutoAWQ ("part:...")."""
+    plain, parts, others = _sorted_out(tuple(patterns))
+    return any(
+        _is_named(name, plain, parts) or any(_matches(pattern, name) for pattern in others) for name in names
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _sorted_out(patterns: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str], tuple[str, ...]]:
+    """Names without wildcards, parts of names, and the other patterns: releases list thousands of names."""
+    parts = frozenset(p.removeprefix(_PART).strip(".") for p in patterns if p.startswith(_PART))
+    others = [p for p in patterns if not p.startswith(_PART)]
+    plain = frozenset(p for p in others if _PLAIN_NAME.fullmatch(p))
+    return plain, parts, tuple(p for p in others if p not in plain)
+
+
+def _is_named(name: str, plain: frozenset[str], parts: frozenset[str]) -> bool:
+    """Whether a name is one of `plain`, lies in it or ends with it; or has one of `parts`, in whole words: a
+    router is called gate, a projection gate_proj."""
+    words = name.split(".")
+    starts = [".".join(words[:n]) for n in range(1, len(words))]
+    ends = [".".join(words[n:]) for n in range(len(words))]
+    if any(part in plain for part in (*starts, *ends, *(f"{start}." for start in starts))):
+        return True
+    return bool(parts) and any(
+        ".".join(words[a:b]) in parts for a in range(len(words)) for b in range(a + 1, len(words) + 1)
+    )
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """As compressed-tensors ("re:...") and transformers match: from the start to a dot, or the end; or as
-    ModelOpt and Quark do ("glob:..."), or AutoAWQ ("part:...")."""
+    """A pattern with wildcards."""
     if pattern.startswith(_GLOB):
         glob = pattern.removeprefix(_GLOB)
         return fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")
-    if pattern.startswith(_PART):  # whole words of a name: a router is called gate, a projection gate_proj
-        return f".{pattern.removeprefix(_PART).strip('.')}." in f".{name}."
     own = pattern.removeprefix("re:")
     whole = own if pattern.startswith("re:") else rf"(?:{own})(?:(?<=\.)|(?=\.|$))"
     try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kt_ray.dims import weight_formats
 from kt_ray.dims.model_dims import Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, Storage
 from tests.helpers.corrupt.quantised import ROTATED
@@ -215,12 +216,23 @@ def test_each_layer_of_modelopt_as_it_says() -> None:
     other = {"model.layers.0.self_attn.q_proj": eight, "model.layers.1.mlp.shared_expert.up_proj": eight}
     quantization = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
     plain = small_dims("mixtral")
-    for experts in ("model.language_model.layers.1.mlp.experts", "model.layers.3.mlp.experts.0.gate_proj"):
+    for experts in (
+        *("model.language_model.layers.1.mlp.experts", "model.layers.3.mlp.experts.0.gate_proj"),
+        "model.layers.*.mlp.experts.*",
+    ):
         layers = {**other, experts: four, "lm_head": four, "model.layers.0.self_attn.k_proj": None}
+        layers["mtp.layers.0.mlp.experts"] = eight
         dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": layers})
         assert (dims.refusal, dims.expert_format) == (None, "nvfp4")
         assert dims.expert_bytes() == plain.expert_bytes() * 4.5 / 16
         assert [q.params for q in dims.quantised] == [64 * 64, 0, 0, 0]
+    quantization["quant_method"] = "modelopt_mixed"
+    dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": layers})
+    assert dims.expert_format == "nvfp4"
+    layers |= {"model.layers.*.self_attn.k_proj": eight}
+    del layers["model.layers.0.self_attn.k_proj"]
+    dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": layers})
+    assert [q.params for q in dims.quantised] == [64 * 64 + 64 * 32, *3 * [64 * 32]]
     layers = {"model.layers.1.mlp.experts": {"quant_algo": "NVFP4_AWQ"}}
     dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": layers})
     assert dims.refusal and "stored as nvfp4_awq as modelopt packs them" in dims.refusal
@@ -239,6 +251,20 @@ def test_gptq_of_some_modules() -> None:
     quantization["modules_in_block_to_quantize"] = [[f"mlp.experts.{e}.gate_proj" for e in range(8)]]
     dims = small_dims(quantization_config=quantization)
     assert dims.expert_format == "int4" and dims.quantised == ()
+
+
+def test_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases list thousands of modules: matched one by one as patterns, a plan took minutes."""
+    monkeypatch.setattr(weight_formats, "matches", None)
+    experts = [f"model.layers.2.mlp.experts.{e}.gate_proj" for e in range(8)]
+    attention = [f"model.layers.{n}.self_attn." for n in range(4)]
+    quantization = packed(num_bits=4, type="int", group_size=32)
+    dims = small_dims(quantization_config=quantization | {"ignore": [*attention, *experts, "mlp.gate"]})
+    assert (dims.expert_format, dims.plain_expert_layers) == ("int4", (2,))
+    assert [q.params for q in dims.quantised] == [3 * 96 * 64, *3 * [3 * 80 * 64]]  # dense and shared MLPs
+    quantization["config_groups"]["group_0"]["targets"] = [n.replace(".2.", ".0.") for n in experts]
+    dims = small_dims(quantization_config=quantization)
+    assert (dims.expert_format, dims.plain_expert_layers, dims.quantised) == ("int4", (), ())
 
 
 def test_groups_that_name_other_modules() -> None:
