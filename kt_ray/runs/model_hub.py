@@ -28,6 +28,7 @@ _SNAPSHOT = re.compile(
 )
 _INDEX = "model.safetensors.index.json"
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "tokenization_*.py")
+_PLANNED = ("config.json", "hf_quant_config.json")  # of which few releases have the second (ModelOpt's)
 _WITHOUT_MODEL = ("report", "compare")
 
 
@@ -49,7 +50,7 @@ def located(config: Config) -> Config:
             required="hf://ORGANISATION/NAME, or hf://ORGANISATION/NAME@REVISION",
             remedy="set model.path=hf://Qwen/Qwen3-30B-A3B, or a directory",
         )
-    small = ("config.json",) if config.mode == "plan" else _SMALL
+    small = _PLANNED if config.mode == "plan" else _SMALL
 
     def fetch(download: Callable[..., Any]) -> str:
         return str(
@@ -171,8 +172,8 @@ def _asked(
 
 
 def _hub_patterns(files: Sequence[str]) -> list[str]:
-    """What a whole directory for training needs; a plan needs config.json."""
-    return ["config.json"] if tuple(files) == ("config.json",) else [*_SMALL, "*.safetensors"]
+    """What a whole directory for training needs, or one for a plan."""
+    return [*_PLANNED] if files == _PLANNED else [*_SMALL, "*.safetensors"]
 
 
 def _first_line(error: Exception) -> str:

@@ -146,10 +146,13 @@ def test_a_name_of_the_hub_is_a_path() -> None:
     assert expand(["model=/data/a"])[-1] == "model=/data/a"
 
 
-def test_a_plan_needs_config_json_only(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_needs_no_more_than_what_tells_formats(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    """ModelOpt's older releases state their format in a file of its own."""
+    own = hub.files / "hf_quant_config.json"
+    own.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     assert cli.run(compose(["mode=plan", f"model={REPO}", "plan.rates=nominal"])) == plan.FITS
-    assert "Tiny.MoE-v1 (deepseek_v3)" in capsys.readouterr().out
-    assert set(hub.served) == {"config.json"}
+    assert "experts nvfp4, the rest" in capsys.readouterr().out
+    assert set(hub.served) == {"config.json", own.name}
 
 
 def test_training_fetches_the_files_it_needs_once(
@@ -283,7 +286,7 @@ def test_without_a_network_the_cache_serves_or_the_command_is_named(
     assert here(compose(["mode=train", "data=demo", f"model={REPO}"])) == folder
     with pytest.raises(UserError, match=rf"hf download {REPO} --revision.*--include '\*\.safetens"):
         complete(str(folder), lambda: None)
-    with pytest.raises(UserError, match=r"hf download a/b --include 'config\.json' --local-dir.*=DIR"):
+    with pytest.raises(UserError, match=r"hf download a/b --include 'config\.json' --include 'hf_q.*=DIR"):
         located(compose(["mode=plan", "model=a/b"]))
 
 
