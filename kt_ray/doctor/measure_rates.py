@@ -35,6 +35,7 @@ from kt_ray.timing.layer_work import layer_works
 
 Say = Callable[[str], None]
 MAIN_FORMATS = ("bf16", "fp8", "int8", "int4", "mxfp4", "f32")
+OWN_FORMATS = (*MAIN_FORMATS, "nvfp4", "uint4")  # measured in the model's own shape, if it has them
 GGUF_FORMATS = ("q8_0", "q6_k", "q4_k", "q4_0")
 FEW_ROWS = (1, 16, 256)
 WIDTHS = (16, 64, 256, 1024)  # positions of a row at which a model's layers are measured
@@ -230,7 +231,7 @@ def _experts(
         own = (dims.expert_width, dims.expert_intermediate) if dims is not None and dims.gated else None
         if dims is not None and own is not None and own != (usual.hidden, usual.inter):
             fmt = ENGINE_FORMAT.get(dims.expert_format, dims.expert_format)
-            measure(engine, fmt if fmt in MAIN_FORMATS else "bf16", ExpertShape(*own))
+            measure(engine, fmt if fmt in OWN_FORMATS else "bf16", ExpertShape(*own))
         for fmt in MAIN_FORMATS:
             measure(engine, fmt, usual)
         for fmt in GGUF_FORMATS:

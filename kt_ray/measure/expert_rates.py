@@ -6,6 +6,7 @@ Legend: E experts, H hidden, I intermediate, T tokens, K experts per token, r Lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from kt_ray.hardware.rates import ROWS, Curve, ExpertRate, Figure
 from kt_ray.measure.timing import REPEATS, SECONDS, median_seconds
 from kt_ray.native import Engine, ExpertLora, ExpertMatrix, ExpertWeights, allocate, quantize
 
+_GROUPS = {"int4": 32, "uint4": 128}  # columns that share a scale, as in most releases
 SLOTS = 4  # experts per token of the measurement; divides every number of experts used here
 
 
@@ -128,7 +130,7 @@ def _matrix(fmt: str, experts: int, n: int, k: int, seed: int) -> Tensor | Exper
     one = torch.empty(1, n, k).uniform_(-(k**-0.5), k**-0.5, generator=rng)
     if fmt in ("bf16", "f32"):
         return _repeated(one.to(torch.bfloat16 if fmt == "bf16" else torch.float32), experts)
-    stored = quantize(fmt, one, group=32 if fmt == "int4" else None)
+    stored = quantize(fmt, one, group=math.gcd(k, _GROUPS[fmt]) if fmt in _GROUPS else None)
     scales = None if stored.scales is None else _repeated(stored.scales, experts)
     return ExpertMatrix(stored.format, _repeated(stored.data, experts), (experts, n, k), scales, stored.block)
 

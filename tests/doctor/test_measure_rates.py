@@ -11,6 +11,7 @@ import torch
 
 import kt_ray.measure
 from kt_ray.config.schema import Config
+from kt_ray.dims.weight_formats import Storage
 from kt_ray.doctor import measure_rates
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_from_file, this_host
@@ -125,6 +126,16 @@ def test_what_time_does_not_allow_is_named(config: Config, monkeypatch: pytest.M
     assert "mxfp4" in note and "int8 products" in note
     assert [e.format for e in rates.experts if e.forward.source == "measured"] == ["bf16"]
     assert rates.expert("auto", "mxfp4").forward.source.endswith("scaled as bf16 was measured")
+
+
+@pytest.mark.parametrize(("stored", "asked"), [("uint4", "uint4"), ("nvfp4", "nvfp4"), ("nf4", "bf16")])
+def test_the_models_own_format_comes_first(
+    config: Config, monkeypatch: pytest.MonkeyPatch, stored: str, asked: str
+) -> None:
+    monkeypatch.setattr(measure_rates, "BUDGET", -1.0)
+    dims = dataclasses.replace(model_dims(config.model), expert_storage=Storage(stored, (1, 32), 2))
+    (rate,) = measure_rates._experts(config, this_host(), dims, lambda text: None, [])
+    assert (rate.format, rate.inter) == (asked, dims.expert_intermediate)
 
 
 def test_a_disturbed_measurement_says_so(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

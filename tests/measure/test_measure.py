@@ -86,8 +86,10 @@ def test_few_rows_pass_over_more_weights_than_many() -> None:
     counts = [shape.experts(rows) for rows in (1, 16, 64, 256)]
     assert counts == sorted(counts, reverse=True) and all(n % SLOTS == 0 for n in counts)
     assert 6 * shape.hidden * shape.inter * counts[0] > 300 << 20
-    weights = random_weights("int4", TINY, 8)
-    assert weights.E == 8 and weights.up.shape == (8, 256, 256)
+    for fmt, group in (("int4", 32), ("uint4", 128)):  # as the nominal rates have it
+        weights = random_weights(fmt, TINY, 8)
+        assert weights.E == 8 and weights.up.shape == (8, 256, 256) and weights.up.scale_block == (1, group)
+    assert random_weights("uint4", ExpertShape(256, 192), 4).down.scale_block == (1, 64)
 
 
 def test_memory_torch_and_optimizer() -> None:
