@@ -47,6 +47,7 @@ from kt_ray.checkpoint.safetensors_file import (
     write_safetensors,
     writing,
 )
+from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.parse import read_json
@@ -99,6 +100,7 @@ def export(
     source = _base(lora, base)
     config = _config(source)
     lora = Lora.open(adapter, family(config))
+    count = 0 if source is None or not (lora.experts or lora.fused) else _check_experts(lora, source)
     if lora.dora:
         raise damaged(
             "a DoRA adapter has no other form",
@@ -114,7 +116,7 @@ def export(
         return [replace(item, module=stored_name(item.module, family(config))) for item in items]
 
     if form == "peft-fused":
-        experts = _fused_items(lora, family(config))
+        experts = _fused_items(lora, family(config), count)
         _write(target, lora, named([*linear, *experts]), dtype, PREFIX, _fused_config(lora, linear, experts))
         return {str(target): len(linear) + len(experts)}
     experts = _single_items(lora, source)
@@ -161,21 +163,51 @@ def _config(base: Path | None) -> dict[str, Any]:
     return {} if base is None else read_json(base / "config.json", "the base model's config.json", remedy)
 
 
+def _check_experts(lora: Lora, base: Path) -> int:
+    """E of the base, by its config.json.
+
+    Raises:
+        UserError: the adapter has routed experts that the base does not have.
+    """
+    prefixes = {prefix for prefix, *_ in (*lora.experts, *lora.fused)}
+    dims = dims_from_dir(base)
+    H, I, E = dims.expert_width, dims.expert_intermediate, dims.num_experts
+    rows = {"gate": I, "up": I, "gate_up": 2 * I, "down": H}
+    faults = [f"{prefix}, no MoE layer" for prefix in prefixes if layer_of(prefix) not in dims.moe_layers]
+    parts = [(expert + 1, role, pair) for (_, expert, role), pair in lora.experts.items()]
+    parts += [(pair.experts, role, pair) for (_, role), pair in lora.fused.items()]
+    for experts, role, pair in parts:
+        shape = (pair.out_features, pair.in_features)
+        if shape != (rows[role], I if role == "down" else H):
+            faults.append(f"{pair.module} {list(shape)}")
+        elif experts > E or (pair.experts and experts < E):
+            faults.append(f"{pair.module} of {experts} experts")
+    if faults:
+        raise damaged(
+            "adapter's routed experts do not fit the base",
+            f"{lora.path}, {base / 'config.json'}",
+            some(sorted(faults), 3),
+            f"modules of the {len(dims.moe_layers)} layers with experts, for {E} experts with gate and up "
+            f"[{I}, {H}], down [{H}, {I}]",
+            "name the model that the adapter was trained on: --base DIR",
+        )
+    return E
+
+
 # -- experts together
 
 
-def _fused_items(lora: Lora, model_type: str) -> list[Item]:
+def _fused_items(lora: Lora, model_type: str, count: int) -> list[Item]:
     items: list[Item] = []
     for (prefix, role), pair in lora.fused.items():
         module = f"{prefix}.base_layer" if role != "down" and (prefix, "down") in lora.fused else prefix
         items.append(_item(pair, module, f"{prefix}.{role}_proj"))
     for prefix in dict.fromkeys(p for p, _, _ in lora.experts):
-        items += _fuse(lora, prefix, is_interleaved(model_type))
+        items += _fuse(lora, prefix, is_interleaved(model_type), count)
     return items
 
 
-def _fuse(lora: Lora, prefix: str, interleaved: bool) -> list[Item]:
-    count = 1 + max(e for p, e, _ in lora.experts if p == prefix)
+def _fuse(lora: Lora, prefix: str, interleaved: bool, count: int) -> list[Item]:
     gated = any(p == prefix and role == "gate" for p, _, role in lora.experts)
     keys = [(prefix, e, p) for e in range(count) for p in (PROJECTIONS if gated else PROJECTIONS[1:])]
     missing = [f"{prefix}.{e}.{LEAVES[p]}" for _, e, p in keys if (prefix, e, p) not in lora.experts]

@@ -20,6 +20,10 @@ CONFIG: dict[str, Any] = {
     "hidden_size": H,
     "num_hidden_layers": LAYERS,
     "num_experts": E,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": I,
+    "vocab_size": 11,
+    "num_attention_heads": 2,
     "torch_dtype": "bfloat16",
 }
 

@@ -169,6 +169,19 @@ def test_refusals(tmp_path: Path) -> None:
         export(path, path / "adapter_model.safetensors", "peft-fused", base=base)
     with pytest.raises(UserError, match=r"config\.json.*--base DIR"):
         export(path, tmp_path / "nowhere", "peft-fused", base=tmp_path)
+    wrong: list[tuple[str, int]] = [
+        ("num_experts", 2),
+        ("moe_intermediate_size", 64),
+        ("num_hidden_layers", 1),
+    ]
+    for key, value in wrong:
+        other = save(tmp_path / key, {}, {key: value})
+        for given, form in ((path, "peft-per-expert"), (tmp_path / "out", "sglang-kt")):
+            with pytest.raises(UserError, match=r"experts do not fit the base.*layers\.[01].*--base DIR"):
+                export(given, tmp_path / "wrong", form, base=other)
+    more = save(tmp_path / "more", {}, {"num_experts": 4})
+    with pytest.raises(UserError, match=r"cannot be fused.*missing: model.layers.0.mlp.experts.3.gate_proj"):
+        export(path, tmp_path / "wrong", "peft-fused", base=more)
     fewer = {k: v for k, v in source.items() if "layers.1.mlp.experts.0.up_proj" not in k}
     with pytest.raises(UserError, match=r"missing: model.layers.1.mlp.experts.0.up_proj"):
         export(save_adapter(tmp_path / "fewer", fewer), tmp_path / "f", "peft-fused", base=base)
@@ -238,7 +251,7 @@ def test_peft_reads_every_form(tmp_path: Path, family: str) -> None:
 def test_says_where_peft_does_not_merge_single_experts(
     tmp_path: Path, family: str, leaves: Sequence[str], merged: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = tiny_family(tmp_path / "base", family)
+    base = save(tmp_path / "base", per_expert(), {"model_type": family, "intermediate_size": I})
     config = {"base_model_name_or_path": str(base)}
     modules = {name: shape for name, shape in expert_modules().items() if name.endswith(tuple(leaves))}
     path = save_adapter(tmp_path / "adapter", lora(modules), **config)
