@@ -42,6 +42,7 @@ from kt_ray.tools.units import (
     Target,
     as_stored,
     check_directories,
+    check_formats,
     error_of,
     made,
     position,
@@ -86,6 +87,7 @@ def convert(
         raise UserError("bf16 dequantises every weight anyway", where="--all-linear", remedy="leave it away")
     index, target = CheckpointIndex.open(source), Path(out)
     check_directories(index, target)
+    check_formats(index)
     plan = _Plan(index, options)
     units = plan.units()
     check_content(index)

@@ -38,6 +38,7 @@ from kt_ray.tools.units import (
     Placed,
     as_stored,
     check_directories,
+    check_formats,
     error_of,
     position,
     raw_keys,
@@ -76,6 +77,8 @@ def merge(
     index, target = CheckpointIndex.open(base), Path(out)
     lora = Lora.open(adapter, family(index.config))
     check_directories(index, target)
+    if bf16:
+        check_formats(index)
     plan = _Plan(index, lora)
     lora.check_finite()
     check_content(index)

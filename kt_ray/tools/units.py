@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kt_ray.checkpoint.encode_weights import Encoding, Entry
 from kt_ray.checkpoint.expert_groups import read_one
-from kt_ray.checkpoint.index import CheckpointIndex
+from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.checkpoint.names import part_of
+from kt_ray.checkpoint.packings import unread
 from kt_ray.checkpoint.safetensors_file import NAMES, TORCH_DTYPES, TensorInfo, read_tensor
 from kt_ray.checkpoint.shard_writer import Notes, Piece, Unit, copied
 from kt_ray.errors import UserError
@@ -218,6 +220,27 @@ def without_quantization(config: dict[str, Any], *, to: str = "bf16") -> dict[st
         if key in result:
             result[key] = "bfloat16"
     return result
+
+
+def check_formats(index: CheckpointIndex) -> None:
+    """Refuse weights that would go along as they are while config.json stops to say what they are.
+
+    Raises:
+        UserError: matrices of integers in a format that is not read.
+    """
+    numbers = ("I8", "U8", "I16", "U16", "I32", "U32")
+    names = [
+        name
+        for name in sorted(index.names - set(index.matrices))
+        if index.tensors[name].dtype in numbers
+        and len(index.tensors[name].shape) > 1
+        and index.tensors[name].nbytes
+        and part_of(name, None) != "router"  # DeepSeek-V4's tables of tokens
+    ]
+    if names:
+        raise unread(
+            index.path, f"integers of an unknown format: {some(names)}", "integers with their scales"
+        )
 
 
 def check_directories(source: CheckpointIndex, out: Path) -> None:

@@ -248,6 +248,24 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         convert(source, source, Options("int8"))
 
 
+@pytest.mark.parametrize("module", ["self_attn.q_proj", "mlp.experts.0.up_proj"])
+def test_formats_of_others_are_named(tmp_path: Path, module: str) -> None:
+    """As AQLM has them: config.json of the result would not say so."""
+    tensors: dict[str, Any] = per_expert()
+    tensors["model.layers.0.mlp.gate.tid2eid"] = "I32", torch.ones(11, 2, dtype=torch.int32)  # DeepSeek-V4
+    source, adapter = save(tmp_path / "source", tensors), save_adapter(tmp_path / "a", lora(expert_modules()))
+    convert(source, tmp_path / "converted", Options("int8"))
+    del tensors[f"model.layers.1.{module}.weight"]
+    tensors[f"model.layers.1.{module}.codes"] = "I16", torch.ones(H, H // 8, dtype=torch.int16)
+    source = save(tmp_path / "unknown", tensors)
+    for command in (
+        lambda out: convert(source, out, Options("int8")),
+        lambda out: merge(source, adapter, out, bf16=True),
+    ):
+        with pytest.raises(UserError, match=rf"format cannot be read.*{module}\.codes.*bfloat16 release"):
+            command(tmp_path / "out")
+
+
 @pytest.mark.parametrize("packed", ["int8 in words", "int4 in bytes"])
 def test_packings_that_look_like_others(tmp_path: Path, packed: str) -> None:
     """INT8 four to a word reads as INT4 of twice the columns, INT4 two to a byte as INT8 of half of them."""
