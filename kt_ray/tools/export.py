@@ -169,11 +169,12 @@ def _check_experts(lora: Lora, base: Path) -> int:
     Raises:
         UserError: the adapter has routed experts that the base does not have.
     """
-    prefixes = {prefix for prefix, *_ in (*lora.experts, *lora.fused)}
+    prefixes = {prefix for prefix, _, _ in lora.experts} | {prefix for prefix, _ in lora.fused}
     dims = dims_from_dir(base)
     H, I, E = dims.expert_width, dims.expert_intermediate, dims.num_experts
     rows = {"gate": I, "up": I, "gate_up": 2 * I, "down": H}
-    faults = [f"{prefix}, no MoE layer" for prefix in prefixes if layer_of(prefix) not in dims.moe_layers]
+    moe = {*dims.moe_layers}
+    faults = [f"{prefix}, no MoE layer" for prefix in prefixes if layer_of(prefix) not in moe]
     parts = [(expert + 1, role, pair) for (_, expert, role), pair in lora.experts.items()]
     parts += [(pair.experts, role, pair) for (_, role), pair in lora.fused.items()]
     for experts, role, pair in parts:
@@ -187,7 +188,7 @@ def _check_experts(lora: Lora, base: Path) -> int:
             "adapter's routed experts do not fit the base",
             f"{lora.path}, {base / 'config.json'}",
             some(sorted(faults), 3),
-            f"modules of the {len(dims.moe_layers)} layers with experts, for {E} experts with gate and up "
+            f"modules of the {len(moe)} layers with experts, for {E} experts with gate and up "
             f"[{I}, {H}], down [{H}, {I}]",
             "name the model that the adapter was trained on: --base DIR",
         )
