@@ -63,6 +63,7 @@ _TYPES = ("F32", "BF16", "F16", "F64")
 _OLD_PEFT = re.compile(r"0\.(18\.|19\.0)")
 # Families whose parameters transformers keeps as [E, in, out] (qwen3_vl_moe: before its version 5).
 _INPUT_FIRST = ("aria", "gpt_oss", "llama4", "qwen3_vl_moe")
+_UNTOLD = "llama4"  # whose class does not tell PEFT so (is_transposed): 0.19.0 and all later take A for B
 _OLD_WEIGHTS = "adapter_model.bin"
 _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
 
@@ -287,6 +288,8 @@ class Lora:
         first_is_input = model_type.removesuffix("_text") in _INPUT_FIRST  # there 0.18 was right
         turned = bool(model_type and _OLD_PEFT.match(version))
         turned = turned and not (first_is_input and version.startswith("0.18."))
+        late = bool(version) and not _OLD_PEFT.match(version)
+        turned = turned or (late and model_type.removesuffix("_text") == _UNTOLD)
         sizes = [(a.shape[1], b.shape[0]) for a, b in wrappers.values()]
         for (a, b), (a2, b2) in permutations(sizes) if len(sizes) == 2 else ():  # of gate_up, and of down
             if (a, b) == (b2, 2 * a2):
@@ -294,14 +297,15 @@ class Lora:
             elif (a, b) == (2 * b2, a2):
                 turned = True
         if turned:
+            whose = "of Llama4, whose parameters are [E, in, out]" if late else "before 0.19.1"
             raise damaged(
-                "adapter's fused expert matrices A and B have each other's place, as PEFT before 0.19.1 "
-                "stored them",
+                f"adapter's fused expert matrices A and B have each other's place, as PEFT stores them {whose}",
                 f"{self.path}, {prefix}",
                 "; ".join(f"{m} A {list(a.shape)}, B {list(b.shape)}" for m, (a, b) in wrappers.items())
                 + (f"; peft_version {version}" if version else ""),
-                "A [E*r, in] and B [out, r*E], as PEFT 0.19.1 and later store them",
-                "merge it with the PEFT that wrote it (merge_and_unload), or train it again",
+                "A [E*r, in] and B [out, r*E]",
+                "merge it with the PEFT that wrote it (merge_and_unload)"
+                + ("" if late else ", or train it again"),
             )
 
     def _roles(self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]]) -> dict[str, str]:

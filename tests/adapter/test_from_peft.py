@@ -214,7 +214,10 @@ def test_names_inside_the_multimodal_model(tmp_path: Path, family: str) -> None:
         ({"gate_up": (48, 48)}, "0.18.1", "qwen3_moe", r"each other's place.*peft_version 0\.18\.1"),
         ({"gate_up": (48, 48)}, "0.18.1", "gpt_oss", None),
         ({"down": (24, 16)}, "0.18.1", "aria_text", None),
-        ({"down": (48, 48)}, "0.19.0", "gpt_oss", "each other's place"),
+        ({"down": (48, 48)}, "0.19.0", "gpt_oss", r"as PEFT stores them before 0\.19\.1.*or train it again"),
+        ({"gate_up": (48, 16), "down": (16, 24)}, "0.21.2", "", r"as PEFT stores them of Llama4.*unload\)$"),
+        ({"down": (48, 48)}, "0.21.2", "llama4_text", r"as PEFT stores them of Llama4"),
+        ({"down": (48, 48)}, "0.18.0", "llama4_text", None),
     ],
 )
 def test_fused_experts_of_old_peft(
