@@ -47,7 +47,7 @@ def option_names(group: str) -> list[str]:
 
 
 # A model as the Hugging Face hub names it; as a value of `model` also without hf://.
-HUB_NAME = re.compile(r"(hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w.-]+))?", re.ASCII)
+HUB_NAME = re.compile(r"(hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 WIZARD = "wizard"  # plan.hardware: ask
 
 

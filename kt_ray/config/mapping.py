@@ -74,9 +74,8 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
             config = _with(config, key, absolute(value))
     model, data, hardware = config.model, config.data, config.plan.hardware
     if model.path is not None:
-        label = Path(model.path).name
-        if model.path.startswith("hf://"):
-            label = label.partition("@")[0]
+        hub = model.path.startswith("hf://")
+        label = Path(model.path.partition("@")[0] if hub else model.path).name
         name = label if model.build is not None or model.name == "custom" else model.name
         config = _with(config, "model", dataclasses.replace(model, name=name, build=None))
     if data.sources:

@@ -140,8 +140,10 @@ def test_a_name_of_the_hub_is_a_path() -> None:
     implied = ["data=jsonl", "model=custom", "model.path=hf://Qwen/Qwen3-235B-A22B", "mode=plan"]
     assert expand(["model=Qwen/Qwen3-235B-A22B", "mode=plan"]) == implied
     assert expand(["model=hf://Qwen/Qwen3-235B-A22B", "mode=plan"]) == implied
-    config = compose(["mode=plan", "model=some-org/Tiny.MoE-v1@main"])
-    assert (config.model.path, config.model.name) == ("hf://some-org/Tiny.MoE-v1@main", "Tiny.MoE-v1")
+    for revision in ("main", "refs/pr/1"):
+        config = compose(["mode=plan", f"model=some-org/Tiny.MoE-v1@{revision}"])
+        named = (config.model.path, config.model.name)
+        assert named == (f"hf://some-org/Tiny.MoE-v1@{revision}", "Tiny.MoE-v1")
     assert expand(["model=kt_ray/dims"])[-1] == "model=kt_ray/dims"  # a directory: the error names model.path
     assert expand(["model=/data/a"])[-1] == "model=/data/a"
 
