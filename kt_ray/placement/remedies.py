@@ -54,14 +54,25 @@ def remedies(
             fitting.append(remedy)
             changed_keys |= {key} - {"rule"}  # the first value of a key that fits is enough
     if not fitting:
-        for keys in _combined(config):
-            if _fits(dims, with_keys(config, keys), hardware):
-                text = " ".join(f"{key}={show(value)}" for key, value in keys.items())
-                fitting.append(Remedy(text, "all of these together"))
-                break
+        fitting += _several(dims, config, hardware)
     if not any(remedy.overrides.startswith("rule=") for remedy in fitting):
         fitting += _elsewhere(dims, config, rules)[:MOST_ELSEWHERE]
     return tuple(fitting)
+
+
+def _several(dims: ModelDims, config: Config, hardware: Hardware) -> list[Remedy]:
+    """The first changes at once that fit: of experts as they are, then of coarser ones."""
+    memory = sum(socket.memory_bytes for socket in hardware.sockets)
+    for backend in (None, *_backends(config)):
+        if backend is not None and dims.num_experts * dims.held_bytes(backend) > memory:
+            continue
+        own = {} if backend is None else {"rule.experts.backend": backend}
+        for keys in ({**own, **keys} for keys in _combined(config)):
+            if _fits(dims, with_keys(config, keys), hardware):
+                text = " ".join(f"{key}={show(value)}" for key, value in keys.items())
+                rounding = "" if backend is None else f"; {_rounded(backend)}"
+                return [Remedy(text, f"all of these together{rounding}")]
+    return []
 
 
 def answer_remedy(dims: ModelDims, config: Config, hardware: Hardware) -> Remedy | None:

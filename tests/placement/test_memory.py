@@ -512,6 +512,12 @@ def test_remedies_combine_when_one_change_is_not_enough() -> None:
     auto = dataclasses.replace(config, rule=make_config().rule)  # recomputes by itself
     (found_auto,) = remedies(dims, auto, make_hardware(memory=room), {})
     assert found_auto.overrides == found[0].overrides.removeprefix("rule.experts.activations=recompute ")
+    coarse = with_keys(smallest, {"rule.experts.backend": "AMXINT4", "lora.experts": False})
+    room = make_plan(dims, coarse, make_hardware()).budgets[0].total
+    (found_coarse,) = remedies(dims, auto, make_hardware(memory=room), {})
+    assert found_coarse.overrides.startswith("rule.experts.backend=AMXINT4 trainer.batch_size=1 ")
+    assert found_coarse.overrides.endswith(" data.max_length=64 lora.experts=false")
+    assert found_coarse.effect.startswith("all of these together; experts are quantised to INT4")
     keys = {"trainer.stage": "grpo", "generate.batch_size": 64, "generate.max_new_tokens": 16}
     rounds = with_keys(auto, {**keys, "reward": "numeric"})
     few = {"trainer.batch_size": 8, "trainer.micro_batch_size": 1, "generate.batch_size": 1}
