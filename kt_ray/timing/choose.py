@@ -14,7 +14,7 @@ rule.nodes > 1, cluster=local folds all hosts into one and may choose otherwise.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,7 +116,7 @@ def choose_plan(
     search.fitting(other for one in of_layouts for other in _other_residents(one, (0.0,)))
     best = _faster(best, [one for one in search.simulations if one is not best])
     unstreamed = search.unstreamed(best, config)
-    to_workers = search.to_workers(best)
+    to_workers = search.to_workers(best, [c for c in choices[:1] if c != layout_of(best.plan)])
     ends = []
     if to_workers is None or best.seconds < NEAR * to_workers.seconds:
         ends.append(search.best_from(best))
@@ -216,18 +216,18 @@ class _Search:
         found = self.fitting([best.config, config], NOTHING)
         return min(found, key=lambda one: one.seconds, default=None)
 
-    def to_workers(self, best: _Candidate) -> _Candidate | None:
+    def to_workers(self, best: _Candidate, layouts: Sequence[Layout] = ()) -> _Candidate | None:
         """The same with streamed experts computed by attention workers; None where they may not be.
 
         From all of the experts as well as from what the rates say: the more workers compute, the less actors
-        keep, and the larger waves may be.
+        keep, the larger waves may be, and the more replicas fit. layouts: tried beside that of `best`.
         """
         rule = best.config.rule
         on_gpus = best.plan.workers[0].device != "cpu"
         if not on_gpus or not (streams_to_workers(rule) or may_stream_to_workers(rule)):
             return None
         changed = with_keys(best.config, {"rule.experts.stream_to": "workers"})
-        tried = [changed]
+        tried = [changed, *(with_layout(changed, layout) for layout in layouts)]
         # GPU memory may serve experts better than layers, or hidden states
         if rule.resident_layers == "auto":
             tried.append(with_keys(changed, {"rule.resident_layers": 0}))

@@ -251,6 +251,24 @@ def test_larger_cards_are_no_slower_where_experts_are_streamed(model: str, sizes
     assert larger.compared[0].seconds < GAIN * smaller.compared[0].seconds
 
 
+def test_more_host_memory_is_no_slower_where_workers_stream_experts() -> None:
+    """Two stages fit the larger host without streamed experts, as one replica: two that stream are faster."""
+    kept = ("rule.groups=2", "rule.activations=group", "rule.attention_output=retain")
+    rows = ("data.max_length=4096", "trainer.batch_size=16", "trainer.micro_batch_size=4")
+    options = ("lora.experts=false", "rule.resident_layers=48", *kept, *rows)
+    config = compose(["mode=plan", "model=qwen3_30b_a3b", *options])
+    smaller, larger = (
+        choose_plan(
+            model_dims(config.model),
+            config,
+            make_hardware(sockets=4, cores=16, memory=size * GIB, gpus=2, gpu_gib=78, isa="avx512_bf16"),
+        )
+        for size in (32, 36)
+    )
+    assert smaller.stream_to == larger.stream_to == "workers"
+    assert larger.compared[0].seconds < GAIN * smaller.compared[0].seconds
+
+
 def test_a_resumed_run_whose_choice_is_not_possible_says_so() -> None:
     config, hardware = make_config(trainer={"batch_size": 8}), make_hardware()
     fresh = choose_plan(small_dims(), config, hardware)
