@@ -10,6 +10,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,15 @@ class FunctionReward:
         self.name = function
         self._path = path
         self._where = f"{path}:{function}"
-        self._function = self._loaded()
+        self._folder = path.resolve().parent
+        self._before: AbstractSet[str] | None = None  # modules, if the folder became one that Python looks in
         self._runner = asyncio.Runner()
-        parameters = self._parameters()
+        try:
+            self._function = self._loaded()
+            parameters = self._parameters()
+        except BaseException:
+            self.close()
+            raise
         self._every_column = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._names = {p.name for p in named}
@@ -82,15 +89,25 @@ class FunctionReward:
         )
 
     def close(self) -> None:
+        """The next job of this process may have modules of the same names beside its file."""
         self._runner.close()
+        if self._before is None:
+            return
+        new = {top for name in sys.modules if (top := name.partition(".")[0]) not in self._before}
+        own = {top for top in new if _home(sys.modules.get(top)) == self._folder}
+        for name in [name for name in sys.modules if name.partition(".")[0] in own]:
+            del sys.modules[name]
+        with suppress(ValueError):  # the file may have changed it
+            sys.path.remove(str(self._folder))
+        self._before = None
 
     def _loaded(self) -> Callable[..., Any]:
         remedy = "correct the file, or set another reward="
         what, other = "the file of the reward function", "set reward=file.py or reward=file.py:function"
         read_text(self._path, what, other)
-        directory = str(self._path.resolve().parent)
-        if directory not in sys.path:
-            sys.path.append(directory)  # last: no module beside it hides one of the library
+        if str(self._folder) not in sys.path:
+            self._before = set(sys.modules)
+            sys.path.append(str(self._folder))  # last: no module beside it hides one of the library
         spec = importlib.util.spec_from_file_location(f"reward_{self._path.stem}", self._path.resolve())
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -183,6 +200,13 @@ class FunctionReward:
             observed=f"{type(error).__name__}: {error} during {during}",
             remedy="correct the function",
         )
+
+
+def _home(module: Any) -> Path | None:
+    """The directory in which Python found a module or package that it imported by its own name."""
+    spec = getattr(module, "__spec__", None)
+    places = [*(getattr(spec, "submodule_search_locations", None) or ()), getattr(spec, "origin", None)]
+    return Path(places[0]).parent if isinstance(places[0], str) else None
 
 
 async def _awaited(result: Any) -> Any:

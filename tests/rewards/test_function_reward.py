@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -76,12 +78,26 @@ def test_a_coroutine_is_awaited_in_one_loop(tmp_path: Path) -> None:
     reward.close()
 
 
-def test_a_file_may_import_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.path", __import__("sys").path[:])
-    (tmp_path / "beside_my_reward.py").write_text("worth = 0.5\n")
-    text = "from beside_my_reward import worth\n"
-    text += "def reward(completions):\n    return [worth] * len(completions)\n"
-    assert loaded(tmp_path, text)(samples("a")) == 0.5
+def test_a_file_may_import_what_lies_beside_it(tmp_path: Path) -> None:
+    """Of each job of a process its own; a library that lies below the file, as in a .venv, stays loaded."""
+    before, library = sys.path[:], tmp_path / "0.25" / ".venv" / "library_below"
+    library.mkdir(parents=True)
+    (library / "__init__.py").touch()
+    sys.path.append(str(library.parent))
+    for worth in (0.25, 0.5):
+        folder = tmp_path / str(worth)
+        (folder / "beside").mkdir(parents=True, exist_ok=True)
+        (folder / "beside" / "worth.py").write_text(f"worth = {worth}\n")
+        (folder / "once.py").write_text(f"once = {worth}\n")
+        text = "import library_below\nfrom once import once\n"
+        text += "def reward(completions):\n    from beside.worth import worth\n"
+        text += "    return [worth + once] * len(completions)\n"
+        with contextlib.closing(loaded(folder, text)) as reward:
+            assert reward(samples("a")) == 2 * worth
+    with pytest.raises(UserError):
+        loaded(tmp_path, "from once import once\n1 / 0\n")
+    assert sys.path == [*before, str(library.parent)] and sys.modules.pop("library_below", None)
+    sys.path.remove(str(library.parent))
 
 
 @pytest.mark.parametrize(
