@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import STOPPED
 from kt_ray.native import available_isas
+from kt_ray.tracking.console import ConsoleHandler
 from tests.helpers.hf_reference import build_checkpoint
 
 REPO = Path(__file__).resolve().parents[1]
@@ -118,6 +120,10 @@ def test_files_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert (path / "loss.png").read_bytes().startswith(b"\x89PNG")
     log = (path / "train.log").read_text()
     assert "step 3 loss" in log and "held-out loss" in log
+    loggers = logging.getLogger(), logging.getLogger("kt_ray")
+    left = [handler for logger in loggers for handler in logger.handlers]
+    assert not any(str(path.absolute()) in getattr(handler, "baseFilename", "") for handler in left)
+    assert not any(isinstance(handler, ConsoleHandler) for handler in left)
     manifest = json.loads((path / "checkpoints/step_000003/manifest.json").read_text())
     assert manifest["step"] == 3 and manifest["data"] == {"next_step": 3, "epoch": 0, "step_in_epoch": 3}
 

@@ -90,12 +90,9 @@ def test_the_line_of_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_the_log_keeps_what_the_screen_does_not_show(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    close = setup_logging(tmp_path / "train.log")
     text = EVIL.replace("\ud800", "")
-    try:
+    with setup_logging(tmp_path / "train.log"):
         logging.getLogger("kt_ray").warning("row 3: %s", text)
-    finally:
-        close()
     assert text in (tmp_path / "train.log").read_bytes().decode()
     assert "row 3: a\\x1b]0" in capsys.readouterr().err
 

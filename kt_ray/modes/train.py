@@ -96,11 +96,11 @@ def _checked(config: Config, reward: Reward | None, began: float) -> int:
     if prepared.batches.prompts is not None:
         sampled = sampling(config, prepared.plan, rates, prepared.batches.prompts(0))
     _check_room(prepared, resume, step_seconds(config, prediction, sampled))
-    rundir = RunDir.create(config, resume.directory if resume else None)
-    try:
+    with (
+        contextlib.closing(RunDir.create(config, resume.directory if resume else None)) as rundir,
+        setup_logging(rundir.path / "train.log"),
+    ):
         return _run(prepared, rundir, resume, prediction, sampled, rates, final, answering, began)
-    finally:
-        rundir.close()
 
 
 def _policy(prepared: Prepared) -> PreparedGeneration:
@@ -140,7 +140,6 @@ def _run(
 ) -> int:
     """Train in a run directory that is this process's own."""
     config = prepared.config
-    setup_logging(rundir.path / "train.log")
     if rundir.lock is not None and rundir.lock.note:
         logger.warning("%s", rundir.lock.note)
     _announce(prepared, rundir)

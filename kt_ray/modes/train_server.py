@@ -57,9 +57,10 @@ def run(config: Config) -> int:
     remedy = "set train_server.directory to a directory that you may write to"
     with writing("the directory of saved weights", directory, remedy=remedy):
         directory.mkdir(parents=True, exist_ok=True)
-        setup_logging(directory / "server.log")
+        log = setup_logging(directory / "server.log")
     with (
         contextlib.suppress(KeyboardInterrupt),
+        log,
         contextlib.ExitStack() as stack,
         locked(directory, "train_server.directory"),
         started(generation, f"{config.model.name}-train-server") as cluster,

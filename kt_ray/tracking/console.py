@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
@@ -46,6 +46,10 @@ class _LogFile(logging.FileHandler):
 
     said = False
 
+    def close(self) -> None:
+        with suppress(OSError):  # what it still holds is lost, and was said
+            super().close()
+
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
@@ -62,18 +66,15 @@ class _Discreet(logging.Formatter):
         return hide(super().format(record))
 
 
-def setup_logging(log_file: Path) -> Callable[[], None]:
+def setup_logging(log_file: Path) -> ExitStack:
     """Send every logger's INFO and above to `log_file`, with timestamps; keep the console clean.
 
     The console (stderr) gets kt_ray's warnings and errors, one plain line each. A resumed run appends to
-    its log. Only this process logs here; actors write to Ray's own files. There is one log at a time: a
-    second call (the next job of a multirun) closes the first one.
+    its log. Only this process logs here; actors write to Ray's own files.
 
     Returns:
-        A function that takes the handlers off again and closes the file.
+        To be closed after the run: it takes the handlers off again and closes the file.
     """
-    global _close_log
-    _close_log()
     root, ours = logging.getLogger(), logging.getLogger("kt_ray")
     file = _LogFile(log_file, encoding="utf-8")
     file.setLevel(logging.INFO)
@@ -81,20 +82,12 @@ def setup_logging(log_file: Path) -> Callable[[], None]:
     screen = ConsoleHandler()
     screen.setLevel(logging.WARNING)
     screen.setFormatter(_Discreet("%(levelname)s: %(message)s"))
-    level = ours.level
+    log = ExitStack()
+    log.callback(file.close)
+    log.callback(ours.setLevel, ours.level)
+    log.callback(ours.removeHandler, screen)
+    log.callback(root.removeHandler, file)
     ours.setLevel(logging.INFO)
     root.addHandler(file)
     ours.addHandler(screen)
-
-    def close() -> None:
-        root.removeHandler(file)
-        ours.removeHandler(screen)
-        ours.setLevel(level)
-        file.close()
-
-    _close_log = close
-    return close
-
-
-def _close_log() -> None:
-    """Closes the log that is open; `setup_logging` replaces it."""
+    return log

@@ -140,14 +140,11 @@ def test_warnings_hide_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", VALUE)
-    close = setup_logging(tmp_path / "train.log")
-    try:
+    with setup_logging(tmp_path / "train.log"):
         try:
             raise ValueError(f"refused: {VALUE}")
         except ValueError:
             logging.getLogger("kt_ray").warning("it failed", exc_info=True)
-    finally:
-        close()
     shown = capsys.readouterr()
     for text in ((tmp_path / "train.log").read_text(), shown.err + shown.out):
         assert "refused: ***" in text and VALUE not in text

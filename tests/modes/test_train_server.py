@@ -24,8 +24,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     def nothing(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(model_dir="", close=lambda: None, plan=SimpleNamespace(dims=None))
 
-    for name in ("prepare_model", "load_tokenizer", "generation_of", "ClusterBackend", "setup_logging"):
+    for name in ("prepare_model", "load_tokenizer", "generation_of", "ClusterBackend"):
         monkeypatch.setattr(train_server, name, nothing)
+    monkeypatch.setattr(train_server, "setup_logging", contextlib.nullcontext)
     monkeypatch.setattr(train_server, "within_server", lambda config: config)
     monkeypatch.setattr(train_server, "checkpoint_bytes", lambda *_: 0)
     cluster = contextlib.nullcontext(SimpleNamespace(info=list))
