@@ -559,7 +559,9 @@ class RayCluster(ActorCluster):
         """
         chosen = seats(self.plan, reserved)
         bundles = {host: [chosen.bundles[i] for i in chosen.of_host(host)] for host in hosts}
-        for host in hosts:
+        # One after the other, by node: of two runs that want the same nodes, one would else hold what the
+        # other waits for.
+        for host in sorted(hosts, key=lambda host: self.hosts.nodes[host].id if self.hosts else ""):
             if self.hosts is None:
                 strategy = self.rule.strategy
                 selectors = on_own_node(bundles[host]) if strategy in PACKED else None
@@ -569,7 +571,6 @@ class RayCluster(ActorCluster):
             self._groups[host] = placement_group(
                 bundles[host], strategy=strategy, bundle_label_selector=selectors
             )
-        for host in hosts:
             await_group(self._groups[host], bundles[host], self.config.start_timeout)
         if self.hosts is None:
             node_of = placement_group_table(self._groups[0])["bundles_to_node_id"]

@@ -11,8 +11,9 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kt_ray.actors.ray import ray_placement
+from kt_ray.actors.ray import ray_cluster, ray_placement
 from kt_ray.actors.ray.ray_cluster import RayCluster
+from kt_ray.actors.ray.ray_hosts import Hosts, RayNode
 from kt_ray.actors.ray.ray_placement import (
     by_gpu,
     cards_of,
@@ -158,6 +159,27 @@ def test_a_lane_without_workers_beside_it_reserves_its_card() -> None:
     swapped = by_gpu(mixed, found, {0: ("2", large), 1: ("0", small), 3: ("1", other)})
     assert swapped.gpu == {"cuda:0": 1, "cuda:1": 3, "cuda:2": 0}
     assert swapped.of == {("worker", 0): 1, ("worker", 1): 3, ("experts", 0): 2}
+
+
+def test_two_runs_over_the_same_nodes_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its driver on another of them. Both take the nodes in one order, each before the next."""
+    apart = plan(device="cpu", nodes=2)
+    config = make_config(rule={"device": "cpu", "nodes": 2}, cluster="ray")
+    nodes = {name: RayNode(name, "", 4, 4, "") for name in "ab"}
+
+    def asked(group: Any, **how: Any) -> Any:
+        told.append("asked")
+        return how["bundle_label_selector"][0]["ray.io/node-id"]
+
+    monkeypatch.setattr(ray_cluster, "placement_group", asked)
+    monkeypatch.setattr(ray_cluster, "await_group", lambda group, *_: told.append(group))
+    for driver, other in ("ab", "ba"):
+        told: list[str] = []
+        specs = actor_specs(apart, config, "", formulas={})
+        cluster = RayCluster(apart, specs, config.cluster, config.rule.ray, driver)
+        cluster.hosts = Hosts((nodes[driver], nodes[other]))
+        cluster._reserve(reservations(apart, RayRule(), [4.0, 4.0]), range(2))
+        assert told == ["asked", "a", "asked", "b"] and cluster._groups == {0: driver, 1: other}
 
 
 @pytest.mark.ray
