@@ -94,12 +94,12 @@ def guard(action: Callable[[], int]) -> int:
     """Runs a program's `action` and turns what it raises into a message and an exit code."""
     try:
         return exit_code(action)
-    except Stopped as stopped:
-        _tell(str(stopped))
-        return STOPPED
-    except KeyboardInterrupt:
-        _tell("interrupted")
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        stopped: BaseException | None = interrupt
+        while stopped is not None and not isinstance(stopped, Stopped):
+            stopped = stopped.__context__  # an interrupt while all was ended: what is saved, is
+        _tell("interrupted" if stopped is None else str(stopped))
+        return INTERRUPTED if stopped is None else STOPPED
     finally:
         close_streams()
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
@@ -55,7 +56,7 @@ def started(
 ) -> Iterator[ActorCluster]:
     """A started cluster, which ends with the block. Its LoRA has no effect yet: it is the base model.
 
-    In the block SIGTERM and SIGHUP do what Ctrl-C does.
+    In the block SIGTERM and SIGHUP do what Ctrl-C does. None of them disturbs the first second of its end.
 
     Args:
         name, run_dir: as in `make_cluster`.
@@ -64,7 +65,7 @@ def started(
     progress = LoadProgress(live=model.config.tracking.progress)
     cluster = make_cluster(model, name, progress, run_dir)
     cluster.say = progress.line
-    with _interrupted():
+    with _interrupted() as end:
         try:
             for line in cluster.connect():
                 say(line)
@@ -77,14 +78,19 @@ def started(
                 say(line)
             yield cluster
         finally:
+            end()
             cluster.shutdown()
 
 
 @contextlib.contextmanager
-def _interrupted() -> Iterator[None]:
-    """By SIGTERM, and by SIGHUP unless it is ignored (nohup). Several within `SAME` seconds are one."""
+def _interrupted() -> Iterator[Callable[[], None]]:
+    """By SIGTERM, and by SIGHUP unless it is ignored (nohup). Several within `SAME` seconds are one.
+
+    Yields what begins the end: from then on SIGINT is as these, and what comes within `SAME` seconds asks for
+    nothing else, such as a second Ctrl-C in haste.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
     last = -SAME
 
@@ -94,10 +100,20 @@ def _interrupted() -> Iterator[None]:
             last = now
             raise KeyboardInterrupt
 
-    taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in taken}
+    def take(number: signal.Signals) -> None:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, interrupt)
+
+    def end() -> None:
+        nonlocal last
+        last = time.monotonic()
+        take(signal.SIGINT)
+
+    before: dict[signal.Signals, Any] = {}
+    take(signal.SIGTERM)
+    take(signal.SIGHUP)
     try:
-        yield
+        yield end
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -13,19 +13,23 @@ from kt_ray.runs import start_cluster
 from tests.helpers.runs import config_for
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_actors_are_stopped_is_an_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """By its default action it would end the driver there and then, and leave the rest of the actors. A job
-    manager that signals a group, and a parent that passes it on, make two of one."""
+    manager that signals a group, and a parent that passes it on, make two of one; so does a second Ctrl-C in
+    haste, when the first has ended the block."""
     before, told = signal.getsignal(number), []
 
     def shutdown() -> None:
+        os.kill(os.getpid(), number)
         told.append("stopping")
+        monkeypatch.setattr(start_cluster, "SAME", 0.0)  # a second has passed
         try:
             os.kill(os.getpid(), number)
         finally:
+            monkeypatch.setattr(start_cluster, "SAME", 1.0)
             os.kill(os.getpid(), number)
             told.append("stopped")
 
