@@ -17,6 +17,7 @@ import importlib.metadata
 import itertools
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,7 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--version" in arguments:
         print(f"kt_ray {version()}")
         return OK
-    return guard(lambda: _run_hydra(arguments))
+    code = guard(lambda: _run_hydra(arguments))
+    return code if argv is not None else _told(code)
+
+
+def _told(code: int) -> int:
+    """The exit code of this process, which has said all: a late Ctrl-C would only break into the end of the
+    interpreter, with a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
 
 
 def version() -> str:
@@ -104,7 +113,7 @@ def run(config: Config) -> int:
 def supervised() -> int:
     """The driver that a supervisor started (trainer.restarts). Returns its exit code."""
     open_streams()
-    return as_child(lambda config: guard(lambda: run(config)))
+    return _told(as_child(lambda config: guard(lambda: run(config))))
 
 
 def _run_hydra(arguments: list[str]) -> int:

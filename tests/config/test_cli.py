@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -369,7 +370,14 @@ def _raiser(error: BaseException) -> Any:
 
 
 def test_exit_code_of_the_mode_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a whole process nothing changes it any more."""
     _mode_that(monkeypatch, lambda config: 7)
+    monkeypatch.setattr(sys, "argv", ["launch.py"])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert cli.main() == 7 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert cli.main([]) == 7
 
 
@@ -427,6 +435,13 @@ def test_kernels_that_are_not_built_here_are_one_line(
     assert cli.main([]) == BUG and "Traceback" in capfd.readouterr().err
 
 
+def _while(first: BaseException) -> KeyboardInterrupt:
+    """An interrupt that comes while `first` ends everything."""
+    second = KeyboardInterrupt()
+    second.__context__ = first
+    return second
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "told"),
     [
@@ -436,6 +451,7 @@ def test_kernels_that_are_not_built_here_are_one_line(
             STOPPED,
             "SIGTERM: stopped. The whole multirun: the same command with run.name=s trainer.resume=latest\n",
         ),
+        (_while(Stopped("SIGTERM: saved")), STOPPED, "SIGTERM: saved\n"),
     ],
 )
 def test_an_interrupt_ends_a_whole_multirun(
