@@ -121,6 +121,7 @@ def point(root: Path, name: str, target: str) -> None:
 
 def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
     """Rename checkpoints beyond `step` to superseded_step_...: a run that went back to `step` left them.
+    Those of an earlier time stay as well.
 
     Otherwise the abandoned ones would count as the newest: kept when pruning, and taken by resume=latest.
 
@@ -133,8 +134,7 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
     renamed: list[Path] = []
     for path in list_checkpoints(root):
         if int(path.name.removeprefix("step_")) > step:
-            target = path.with_name(f"superseded_{path.name}")
-            remove(target)
+            target = _free(path.with_name(f"superseded_{path.name}"))
             renamed.append(path.rename(target))
     if renamed:
         point(Path(root), LATEST, step_name(step))
@@ -168,10 +168,15 @@ def _is_copy(path: Path) -> bool:
 def _rename_copy(path: Path) -> None:
     """It may be the only copy of its checkpoint, as an earlier one of that name may be."""
     if _is_copy(path):
-        names = (f"copied_{path.name}{f'_{n}' if n > 1 else ''}" for n in itertools.count(1))
-        target = next(target for name in names if not (target := path.with_name(name)).exists())
+        target = _free(path.with_name(f"copied_{path.name}"))
         logger.warning("%s is no link: renamed to %s", path, target.name)
         path.rename(target)
+
+
+def _free(path: Path) -> Path:
+    """The path, or the first of NAME_2, NAME_3, ... where there is nothing."""
+    paths = itertools.chain([path], (path.with_name(f"{path.name}_{n}") for n in itertools.count(2)))
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def _target(root: Path, name: str) -> str:
