@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kt_ray.disk import write_atomic
 from kt_ray.tracking.library_tracker import LibraryTracker, kept_id
@@ -21,7 +21,7 @@ _STEP = "step"  # the x axis of every chart; W&B's own counter refuses to go bac
 
 
 class WandbTracker(LibraryTracker):
-    """One W&B run; the file wandb_id has its id. `mode` ("online" or "offline") and `url` say how it went."""
+    """One W&B run; the file wandb_id has its id. `mode` (of wandb.init) and `url` say how it went."""
 
     title = "W&B"
     late = "; send the rest with `wandb sync`"
@@ -33,9 +33,11 @@ class WandbTracker(LibraryTracker):
 
         id_file = run_dir / ID_FILE
         run_id = kept_id(id_file) or uuid.uuid4().hex[:12]
-        has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
-        online = self.config.mode == "online" or (self.config.mode == "auto" and has_key)
-        mode: Literal["online", "offline"] = "online" if online else "offline"
+        mode: Any = self.config.mode
+        if mode == "auto":
+            has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+            mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+        online = mode not in ("offline", "disabled", "dryrun")
         # console="off": W&B would otherwise take over standard output, which the progress bar draws on.
         settings: dict[str, Any] = {"console": "off", "silent": True, "init_timeout": self.init_timeout}
         known = getattr(wandb.Settings, "model_fields", {})

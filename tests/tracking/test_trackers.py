@@ -199,7 +199,8 @@ def fake_wandb(monkeypatch, *, init=None, log=None, finish=None, given="") -> Si
         init=do_init, Settings=lambda **k: k, api=SimpleNamespace(api_key=None), Artifact=lambda *a, **k: None
     )
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
     return seen
 
 
@@ -302,20 +303,24 @@ def test_wandb_gets_the_resolved_config_and_every_step(run_dir, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("mode", "key", "expected"),
+    ("mode", "key", "wanted", "expected"),
     [
-        ("auto", None, "offline"),
-        ("auto", "k" * 40, "online"),
-        ("offline", "k" * 40, "offline"),
+        ("auto", None, None, "offline"),
+        ("auto", "k" * 40, None, "online"),
+        ("auto", "k" * 40, "disabled", "disabled"),
+        ("offline", "k" * 40, "online", "offline"),
     ],
 )
-def test_wandb_mode(run_dir, monkeypatch, mode, key, expected):
-    fake_wandb(monkeypatch)
+def test_wandb_mode(run_dir, monkeypatch, mode, key, wanted, expected):
+    """The variable of W&B's own, which cluster nodes without a network set."""
+    seen = fake_wandb(monkeypatch)
+    if wanted:
+        monkeypatch.setenv("WANDB_MODE", wanted)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", key)
     tracker = wandb_tracker(mode=mode)
     tracker.start(run_dir, {})
-    assert tracker.mode == expected
+    assert tracker.mode == seen.init["mode"] == expected and bool(tracker.url) == (expected == "online")
     tracker.finish("finished")
 
 
