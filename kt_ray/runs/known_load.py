@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from kt_ray.placement.expert_load import FILE, ExpertLoad, read_load
 from kt_ray.placement.lane_share import NOTHING, Tuning
 from kt_ray.placement.plan_types import Choice
 from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints
+
+logger = logging.getLogger(__name__)
 
 
 def known_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
@@ -73,7 +76,7 @@ def resumed_choice(config: Config) -> Choice | None:
     """Layout, groups, waves and activations of the resumed run, from its plan.json.
 
     Returns:
-        None for a new run, or where no plan.json can be read.
+        None for a new run, or where no plan.json can be read (a warning).
 
     Raises:
         UserError: as `checkpoint_to_resume`.
@@ -81,8 +84,9 @@ def resumed_choice(config: Config) -> Choice | None:
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is None:
         return None
+    file = checkpoint.parent.parent / "plan.json"
     try:
-        plan = read_json(checkpoint.parent.parent / "plan.json", "plan.json", "")
+        plan = read_json(file, "plan.json", "")
         rows, positions = _micro_batch(plan, config)
         return Choice(
             stages=int(plan["stages"]),
@@ -103,4 +107,11 @@ def resumed_choice(config: Config) -> Choice | None:
             resident=None if plan.get("resident") is None else int(plan["resident"]),
         )
     except (UserError, ValueError, LookupError, TypeError, OverflowError):
+        found = "is no plan of a run" if file.is_file() else "is not there"
+        logger.warning(
+            "%s %s: layout, groups and waves of the run that is resumed are chosen anew, and where they are "
+            "others, sums are rounded otherwise",
+            file,
+            found,
+        )
         return None

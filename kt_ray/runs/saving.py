@@ -15,7 +15,7 @@ from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, discard_a
 from kt_ray.adapter.peft_config import TEMPLATE
 from kt_ray.batch import WHOLE, LoraPart
 from kt_ray.checkpoint.housekeeping import best_checkpoint, prune_checkpoints, set_aside_later
-from kt_ray.checkpoint.manifest import Manifest, ShardInfo, step_name
+from kt_ray.checkpoint.manifest import MANIFEST, Manifest, ShardInfo, step_name
 from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
 from kt_ray.config.mapping import with_keys
@@ -85,6 +85,10 @@ def intact_checkpoint(config: Config) -> tuple[Config, Manifest | None]:
                 raise
             logger.warning("%s at %s: found %s; the one before it is taken", error.what, path, error.observed)
             continue
+        for later in sorted(path.parent.glob("step_*")):
+            number = later.name.removeprefix("step_")
+            if number.isdigit() and int(number) > manifest.step and later not in newest_first:
+                logger.warning("%s has no %s: it is no checkpoint, and is passed over", later, MANIFEST)
         if config.run.name is None:
             logger.warning("resuming the newest run of %s: %s", config.model.name, path)
         return with_keys(config, {"trainer.resume": str(path)}), manifest

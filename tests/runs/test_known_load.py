@@ -32,7 +32,9 @@ def test_the_choice_of_the_plan_before(
     assert choice_of(plan).resident == (2 if activations == "host" else None)
 
 
-def test_plans_of_earlier_versions_and_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_earlier_versions_and_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     plan = plan_to_dict(make_plan(small_dims(), make_config(), make_hardware()))
     del plan["activations"], plan["resident"], plan["micro_batch_tokens"], plan["micro_batch_rows"]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
@@ -49,7 +51,9 @@ def test_plans_of_earlier_versions_and_none(tmp_path: Path, monkeypatch: pytest.
     again = with_choice(auto, packed)
     assert (again.micro_batch_rows(1), again.micro_batch_tokens(1)) == (5, 5 * 128)
     (tmp_path / "plan.json").write_text("{}")
-    assert known_load.resumed_choice(make_config()) is None
+    assert known_load.resumed_choice(make_config()) is None and "plan.json is no plan" in caplog.text
+    (tmp_path / "plan.json").unlink()
+    assert known_load.resumed_choice(make_config()) is None and "plan.json is not there" in caplog.text
 
 
 def test_whether_experts_were_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

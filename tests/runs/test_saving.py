@@ -225,15 +225,15 @@ def test_a_full_disk_before_the_first_checkpoint(
 
 @pytest.mark.parametrize("file", ["experts-0.safetensors", "expert_load.json", "manifest.json"])
 def test_latest_passes_a_torn_checkpoint_over(
-    file: str, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+    file: str, undisturbed: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert cli.main([*RUN, "run.name=a", "trainer.max_steps=2"]) == 0
     torn = Path("runs/a/checkpoints/step_000002") / file
     os.truncate(torn, torn.stat().st_size // 2)
     capfd.readouterr()
     assert cli.main([*RUN, "run.name=a", "trainer.resume=latest"]) == 0
-    told = capfd.readouterr()
-    assert "the one before it is taken" in told.err and "superseded_step_000002" in told.out
+    assert "the one before it is taken" in caplog.text
+    assert "superseded_step_000002" in capfd.readouterr().out
     assert curve(Path("runs/a")) == curve(undisturbed)
     assert adapter(Path("runs/a")) == adapter(undisturbed)
 
@@ -361,10 +361,13 @@ def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_newest_run_is_named_when_none_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     newest = save(tmp_path / "runs" / "a", 10)
+    for step in (5, 20):
+        (save(tmp_path / "runs" / "a", step) / "manifest.json").unlink()
     (tmp_path / "runs" / "a" / "config.yaml").write_text("model: {name: demo}")
     config, manifest = intact_checkpoint(compose(["trainer.resume=latest"]))
     assert config.trainer.resume == str(newest) and manifest is not None and manifest.step == 10
     assert f"resuming the newest run of demo: {newest}" in caplog.text
+    assert "step_000020 has no manifest.json" in caplog.text and "step_000005" not in caplog.text
 
 
 def test_checkpoints_on_another_disk_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
