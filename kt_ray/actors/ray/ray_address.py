@@ -48,12 +48,18 @@ def running_cluster(address: str) -> Running | None:
         return None
     if address not in ("", "auto"):
         if not answers(address):
+            remedy = "start it with 'ray start --head', or set cluster.address=local"
+            if address.startswith("http"):  # what `ray job submit` takes
+                remedy = (
+                    "this is a dashboard's address: set cluster.address=HOST:PORT, with the port of "
+                    "'ray start --head' (6379), or cluster.address=local"
+                )
             raise UserError(
                 "no Ray cluster answers",
                 where=source,
                 observed=address,
                 required="the HOST:PORT of a running cluster",
-                remedy="start it with 'ray start --head', or set cluster.address=local",
+                remedy=remedy,
             )
         return Running(address, source)
     started = started_here(address_file())

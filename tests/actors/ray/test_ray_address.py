@@ -72,6 +72,8 @@ def test_a_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch, dead: str, alon
     assert running_cluster("auto") is None
     with pytest.raises(UserError, match=rf"cluster\.address; found {dead};.*ray start --head"):
         running_cluster(dead)
+    with pytest.raises(UserError, match="this is a dashboard's address: set cluster"):
+        running_cluster(f"http://{dead}")
     monkeypatch.setenv("RAY_ADDRESS", dead)
     with pytest.raises(UserError, match=rf"at RAY_ADDRESS; found {dead}"):
         running_cluster("auto")
