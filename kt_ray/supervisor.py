@@ -15,6 +15,7 @@ import ctypes
 import datetime
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -368,8 +369,8 @@ class TrainingSupervisor(Supervisor):
     def _resumed_step(self) -> int:
         """The step that the first driver goes on from."""
         checkpoint = checkpoint_to_resume(self._config)
-        number = "" if checkpoint is None else checkpoint.name.removeprefix("step_")
-        return int(number) if number.isdigit() else 0
+        found = None if checkpoint is None else re.search(r"step_(\d+)", checkpoint.name)
+        return int(found[1]) if found else 0  # also of superseded_step_000300_2
 
     def _text(self) -> str:
         """supervisor.log as it is."""

@@ -373,6 +373,9 @@ sys.exit(supervisor.as_child(run))
     began, step, *command = lines[0].split()
     assert len(lines) > 1 and len(set(lines)) == 1 and before <= float(began) <= after and step == "7"
     assert command == sys.argv
+    aside = checkpoint.rename(checkpoint.with_name("superseded_step_000007_2"))
+    named = compose([f"run.root={place.path / 'runs'}", "run.name=a", f"trainer.resume={aside}"])
+    assert TrainingSupervisor(named)._first_step == 7
 
 
 def test_a_server_that_answered_is_started_again_as_it_was(
