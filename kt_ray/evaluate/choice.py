@@ -65,6 +65,8 @@ _CALLED_WRONG = (
     r"(?:think|believe)\s+(?:that\s+)?(?:it|the answer)\s+is)"
     rf"{_BETWEEN}){{known}}{_END}(?:{_SECOND.replace('(%s)', '{known}')})*"
 )
+# An answer to "Which option is incorrect?", if it names no other; of two options the other may be meant.
+_ASKED_FOR = rf"(?i:\bthe\s+(?:only\s+)?(?:wrong|incorrect|false|worst)\s+(?:option|choice)\b{_IS}{_BETWEEN})(%s){_END}"
 # After these words (in small letters) a single "A" is an option; after others it is the article.
 _VERBS = ("is", "or", "and", "because", "since", "as", "but", "seems", "would", "must", "should", "for")
 
@@ -94,7 +96,8 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     the kind "option B is correct"; a letter that begins the answer ("B", "(B)", "B. Paris", "**B**"), unless
     the options are listed (the first two begin lines, with a text) or it is called wrong; the only one that
     is called right ("B is correct"); a letter alone on the last line; the only option letter that stands
-    alone anywhere and is not denied. Reasoning in <think> is left out. Options are capital letters; a small
+    alone anywhere and is not denied; of more than two options "the incorrect option is B", which one asks
+    for, too. Reasoning in <think> is left out. Options are capital letters; a small
     one counts only where the whole answer, or all behind "answer:" or "answer is", is that letter, or where
     it stands there in brackets. An article ("A cat") or "I" is no option.
     """
@@ -126,6 +129,7 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     line = re.search(rf"\n[^\w\n]*({known})[^\w\n]*\Z", text)
     if line:
         return line[1]
+    asked = [one for one in _found(text, _ASKED_FOR % known) if not _names_second(text[one.end(1) :], known)]
     text = re.sub(_CALLED_WRONG.replace("{known}", known), "", text)
     denied = r"(?<!n't )(?<!not be )(?<!n't be )(?<!不是)(?<!不选)"
     alone = {
@@ -133,6 +137,8 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
         for match in re.finditer(rf"(?<![A-Za-z0-9'’]){denied}({known})(?![A-Za-z0-9'’]|-\w|{_WRONG})", text)
         if not _is_word(text, match.end(1), match[1])
     }
+    if len(asked) == 1 and not alone and len(letters) > 2:
+        return asked[0][1]
     return alone.pop() if len(alone) == 1 else None
 
 

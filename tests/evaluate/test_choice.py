@@ -79,7 +79,8 @@ ANSWERS = [
         (text, None)
         for text in (
             "The wrong answer is B.",
-            "The only incorrect choice: (B)",
+            "The incorrect options are B and C",
+            "The incorrect option is B or C",
             "B is the wrong answer",
             "Not B.",
             "I would not choose B",
@@ -90,6 +91,15 @@ ANSWERS = [
     ],
     ("The wrong answers are B and C, so A", "A"),
     ("The worst option is B; C it is", "C"),
+    # which may be what the question asks for
+    *[
+        (text, "B")
+        for text in (
+            "The incorrect option is B.",
+            "The only incorrect choice: (B)",
+            "The worst option is B, not C.",
+        )
+    ],
     # on the last line
     ("A. 5\nB. 6\n\nB", "B"),
     ("B. Rome\n\nA. is in France\nC. is in Spain", "B"),
@@ -123,6 +133,10 @@ ANSWERS = [
 @pytest.mark.parametrize(("text", "letter"), ANSWERS)
 def test_extract_letter(text, letter):
     assert extract_letter(text) == letter
+
+
+def test_of_two_options_the_incorrect_one_may_mean_the_other():
+    assert extract_letter("The incorrect option is B.", "AB") is None
 
 
 @pytest.mark.parametrize("mark", ["[THINK]", "<|START_THINKING|>", "<|open|>think<|sep|>"])
