@@ -35,6 +35,7 @@ _DECIMAL_COMMA = re.compile(
     r"(?<![A-Za-z0-9_.,(\[])(?<![(\[][ +-])(?<![(\[] [+-])(?<!\\\{)(?<!\\\{[ +-])(?<!\\\{ [+-])"
     r"(?![1-9]\d{0,2},\d{3}(?!\d))(\d+|\d{1,3}(?:\.\d{3})+),(\d+)(?![.,]?\d)"
 )
+_MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6}\.? \Z", re.IGNORECASE)
 _REPEATED = re.compile(r"(?<!\d)(\d{0,9}\.\d{0,9})\\(?:overline|bar)\s*(?:\{(\d{1,9})\}|(\d))")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d|,\d|\s?/|-[A-Za-z])")  # not 3 200-ml
 _SPACE = re.compile(r"\\(?:[;: ]|left(?![a-z])|right(?![a-z]))|~")
@@ -220,6 +221,9 @@ def _without_spaces(text: str) -> str:
 
 
 def _with_point(match: re.Match[str]) -> str:
+    """As it is in "January 3,2020"."""
+    if len(match[2]) == 4 and _MONTH.search(match.string, max(0, match.start() - 12), match.start()):
+        return match[0]
     return f"{match[1].replace('.', '')}.{match[2]}"
 
 

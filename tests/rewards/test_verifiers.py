@@ -193,6 +193,8 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
             for comma in ("3,5", "The answer is 3,5", "答案是3,5", "#### 3,5", r"\boxed{3,50}")
             for end in ("", ".")
         ],
+        *[(f"{month} 13,2020", 2020, 1) for month in ("It began on January", "Since Sept.", "from may")],
+        ("in May 3,2", 3.2, 1),
         ("0,125", 0.125, 1),
         ("0,125", 125, 0),
         ("1.234.567,89 €", 1234567.89, 1),
