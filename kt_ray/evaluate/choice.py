@@ -66,7 +66,10 @@ _CALLED_WRONG = (
     rf"{_BETWEEN}){{known}}{_END}(?:{_SECOND.replace('(%s)', '{known}')})*"
 )
 # An answer to "Which option is incorrect?", if it names no other; of two options the other may be meant.
-_ASKED_FOR = rf"(?i:\bthe\s+(?:only\s+)?(?:wrong|incorrect|false|worst)\s+(?:option|choice)\b{_IS}{_BETWEEN})(%s){_END}"
+_ASKED_FOR = (
+    r"(?i:\bthe\s+(?:only\s+)?(?:wrong|incorrect|false|worst)\s+(?:option|choice)\b"
+    rf"{_IS}{_BETWEEN})(%s){_END}"
+)
 # After these words (in small letters) a single "A" is an option; after others it is the article.
 _VERBS = ("is", "or", "and", "because", "since", "as", "but", "seems", "would", "must", "should", "for")
 
