@@ -388,16 +388,16 @@ class PlainActor(ABC):
     def drop_adapter(self, name: str) -> None:
         """Forget a copy that was kept, if it is there."""
 
-    def adapter(self) -> Mapping[str, Tensor]:
-        """This actor's part of the adapter file."""
-        return self.lora("param")
+    @abstractmethod
+    def adapter(self, which: bool | str = True) -> Mapping[str, Tensor]:
+        """This actor's part of the adapter file, of the present LoRA (True) or of one that was kept."""
 
-    def write_adapter(self, directory: str, layout: Any) -> int:
+    def write_adapter(self, directory: str, layout: Any, which: bool | str = True) -> int:
         """Write this actor's byte ranges of the adapter file: of every tensor what it has room for, from the
-        beginning. Returns the number of tensors."""
+        beginning; `which` as in `adapter`. Returns the number of tensors."""
         tensors = {
             name: value[tuple(map(slice, layout.shapes[name]))]
-            for name, value in self.adapter().items()
+            for name, value in self.adapter(which).items()
             if name in layout.shapes
         }
         if tensors:

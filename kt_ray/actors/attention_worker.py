@@ -483,9 +483,9 @@ class AttentionWorker(PlainActor):
             return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters}
         return {name: p.data for name, p in parameters}
 
-    def adapter(self) -> Mapping[str, torch.Tensor]:
+    def adapter(self, which: bool | str = True) -> Mapping[str, torch.Tensor]:
         """Empty on replicas above 0, which have the same."""
-        return self.stage.adapter() if self.part.replica == 0 else {}
+        return self.stage.adapter(which) if self.part.replica == 0 else {}
 
     def _set_step(self, step: int) -> None:
         if self._masters is not None:

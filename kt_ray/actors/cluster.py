@@ -690,5 +690,5 @@ class ActorCluster(ABC):
         """Forget such a copy."""
         self._all("drop_adapter", name)
 
-    def write_adapter(self, directory: str, layout: Any) -> int:
-        return int(sum(self._all("write_adapter", directory, layout)))
+    def write_adapter(self, directory: str, layout: Any, which: bool | str = True) -> int:
+        return int(sum(self._all("write_adapter", directory, layout, which)))

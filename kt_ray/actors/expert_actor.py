@@ -359,9 +359,9 @@ class ExpertActor(PlainActor):
     def lora(self, what: str) -> Mapping[str, Tensor]:
         return dict(self.experts.named(what, updated=what == "grad" and self._summed))
 
-    def adapter(self) -> Mapping[str, Tensor]:
+    def adapter(self, which: bool | str = True) -> Mapping[str, Tensor]:
         """Of each expert one copy writes a layer."""
-        return dict(self.experts.named("param"))
+        return dict(self.experts.named("param", which=which))
 
     def _set_step(self, step: int) -> None:
         self.experts.set_step(step)

@@ -618,16 +618,20 @@ class LocalExperts:
 
     # -- by name -----------------------------------------------------------------------------
 
-    def named(self, what: str, *, updated: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def named(
+        self, what: str, *, updated: bool = True, which: bool | str = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, live view) for what = "param", "grad", or one of the optimizer's `state_kinds`.
 
         Args:
             updated: only what this actor's optimizer updates.
+            which: for "param", the name of a copy that `keep` made; True = the present LoRA.
         """
         for layer in self._updated() if updated else tuple(self._parameters):
             for key, parameter in self._parameters[layer].items():
                 if what == "param":
-                    stacked = parameter.data
+                    kept = None if which is True else self._adapters[which].lora[layer]
+                    stacked = parameter.data if kept is None else getattr(kept, key)
                 elif what == "grad":
                     stacked = _grad(parameter)
                 else:

@@ -277,6 +277,10 @@ class AdapterSwitch:
         """Keep the trained adapter's present values under a name; `copy` if they will change."""
         self._values[name] = {n: p.clone() if copy else p for n, p in self._values[True].items()}
 
+    def kept(self, name: bool | str) -> Mapping[str, Tensor]:
+        """A kept adapter's values."""
+        return self._values[name]
+
     def drop(self, name: str) -> None:
         """Forget a kept adapter, if it is there, that no layer uses: after `switch_all(True)`."""
         self._values.pop(name, None)

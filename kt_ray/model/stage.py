@@ -352,9 +352,11 @@ class Stage:
             | self.magnitudes
         )
 
-    def adapter(self) -> dict[str, Tensor]:
-        """The adapter of the unchanged weights, on the CPU: the parameters, or PiSSA's of rank 2r."""
-        now = {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
+    def adapter(self, which: bool | str = True) -> dict[str, Tensor]:
+        """The adapter of the unchanged weights, on the CPU: the parameters or what was kept, or PiSSA's of
+        rank 2r."""
+        values = self.parameters if which is True else self.adapters.kept(which)
+        now = {name: value.detach().cpu().clone() for name, value in values.items()}
         return relative_to_weights(now, self.principal) if self.principal else now
 
     @torch.no_grad()

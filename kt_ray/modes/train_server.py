@@ -11,8 +11,7 @@ from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.config.schema import Config
 from kt_ray.data.tokenizer_files import load_tokenizer
 from kt_ray.placement.generation_memory import within_server
-from kt_ray.placement.memory import checkpoint_bytes
-from kt_ray.runs.disk_room import gigabytes
+from kt_ray.runs.disk_room import gigabytes, training_bytes
 from kt_ray.runs.generation import generation_of
 from kt_ray.runs.prepare import prepare_model
 from kt_ray.runs.run_lock import locked
@@ -49,9 +48,9 @@ def run(config: Config) -> int:
             f"clients: TINKER_BASE_URL=http://{host}:{serve.port} "
             f"TINKER_API_KEY={PREFIX}{'any' if key is None else '<the key>'}"
         )
-        on_disk = gigabytes(checkpoint_bytes(model.plan.dims, config))
+        on_disk = gigabytes(training_bytes(model.plan.dims, config))
         most, held = config.train_server.trainings, config.train_server.adapters
-        say(f"trainings: at most {most}, {held} in memory at a time, others on disk with {on_disk} each")
+        say(f"trainings: at most {most}, {held} in memory at a time; on disk up to {on_disk} each")
         say("Ctrl-C ends the server")
 
     remedy = "set train_server.directory to a directory that you may write to"

@@ -37,6 +37,12 @@ class DiskNeed:
         return f"{gigabytes(self.total)}: {', '.join(parts)}"
 
 
+def training_bytes(dims: ModelDims, config: Config) -> int:
+    """What a training of a train server takes at most, beside what its client saves: its state and its latest
+    sampler."""
+    return checkpoint_bytes(dims, config) + 4 * trained_params(dims, config.lora)
+
+
 def disk_need(
     dims: ModelDims, config: Config, steps: int | None, step_seconds: float, steps_per_epoch: int = 1
 ) -> DiskNeed:

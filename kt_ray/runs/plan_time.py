@@ -20,10 +20,9 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import choice_text, counted
-from kt_ray.runs.disk_room import DiskNeed, disk_need, gigabytes, shortage
+from kt_ray.runs.disk_room import DiskNeed, disk_need, gigabytes, shortage, training_bytes
 from kt_ray.runs.rundir import checkpoint_to_resume, place_to_write
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
 from kt_ray.timing.sampling_seconds import SamplingTime, predict_sampling
@@ -142,9 +141,9 @@ def _server_lines(config: Config, plan: Plan, sampled: SamplingTime) -> Iterator
         f"{counted(answers, 'answer')} of {answer} tokens at a time, of it {duration(sampled.prefill)} for "
         f"prompts of {prompt}, each another one"
     )
-    each = checkpoint_bytes(plan.dims, config)
+    each = training_bytes(plan.dims, config)
     yield (
-        f"disk       {gigabytes(each)} for each training, {gigabytes(each * most)} for {most} "
+        f"disk       up to {gigabytes(each)} for each training, {gigabytes(each * most)} for {most} "
         "(train_server.trainings)"
     )
 

@@ -266,11 +266,13 @@ def write_adapter(
     cluster: Cluster,
     notes: tuple[str, ...] = (),
     part: LoraPart = WHOLE,
+    which: bool | str = True,
 ) -> Path:
     """The PEFT directory: laid out by the driver, filled by every actor, then published.
 
     Args:
         part: that was trained; the adapter has nothing else. Not of a PiSSA run.
+        which: the name of a copy that was kept; True = the present LoRA.
 
     Raises:
         UserError: it cannot be written; what was begun is removed, an earlier adapter stays.
@@ -288,7 +290,7 @@ def write_adapter(
     with writing("adapter", directory, layout.size):
         try:
             create_adapter(directory, layout)
-            cluster.write_adapter(str(directory), layout)
+            cluster.write_adapter(str(directory), layout, which)
             modules = (*prepared.module_names, *prepared.other_names)
             return finish_adapter(directory, layout, info, modules=modules)
         except ActorLost:

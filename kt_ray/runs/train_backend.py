@@ -574,6 +574,21 @@ class ClusterBackend:
         self._cluster.keep_adapter(sampler)
         self._samplers.add(sampler)
 
+    def put_aside(self, sampler: str) -> Path:
+        directory = self._directory / f"sampler-{next(self._numbers):08d}"
+
+        def work() -> None:
+            self.check(sampler)
+            write_adapter(self._generation, directory, self._cluster, which=sampler)
+
+        try:
+            with _own_remedy():
+                self._surely(work)
+        except Exception:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        return directory
+
     def drop(self, sampler: str) -> None:
         self._samplers.discard(sampler)
         self._wanted.pop(sampler, None)

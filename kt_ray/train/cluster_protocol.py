@@ -86,6 +86,7 @@ class Cluster(Protocol):
         """Every actor goes back to the state before the first step: initial LoRA, no moments."""
         ...
 
-    def write_adapter(self, directory: str, layout: Any) -> int:
-        """Every actor writes its byte ranges of the adapter; returns the number of tensors."""
+    def write_adapter(self, directory: str, layout: Any, which: bool | str = True) -> int:
+        """Every actor writes its byte ranges of the adapter, or of one that was kept under a name; returns
+        the number of tensors."""
         ...

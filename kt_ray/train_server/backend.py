@@ -158,6 +158,10 @@ class Backend(Protocol):
             find: where; asked before each reading, and raises ApiError where it is gone.
         """
 
+    def put_aside(self, sampler: str) -> Path:
+        """Write a nameless sampler's weights into a directory of its own, for `load_sampler`; it stays until
+        `drop`. Who no longer needs the directory removes it."""
+
     def drop(self, sampler: str) -> None: ...
 
     def score(self, sampler: str | bool, prompts: Sequence[np.ndarray], top: int) -> list[Scores]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 _POLL = 0.5  # seconds; nothing depends on it
 MOST_TRIES = 4  # of a job in whose rounds actors die
+_NOT_KEPT = (
+    "of samplers without a name the server keeps each training's latest, others while there is room; save "
+    "under a name (save_weights_for_sampler) what is needed longer"
+)
 CANCELLED = Failure("the request was cancelled")
 
 
@@ -51,6 +56,7 @@ class Sampler:
         key: the backend's name; False = the base model. path: tinker:// path that it comes from, or None.
         find: where to load it from when it is first used, or again. loaded: whether the backend has it.
         model: whose weights a nameless one has. replaced: there is a later one of this model.
+        aside: where such a one lies on disk, for `find`. lost: why it is neither there nor in memory.
         jobs: that wait or run.
     """
 
@@ -62,7 +68,8 @@ class Sampler:
     model: str | None = None
     replaced: bool = False
     loaded: bool = False
-    lost: bool = False
+    aside: Path | None = None
+    lost: str = ""
     jobs: int = 0
 
 
@@ -86,8 +93,8 @@ class SampleRounds:
     """Jobs that wait, and those that run. `run` is the worker's, everything else anybody's.
 
     Args:
-        most_samplers: that the backend keeps at the same time. One that was saved is loaded again when it is
-            needed; of the nameless the one that nobody used for longest is lost, the latest of a model last.
+        most_samplers: that the backend keeps at the same time. Of the nameless a model's latest waits on disk
+            where others take its room, an earlier one is lost. What is on disk is loaded when it is needed.
         tick: called now and then while samples run, which may be without end.
     """
 
@@ -108,6 +115,7 @@ class SampleRounds:
         self._running: list[SampleJob] = []
         self._died = False  # an actor, in the present round
         self._loaded: dict[str, Sampler] = {}  # by use, the last one used last
+        self._aside: list[Sampler] = []  # nameless ones with a file
         self.closing = False
         queue.samples_wait = lambda: bool(self._waiting)
 
@@ -152,8 +160,10 @@ class SampleRounds:
         Returns:
             Whether there is room.
         """
-        for sampler in self._loaded.values():
+        for sampler in (*self._loaded.values(), *self._aside):
             sampler.replaced |= model is not None and sampler.model == model
+        for sampler in [one for one in self._aside if one.replaced and not (one.loaded or one.jobs)]:
+            self.drop(sampler)
         while True:
             with self._queue.changed:
                 needed = {job.sampler.key for job in self._running}
@@ -165,7 +175,7 @@ class SampleRounds:
                 spare.sort(key=lambda s: (s.jobs > 0, s.find is None, not s.replaced))
                 spare = spare[: max(0, len(self._loaded) + 1 - self._most)]
             for sampler in spare:
-                self.drop(sampler)
+                self._unload(sampler)
             if len(self._loaded) < self._most:
                 return True
             if self._running:
@@ -173,13 +183,37 @@ class SampleRounds:
             self.run(more=False)
 
     def drop(self, sampler: Sampler) -> None:
-        """The worker's."""
+        """With what lies on disk of a nameless one; the worker's."""
+        sampler.replaced = True
         if sampler.loaded:
-            assert isinstance(sampler.key, str)
-            self._backend.drop(sampler.key)
-            del self._loaded[sampler.key]
-            sampler.loaded = False
-            sampler.lost = sampler.find is None
+            self._unload(sampler)
+        if sampler.aside is not None:
+            self._aside.remove(sampler)
+            shutil.rmtree(sampler.aside, ignore_errors=True)
+            sampler.aside = sampler.find = None
+            sampler.lost = _NOT_KEPT
+
+    def _unload(self, sampler: Sampler) -> None:
+        """From memory; the latest of a model goes to disk."""
+        assert isinstance(sampler.key, str)
+        if sampler.find is None:
+            sampler.lost = _NOT_KEPT if sampler.replaced else self._put_aside(sampler)
+        self._backend.drop(sampler.key)
+        del self._loaded[sampler.key]
+        sampler.loaded = False
+
+    def _put_aside(self, sampler: Sampler) -> str:
+        """Returns why it cannot be; "" = it is on disk."""
+        assert isinstance(sampler.key, str)
+        try:
+            aside = self._backend.put_aside(sampler.key)
+        except Exception as error:
+            reason = failure_of(error).message
+            logger.warning("a sampler is lost: it had to go to disk, and could not: %s", reason)
+            return f"they had to go to disk, and could not: {reason}"
+        sampler.aside, sampler.find = aside, lambda: aside
+        self._aside.append(sampler)
+        return ""
 
     def _lasting(self) -> set[str]:
         """Samplers that cannot be loaded again and are waited for: they stay."""
@@ -261,11 +295,7 @@ class SampleRounds:
     def _load(self, sampler: Sampler, jobs: Sequence[SampleJob]) -> None:
         failure: Failure | None = None
         if sampler.lost:
-            failure = Failure(
-                f"the weights of this sampler are no longer kept: the server keeps {self._most}, the latest "
-                "of each training before others; save under a name (save_weights_for_sampler) what is "
-                "needed longer"
-            )
+            failure = Failure(f"the weights of this sampler are no longer kept: {sampler.lost}")
         elif sampler.key is not False and not sampler.loaded:
             try:
                 assert isinstance(sampler.key, str) and sampler.find is not None

@@ -98,6 +98,7 @@ class FakeBackend:
     Attributes:
         calls: in their order. gate: closed, answers and passes wait. faults: call -> error it raises once.
         deaths: sessions to come in which an actor dies after a sample's first token. on_disk: models there.
+        aside: where samplers are put.
     """
 
     base_model = "demo/model"
@@ -115,6 +116,7 @@ class FakeBackend:
         self.faults: dict[str, Exception] = {}
         self.deaths = 0
         self.on_disk: set[str] = set()
+        self.aside = Path()
         self.gate = threading.Event()
         self.gate.set()
         self.models: dict[str, Weight] = {}
@@ -195,6 +197,13 @@ class FakeBackend:
     def load_sampler(self, sampler: str, find: Callable[[], Path]) -> None:
         self._call("load_sampler", sampler)
         self.samplers[sampler] = json.loads((find() / "adapter_model.json").read_text())
+
+    def put_aside(self, sampler: str) -> Path:
+        self._call("put_aside", sampler)
+        directory = self.aside / sampler.replace(":", "-")
+        directory.mkdir(parents=True)
+        (directory / "adapter_model.json").write_text(json.dumps(self.samplers[sampler]))
+        return directory
 
     def drop(self, sampler: str) -> None:
         self._call("drop", sampler)

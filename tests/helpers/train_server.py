@@ -57,6 +57,7 @@ def running(
     directory: Path, backend: FakeBackend | None = None, *, key: str = KEY, **settings: Any
 ) -> Iterator[Running]:
     backend = backend or FakeBackend()
+    backend.aside = directory / ".aside"
     service = TrainService(backend, directory, **settings)
     app = make_app(service, digest(key), MAX_BODY)
     config = uvicorn.Config(

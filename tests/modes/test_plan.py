@@ -90,7 +90,7 @@ def test_a_train_server(capsys: pytest.CaptureFixture[str]) -> None:
         "8 samplers; 16 answers at a time in each replica",
         "16 answers of 256 tokens at a time",
         "prompts of 768, each another one",
-        "disk       20.3 GB for each training, 648.1 GB for 32 (train_server.trainings)",
+        "disk       up to 27.0 GB for each training, 864.1 GB for 32 (train_server.trainings)",
         "predicted  ",
     ):
         assert wanted in text, wanted

@@ -308,7 +308,7 @@ def test_an_adapter_that_cannot_be_written_leaves_the_room(
     raised: type[Exception],
     left: list[str],
 ) -> None:
-    def write(directory: str, _: Any) -> None:
+    def write(directory: str, *_: Any) -> None:
         (Path(directory) / ".written-1").touch()
         raise fault or AssertionError
 

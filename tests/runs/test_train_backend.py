@@ -140,7 +140,12 @@ def test_state_and_adapter_come_back(model: Path, tmp_path: Path, flushed: set[i
             backend.step(name, ADAM)
             ends.append(backend.run(name, given, ENTROPY, backward=False))
         assert ends[0].loss == ends[1].loss
+        aside = backend.put_aside("kept")  # its training has gone on
         backend.drop("kept")
+        backend._undo(changes=True)  # what follows a death, too
+        backend.load_sampler("back", lambda: aside)
+        for one, other in zip(kept, backend.score("back", prompts, 0), strict=True):
+            np.testing.assert_array_equal(one.logprobs, other.logprobs)
         with pytest.raises(UserError, match="the sampler's weights are gone"):
             backend.score("kept", prompts, 0)
         backend.forget("mine")

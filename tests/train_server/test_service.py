@@ -414,6 +414,33 @@ def test_a_training_that_makes_many_samplers_takes_no_other_ones_latest(tmp_path
         raw.http.close()
 
 
+def test_more_trainings_than_samplers_have_room_keep_their_latest_on_disk(tmp_path: Path) -> None:
+    with running(tmp_path, FakeBackend(), most_samplers=1) as server:
+        raw, steps = Raw(server), itertools.count(1)
+        models = [raw.model(number) for number in range(3)]
+        numbers = dict.fromkeys(models, 0)
+
+        def made(model: str) -> str:
+            numbers[model] += 1
+            body = {"model_id": model, "seq_id": numbers[model], "sampling_session_seq_id": next(steps)}
+            return raw.result(raw.post("save_weights_for_sampler", **body))["sampling_session_id"]
+
+        for _ in range(2):
+            latest = [made(model) for model in models]
+            for sampler in (*latest, *reversed(latest)):
+                assert isinstance(raw.result(raw.sample(sampler, next(steps))), bytes)
+            assert len(list(server.backend.aside.iterdir())) <= len(models)  # no earlier ones
+        server.backend.faults["put_aside"] = OSError(errno.ENOSPC, "no space")
+        newer = made(models[0])
+        assert isinstance(raw.result(raw.sample(newer, next(steps))), bytes)
+        raw.result(raw.sample(latest[1], next(steps)))
+        told = raw.result(raw.sample(newer, next(steps)))["error"]
+        assert "had to go to disk" in told and "disk is full" in told
+        assert raw.http.post(f"sessions/{raw.session}/finish", json={}).status_code == 204
+        until(lambda: not list(server.backend.aside.iterdir()))
+        raw.http.close()
+
+
 def test_no_more_samplers_than_planned_although_all_are_waited_for(tmp_path: Path) -> None:
     """Nameless ones answer before another takes their place, though who came first wants one from a file."""
     with running(tmp_path, FakeBackend(), most_samplers=2) as server:
