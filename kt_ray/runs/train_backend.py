@@ -38,7 +38,15 @@ from kt_ray.runs.joined_waves import joined, mix_of, one_wave, room_for_several
 from kt_ray.runs.saving import lora_fields, write_adapter
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.reports import PassReport
-from kt_ray.train_server.backend import AdamParams, Datum, Pass, PassResult, SamplingSession, Scores
+from kt_ray.train_server.backend import (
+    AdamParams,
+    Datum,
+    NoRoomYet,
+    Pass,
+    PassResult,
+    SamplingSession,
+    Scores,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +172,8 @@ class ClusterBackend:
                 return work()
             except ActorLost as lost:
                 self._revivals.bring_back(lost)
+            except NoRoomYet:
+                raise  # before anything was done
             except BadStep as bad:
                 self._undo(changes, models)
                 # Its own remedy is keys of a run's configuration, which a client has not.
@@ -295,19 +305,28 @@ class ClusterBackend:
 
     def _make_room(self) -> None:
         """In memory, for one more training: another goes to disk, one that waits for nothing if there is one,
-        the one that was not used for longest."""
+        the one that was not used for longest; where it cannot be written, one that need not be."""
         held = {name: training for name, training in self._trainings.items() if not training.on_disk}
         if len(held) < self._generation.config.train_server.adapters:
             return
         busy = self.busy()
-        model = min(held, key=lambda m: (m in busy, len(held[m].journal) > held[m].waiting, held[m].used))
+        first = sorted(held, key=lambda m: (m in busy, len(held[m].journal) > held[m].waiting, held[m].used))
+        model = first[0]
         if held[model].waiting:  # else its snapshot is what it is
             config, dims = self._generation.config, self._generation.plan.dims
             where = "train_server.directory to another disk"
-            require_room(
-                "no room for an idle training", checkpoint_bytes(dims, config), self._directory, where
-            )
-            self._write_snapshot(model)
+            try:
+                require_room(
+                    "no room for an idle training", checkpoint_bytes(dims, config), self._directory, where
+                )
+                self._write_snapshot(model)
+            except ActorLost:
+                raise
+            except Exception:
+                written = [other for other in first if not held[other].waiting]
+                if not written:
+                    raise
+                model = written[0]
         if self._present == model:
             self._present = None
         else:
@@ -359,7 +378,13 @@ class ClusterBackend:
         training = self._known(model)
         training.used = next(self._uses)
         if training.on_disk:
-            self._make_room()
+            try:
+                self._make_room()
+            except ActorLost:
+                raise
+            except Exception as error:
+                reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                raise NoRoomYet(reason) from error
             self._begin_again_or_lose(model)
             self._known(model)
         elif self._present != model:

@@ -18,7 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from kt_ray.batch import LoraPart, TokenLoss
+from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request
+
+
+class NoRoomYet(UserError):
+    """A model that waits on disk cannot come back before another can be written there; nothing has changed,
+    and the same call may go on later."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class SamplingSession(Protocol):
 
 class Backend(Protocol):
     """All names are the service's own; every call raises UserError for what a client can mend, ActorLost for
-    a death.
+    a death; those for a model that there is raise NoRoomYet.
 
     Attributes:
         busy: models with work that waits; they stay in memory if they can. The service's to set.

@@ -315,7 +315,10 @@ def _add_training(app: FastAPI, service: TrainService) -> None:
         promise = service.promise((await _body(request, types.FutureRetrieveRequest)).request_id)
         outcome = await promise.wait(LONG_POLL)
         if outcome is None:  # 408: the SDK asks again at once
-            again = {"type": "try_again", "request_id": promise.name, "queue_state": "active"}
+            state = "paused_capacity" if promise.paused else "active"
+            again = {"type": "try_again", "request_id": promise.name, "queue_state": state}
+            if promise.paused:  # which the SDK shows
+                again["queue_state_reason"] = promise.paused
             return JSONResponse(again, 408)
         service.promises.fetched(promise)
         if isinstance(outcome, Failure):

@@ -37,12 +37,14 @@ class Promise:
     """One request's outcome, now or later.
 
     Attributes:
-        name: what clients call it. owner: model or sampler whose end drops it.
+        name: what clients call it. owner: model or sampler whose end drops it. paused: what it waits for
+            beside its turn.
     """
 
     def __init__(self, name: str, owner: str) -> None:
         self.name = name
         self.owner = owner
+        self.paused = ""
         self._future: Future[Outcome] = Future()
 
     @property

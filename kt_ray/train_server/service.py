@@ -20,7 +20,7 @@ from typing import Any
 
 from kt_ray.batch import LoraPart
 from kt_ray.serve.api_errors import ApiError, shutting_down
-from kt_ray.train_server.backend import AdamParams, Backend, Datum, Pass
+from kt_ray.train_server.backend import AdamParams, Backend, Datum, NoRoomYet, Pass
 from kt_ray.train_server.futures import Failure, Promise, Promises, Reply
 from kt_ray.train_server.sample_requests import sample_of
 from kt_ray.train_server.sample_rounds import SampleJob, Sampler, SampleRounds, failure_of
@@ -45,6 +45,7 @@ ENDS = "the server is shutting down"
 GONE = 60.0  # seconds of silence, six of the SDK's heartbeats, after which a client may lose its room
 _STILL = 10.0  # seconds without a `tick` after which the process stood still
 _TURN = 64  # requests of one model before another has its turn, where no optimizer step ends it
+_PAUSE = 10.0  # seconds until what had no room is tried again
 _SWEEP = 1.0  # seconds between looks at what has expired
 _SWEEP_DISK = 60.0  # the same, of checkpoints
 UNEMBED = "train_unembed is accepted and changes nothing: this server trains no LoRA on the output layer"
@@ -259,6 +260,8 @@ class TrainService:
         def run(data: list[Datum] = data) -> Reply:
             try:
                 return pass_reply(self.backend.run(model.name, data, loss, backward=backward))
+            except NoRoomYet:
+                raise
             except Exception:
                 spoil()
                 raise
@@ -280,8 +283,8 @@ class TrainService:
 
         def step(params: AdamParams = params) -> Reply:
             if model.failed is not None:
-                failed, model.failed = model.failed, None
                 self.backend.discard(model.name)
+                failed, model.failed = model.failed, None
                 raise bad(
                     f"no step was taken: request {failed} of a pass had failed, so all gradients "
                     "since the step before were thrown away. To fix: send that pass again, whole, and step"
@@ -434,7 +437,7 @@ class TrainService:
             if joins and (others := self._queue.take_parts(party, held)):
                 self._run_joined([work, *others])
             else:
-                self._run(work)
+                self._run(work, party)
             if work.ends_turn:
                 return
 
@@ -445,22 +448,33 @@ class TrainService:
             # Nothing has changed: alone, only the one whose fault it is fails.
             logger.warning("passes of %d models are repeated one by one: %s", len(works), error)
             for work in works:
-                self._run(work)
+                self._run(work, work.part.model if work.part else "")
             return
         for work, result in zip(works, results, strict=True):
-            self._run(work, partial(pass_reply, result))
+            self._run(work, "", partial(pass_reply, result))
 
-    def _run(self, work: Work, made: Callable[[], Reply] | None = None) -> None:
+    def _run(self, work: Work, model: str, made: Callable[[], Reply] | None = None) -> None:
         """made: the reply, where it is known by now."""
         run = made or work.run
         if run is None:
             return
         try:
             outcome: Reply | Failure = run()
+        except NoRoomYet as error:
+            self._pause(work, model, error.line())
+            return
         except Exception as error:
             outcome = failure_of(error)
         if work.promise is not None:
             self.promises.settle(work.promise, outcome)
+
+    def _pause(self, work: Work, model: str, reason: str) -> None:
+        """Its client waits, as others' trainings must not end its own."""
+        if work.promise is not None:
+            if not work.promise.paused:
+                logger.warning("request %s waits until there is room: %s", work.promise.name, reason)
+            work.promise.paused = reason
+        self._queue.put_back(model, work, _PAUSE)
 
     def _sweep(self) -> None:
         now = time.monotonic()

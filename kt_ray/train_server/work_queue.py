@@ -46,10 +46,11 @@ class _Order:
     next: int  # number of the request that runs next
     waiting: dict[int, Work] = field(default_factory=dict)
     moved: float = field(default_factory=time.monotonic)  # when the last one ran or the first began to wait
+    later: float = 0.0  # before then nothing runs
 
     @property
     def ready(self) -> bool:
-        return self.next in self.waiting
+        return self.next in self.waiting and time.monotonic() >= self.later
 
 
 class WorkQueue:
@@ -142,6 +143,17 @@ class WorkQueue:
             order.moved = time.monotonic()
             return work
 
+    def put_back(self, model: str, work: Work, seconds: float) -> None:
+        """What was taken last waits so long, and all of the model behind it."""
+        with self.changed:
+            order = self._orders.get(model)
+            if order is not None:
+                order.next -= 1
+                order.waiting[order.next] = work
+                order.later = time.monotonic() + seconds
+            elif work.promise is not None:
+                self._promises.settle(work.promise, Failure("the model is gone"))
+
     def take_parts(self, model: str, fits: Callable[[str], bool]) -> list[Work]:
         """The next work of every other model that fits whose next work may be part of a pass of several."""
         with self.changed:
@@ -160,7 +172,7 @@ class WorkQueue:
         """Requests that waited too long for one before them fail."""
         with self.changed:
             for model, order in self._orders.items():
-                if order.waiting and not order.ready and time.monotonic() - order.moved > GAP:
+                if order.waiting and order.next not in order.waiting and time.monotonic() - order.moved > GAP:
                     self.on_gap(model, order.next)
                     self._fail(
                         order, f"request {order.next} of this model never came; those after it cannot run"

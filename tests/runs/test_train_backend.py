@@ -32,7 +32,7 @@ from kt_ray.serve.api_errors import ApiError
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.reports import PassReport
 from kt_ray.train.trainer import StepBatches, Trainer
-from kt_ray.train_server.backend import Datum
+from kt_ray.train_server.backend import Datum, NoRoomYet
 from kt_ray.train_server.futures import Promises
 from kt_ray.train_server.work_queue import Work, WorkQueue
 from tests.helpers.devices import by_name
@@ -273,16 +273,24 @@ def test_who_goes_to_disk(model: Path, tmp_path: Path, monkeypatch: pytest.Monke
         backend.step("a", ADAM)
         backend.busy = lambda: {"c"}
         monkeypatch.setattr("kt_ray.runs.disk_room.free_bytes", lambda path: 0)
+        backend.create("d", 4, WHOLE)  # for which c goes, that need not be written
+        assert backend._trainings["c"].on_disk and not backend._trainings["a"].on_disk
+        backend.run("d", data_of(rows(1)), ENTROPY, backward=True)
+        backend.step("d", ADAM)
+        losses = [backend.run(name, data_of(rows(1)), ENTROPY, backward=False).loss for name in "ad"]
         with pytest.raises(UserError, match="no room for an idle training"):
-            backend.create("d", 4, WHOLE)
+            backend.create("e", 5, WHOLE)
+        with pytest.raises(NoRoomYet, match="no room for an idle training"):  # it may wait
+            backend.step("b", ADAM)
+        assert losses == [backend.run(name, data_of(rows(1)), ENTROPY, backward=False).loss for name in "ad"]
         monkeypatch.undo()
-        loss = backend.run("a", data_of(rows(1)), ENTROPY, backward=False).loss
-        backend.create("d", 4, WHOLE)
+        backend.busy = lambda: {"d"}
+        backend.create("e", 5, WHOLE)
         assert backend._trainings["a"].on_disk and len(list(backend._directory.glob("*"))) == 1
-        assert backend.run("a", data_of(rows(1)), ENTROPY, backward=False).loss == loss
+        assert backend.run("a", data_of(rows(1)), ENTROPY, backward=False).loss == losses[0]
         # One whose file is gone is lost, and its next requests disturb nobody.
         backend.busy = lambda: set(backend._trainings) - {"a"}
-        backend.create("e", 5, WHOLE)
+        backend.create("f", 6, WHOLE)
         (directory,) = backend._directory.glob("*")
         shutil.rmtree(directory)
         for _ in range(2):

@@ -18,6 +18,7 @@ import pytest
 from tinker.proto import tinker_public_pb2 as proto
 
 from kt_ray.train_server import work_queue
+from kt_ray.train_server.backend import NoRoomYet
 from kt_ray.train_server.http_server import allow_connections
 from kt_ray.train_server.service import ENDS
 from tests.helpers.fake_train_backend import FakeBackend, wrong
@@ -171,6 +172,27 @@ def test_a_result_that_is_not_there_yet(raw: Raw, monkeypatch: pytest.MonkeyPatc
     answer = raw.http.post("retrieve_future", json=promised)
     assert answer.status_code == 408
     assert answer.json() == {"type": "try_again", "queue_state": "active", **promised}
+
+
+def test_a_training_that_has_no_room_yet_waits_and_its_client_is_told(
+    raw: Raw, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kt_ray.train_server.endpoints.LONG_POLL", 0.05)
+    monkeypatch.setattr("kt_ray.train_server.service._PAUSE", 0.5)
+    monkeypatch.setattr(work_queue, "GAP", 0.0)  # what waits for room has come
+    model, other, faults = raw.model(0), raw.model(1), raw.server.backend.faults
+    faults["backward"] = NoRoomYet("the disk is full")
+    promises = [raw.passed(model, 1), raw.step(model, 2)]
+    until(lambda: not faults)
+    told = "the disk is full"
+    until(lambda: told in raw.http.post("retrieve_future", json=promises[0]).text)
+    answer = raw.http.post("retrieve_future", json=promises[0])
+    state = {"queue_state": "paused_capacity", "queue_state_reason": told}
+    assert answer.status_code == 408 and answer.json() == {"type": "try_again", **promises[0], **state}
+    raw.result(raw.step(other, 1))  # others go on
+    until(lambda: raw.calls("step") == [("step", other), ("step", model)])
+    assert isinstance(raw.result(promises[0]), bytes) and raw.result(promises[1])["metrics"]["grad_norm"] > 0
+    assert f"waits until there is room: {told}" in caplog.text
 
 
 def test_a_request_whose_predecessor_never_comes_fails(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
