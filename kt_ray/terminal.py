@@ -89,7 +89,7 @@ def screen_console(**options: Any) -> Console:
 
     if "file" not in options:
         options["file"] = lasting(options.pop("stderr", False))
-    console = Console(**options)
+    console = Console(**options, emoji=False)  # a path or a model may be called a:train:0
     console.push_render_hook(Filter())
     return console
 

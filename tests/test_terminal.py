@@ -64,6 +64,16 @@ def test_whatever_carries_the_text(is_terminal: bool) -> None:
         assert "\\x1b]52;c;aGk=\\x1b" in out.getvalue()
 
 
+def test_no_word_of_a_line_becomes_a_picture() -> None:
+    out, path = io.StringIO(), "runs/0123:train:0/weights/a"
+    table = Table()
+    table.add_row(path)
+    console = screen_console(file=out, width=200)
+    for carrier in (path, table):
+        console.print(carrier)
+    assert out.getvalue().count(path) == 2
+
+
 def test_a_live_display_still_moves_the_cursor() -> None:
     out = io.StringIO()
     console = screen_console(file=out, force_terminal=True, width=80)
