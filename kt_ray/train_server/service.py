@@ -328,7 +328,9 @@ class TrainService:
         with self._open():
             session = self.hear(request.session_id)
             name = f"{session.name}:sample:{request.sampling_session_seq_id}"
-            if name in self._samplers:
+            if (known := self._samplers.get(name)) is not None:
+                if known.model is not None or known.path != request.model_path:
+                    raise bad(f"there is a sampler {name}, of other weights", "sampling_session_seq_id")
                 return name
         if request.model_path is None:
             self._check_base(request.base_model)

@@ -386,6 +386,11 @@ def test_a_training_state_is_not_sampled_from_and_a_sampler_not_trained(tmp_path
         base = {"session_id": raw.session, "sampling_session_seq_id": 0}
         answer = raw.http.post("create_sampling_session", json={**base, "model_path": state})
         assert answer.status_code == 400 and "sample from what save_weights_for_sampler wrote" in answer.text
+        for _ in range(2):  # as the SDK repeats it
+            raw.post("create_sampling_session", **base, model_path=adapter)
+        other = {**base, "base_model": "demo/model"}  # of the same number
+        answer = raw.http.post("create_sampling_session", json=other)
+        assert answer.status_code == 400 and "of other weights" in answer.text
         load = {"session_id": raw.session, "model_seq_id": 1, "path": adapter, "optimizer": True}
         answer = raw.http.post("load_weights", json=load)
         assert answer.status_code == 400 and "is for sampling" in answer.text
