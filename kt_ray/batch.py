@@ -98,6 +98,10 @@ class Objective:
     kl: float = 0.0  # kto: its reference point
 
 
+# cispo: no lower bound, as in its paper; gspo: its paper's
+_BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
+
+
 @dataclass(frozen=True)
 class TokenLoss:
     """A loss of the labels' log-probabilities, summed over them: see kt_ray.model.policy_losses."""
@@ -107,6 +111,13 @@ class TokenLoss:
     clip_low: float | None = None
     clip_high: float | None = None
     beta: float = 0.05  # dro: strength of the quadratic term
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Of clip."""
+        own = _BOUNDS.get(self.name, (0.0, 0.0))
+        low = own[0] if self.clip_low is None else self.clip_low
+        return low, own[1] if self.clip_high is None else self.clip_high
 
 
 Tops = tuple[np.ndarray, np.ndarray]

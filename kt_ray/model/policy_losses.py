@@ -27,8 +27,6 @@ _NEEDED = {
     "dro": ("logprobs", "advantages"),
     "gspo": ("logprobs", "advantages", "sequence_ratio_mask"),
 }
-# cispo: no lower bound, as in its paper; gspo: its paper's
-_BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
 
 
 def token_losses(logps: Tensor, inputs: Mapping[str, Tensor], loss: TokenLoss) -> Tensor:
@@ -135,12 +133,12 @@ def _inputs(batch: MicroBatch, loss: TokenLoss, device: torch.device) -> dict[st
     for name in _NEEDED[loss.name]:
         if name not in given:
             raise ValueError(f"the loss {loss.name} needs loss_inputs[{name!r}], {list(shape)}")
-    low, high = _BOUNDS.get(loss.name, (0.0, 0.0))
+    low, high = loss.bounds
     # only cross_entropy has weights: elsewhere an advantage is one
     defaults = {
         "weights": 1.0,
-        "clip_low_threshold": low if loss.clip_low is None else loss.clip_low,
-        "clip_high_threshold": high if loss.clip_high is None else loss.clip_high,
+        "clip_low_threshold": low,
+        "clip_high_threshold": high,
     }
     inputs = {}
     divergence = ("reference_logprobs", "kl_weights") if "kl_weights" in given else ()

@@ -180,7 +180,15 @@ def loss_of(message: Any) -> TokenLoss:
             )
         if not (math.isfinite(value) and value >= 0):
             raise bad(f"loss_fn_config['{name}'] is {value}, required at least 0", "loss_fn_config")
-    return TokenLoss(message.loss_fn, **{known[name]: value for name, value in config.items()})
+    loss = TokenLoss(message.loss_fn, **{known[name]: value for name, value in config.items()})
+    low, high = loss.bounds
+    if low > high:  # every ratio would be the upper one
+        raise bad(
+            f"clip_low_threshold is {low:g} and clip_high_threshold {high:g}, required the first at most the "
+            "second",
+            "loss_fn_config",
+        )
+    return loss
 
 
 def adam_of(params: Any) -> AdamParams:

@@ -80,6 +80,14 @@ def text_config(made: Any) -> None:
     made.loss_fn_config_v2["beta"].text = "much"
 
 
+def crossed(made: Any) -> None:
+    made.loss_fn = "ppo"
+    put(made.data[0], "logprobs", -np.ones(3, np.float32))
+    put(made.data[0], "advantages", np.ones(3, np.float32))
+    made.data[0].loss_fn_inputs.pop("weights")
+    made.loss_fn_config["clip_low_threshold"] = 1.5
+
+
 PASSES = {
     "no data": (lambda made: made.ClearField("data"), "data is empty"),
     "unknown loss": (lambda made: setattr(made, "loss_fn", "mse"), "loss_fn 'mse' is not supported"),
@@ -116,6 +124,7 @@ PASSES = {
         lambda made: made.data[0].loss_fn_inputs["weights"].shape.append(7),
         "which shape",
     ),
+    "bounds that cross": (crossed, "clip_low_threshold is 1.5 and clip_high_threshold 1.2"),
     "unknown setting": (lambda made: made.loss_fn_config.update(beta=0.1), "is not of 'cross_entropy'"),
     "setting in words": (text_config, "must be a number"),
     "policy loss without advantages": (
