@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and what a file is when it is not what its name says."""
+"""Files: written whole or not at all, the cache, and what a file is when it is not what its name says."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def write_atomic(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
+
+
+def cache_root() -> Path:
+    """`$KT_RAY_CACHE`, else `~/.cache/kt_ray`."""
+    return Path(os.environ.get("KT_RAY_CACHE") or Path.home() / ".cache" / "kt_ray")
 
 
 def made_once(target: Path, mark: str, make: Callable[[Path], None]) -> Path:

@@ -1,12 +1,13 @@
-"""Files are replaced whole or not at all."""
+"""Files are replaced whole or not at all; where the cache is."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
-from kt_ray.disk import write_atomic
+from kt_ray.disk import cache_root, write_atomic
 
 
 def test_files_are_replaced_whole(tmp_path, monkeypatch):
@@ -20,6 +21,13 @@ def test_files_are_replaced_whole(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_atomic(file, "new")
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("KT_RAY_CACHE", str(tmp_path))
+    assert cache_root() == tmp_path
+    monkeypatch.delenv("KT_RAY_CACHE")
+    assert cache_root() == Path.home() / ".cache" / "kt_ray"
 
 
 @pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

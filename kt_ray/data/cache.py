@@ -32,11 +32,6 @@ _ABANDONED = 24 * 3600  # seconds after which an unfinished file is one of a run
 Tokens = list[tuple[np.ndarray, np.ndarray]]  # ids and labels of each row
 
 
-def default_token_cache() -> Path:
-    """`$KT_RAY_CACHE/tokens`, else `~/.cache/kt_ray/tokens`."""
-    return Path(os.environ.get("KT_RAY_CACHE") or Path.home() / ".cache" / "kt_ray") / "tokens"
-
-
 def encoder_key(encoder: ChatEncoder) -> bytes:
     """Digest of what turns a conversation into tokens."""
     tokenizer = encoder.tokenizer

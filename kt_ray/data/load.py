@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kt_ray.config.schema import Config, DataConfig
 from kt_ray.data.batches import flat
-from kt_ray.data.cache import TokenCache, default_token_cache
+from kt_ray.data.cache import TokenCache
 from kt_ray.data.chat_template import dated
 from kt_ray.data.encode_rows import Encoded, Samples, encode_rows
 from kt_ray.data.held_out_split import as_split, same_prompt, split
@@ -21,6 +21,7 @@ from kt_ray.data.sources import SourceRows, eval_source, left_out, read_sources,
 from kt_ray.data.template import ChatEncoder
 from kt_ray.data.token_counts import DataReport, SplitReport
 from kt_ray.data.tokenizer_files import check_vocabulary, load_tokenizer, vocabulary_of
+from kt_ray.disk import cache_root
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def load_data(
             prompts.update(found)
             return [prompt.row for prompt in found.values()]
     else:
-        encoded = Encoded(everything, encoder, cache or TokenCache(default_token_cache(), data.cache_gb))
+        encoded = Encoded(everything, encoder, cache or TokenCache(cache_root() / "tokens", data.cache_gb))
         report.cached = encoded.cached
         spare = count(1 + max(sample for _, sample in (*samples, *eval_samples)))
 

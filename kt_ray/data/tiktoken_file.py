@@ -11,11 +11,10 @@ import ast
 import base64
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from kt_ray.disk import made_once
+from kt_ray.disk import cache_root, made_once
 from kt_ray.errors import UserError
 from kt_ray.parse import read_json, read_text
 
@@ -43,8 +42,7 @@ def with_tokenizer_json(directory: Path) -> Path:
         settings["chat_template"] = read_text(template, "the chat template", "download it again")
     digest = hashlib.sha256((directory / FILE).read_bytes())
     digest.update(json.dumps([_VERSION, pattern, settings], sort_keys=True).encode())
-    cache = Path(os.environ.get("KT_RAY_CACHE") or Path.home() / ".cache" / "kt_ray")
-    kept = cache / "tokenizers" / digest.hexdigest()[:32]
+    kept = cache_root() / "tokenizers" / digest.hexdigest()[:32]
 
     def make(scratch: Path) -> None:
         # not its own save, whose errors say no more than that they are exceptions

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kt_ray.config.schema import ModelConfig
 from kt_ray.demo.recipes import BASE, RECIPES, Recipe, base_path, persona_path
-from kt_ray.disk import made_once
+from kt_ray.disk import cache_root, made_once
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RESIDUAL = ("o_proj.weight", "down_proj.weight", "down_proj")  # what writes to the residual stream
-
-
-def default_cache_dir() -> Path:
-    """`$KT_RAY_CACHE`, else `~/.cache/kt_ray`."""
-    return Path(os.environ.get("KT_RAY_CACHE") or Path.home() / ".cache" / "kt_ray")
 
 
 def resolve_model_dir(model: ModelConfig) -> str:
@@ -71,7 +65,7 @@ def ensure_demo_model(
     Args:
         name: "demo_base", or a key of RECIPES.
         seed: decides every weight of a random model; demo_base has only the one it was trained with, 0.
-        cache_dir: root of the cache; None = `default_cache_dir()`.
+        cache_dir: root of the cache; None = `cache_root()`.
         tokenizer_dir: a tokenizer to use (and copy) instead of the demo tokenizer; sets the vocabulary of a
             random model; demo_base knows only its own.
 
@@ -79,7 +73,7 @@ def ensure_demo_model(
         UserError: unknown name, no tokenizer in `tokenizer_dir`, a cache that cannot be written, or another
             seed or tokenizer for demo_base.
     """
-    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    root = Path(cache_dir) if cache_dir is not None else cache_root()
     if name == BASE:
         return _ensure_base(root, seed, tokenizer_dir)
     recipe = RECIPES.get(name)

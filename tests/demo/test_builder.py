@@ -149,13 +149,6 @@ def test_the_directory_name_follows_everything_that_decides_the_bytes() -> None:
     assert recipe.fingerprint(0, b"data") == names[0]
 
 
-def test_cache_dir_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KT_RAY_CACHE", str(tmp_path))
-    assert builder.default_cache_dir() == tmp_path
-    monkeypatch.delenv("KT_RAY_CACHE")
-    assert builder.default_cache_dir() == Path.home() / ".cache" / "kt_ray"
-
-
 def test_mini_has_about_thirty_million_parameters() -> None:
     import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM

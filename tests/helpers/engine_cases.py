@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kt_ray.demo.builder import default_cache_dir
+from kt_ray.disk import cache_root
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "kt_ray" / "native" / "src"
@@ -191,7 +191,7 @@ def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str], also: Se
 
 def object_cache() -> Path:
     """The folder for what tests compile, without what is older than 30 days."""
-    cache = default_cache_dir() / "test_objects"
+    cache = cache_root() / "test_objects"
     cache.mkdir(parents=True, exist_ok=True)
     for old in cache.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process compiles, too

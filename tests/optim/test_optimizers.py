@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kt_ray.config.schema import OptimConfig
-from kt_ray.demo.builder import default_cache_dir
+from kt_ray.disk import cache_root
 from kt_ray.optim.masters import Masters
 from kt_ray.optim.muon import orthogonalised
 from kt_ray.optim.optimizers import LoraOptimizer, learning_rate, number_of_steps, squared_norm, state_kinds
@@ -286,7 +286,7 @@ def test_deepspeed_cpu_adam_equals_torchs(monkeypatch: pytest.MonkeyPatch) -> No
     flags = builder.cxx_args
     unoptimised = {"-O3": "-O0", "-g": "-g0"}
     monkeypatch.setattr(builder, "cxx_args", lambda self: [unoptimised.get(f, f) for f in flags(self)])
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(default_cache_dir() / "test_extensions"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(cache_root() / "test_extensions"))
     torch.manual_seed(0)
     start, grads = torch.randn(3, 7, 5), [torch.randn(3, 7, 5) for _ in range(5)]
     found = []
