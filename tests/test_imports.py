@@ -45,12 +45,12 @@ optim: errors pulse config [torch]
 tracking: terminal disk parse timeline config
 evaluate: terminal errors parse
 generate: errors [numpy torch]
-rewards: errors parse evaluate [numpy]
+rewards: terminal errors parse evaluate [numpy]
 checkpoint: terminal errors disk pulse parse native int4_packing rotations [torch]
 model: errors pulse parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
     [numpy torch]
 adapter: disk parse config checkpoint [torch]
-data: errors disk parse batch config evaluate [numpy]
+data: terminal errors disk parse batch config evaluate [numpy]
 experts: errors pulse gpu gpu_turns native config placement optim checkpoint model [torch]
 demo: errors disk config data
 transport: pulse gpu gpu_turns timeline generate [numpy torch]

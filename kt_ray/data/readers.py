@@ -19,6 +19,7 @@ from kt_ray.data.turns import keys_of
 from kt_ray.disk import content_of_file, stays_inside
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, kind_of_file, parse_json, read_json
+from kt_ray.terminal import shortened
 
 HUB = "hf://"
 TABLES = (".parquet", ".arrow")
@@ -26,6 +27,7 @@ SUFFIXES = (".jsonl", ".json", *TABLES, ".csv", ".tsv")
 TEXT_SUFFIXES = (".txt", ".md")
 _KINDS = ", ".join((*SUFFIXES, *TEXT_SUFFIXES))
 _SAVE = "save the data set again with save_to_disk"
+_SHOWN = 80  # characters of what is wrong
 HELD_OUT = "validation or test"  # as a split: see read_rows
 
 
@@ -375,7 +377,7 @@ def _read_jsonl(
             fault = UserError(
                 "invalid JSON",
                 where=f"{path}, line {number}{column}",
-                observed=f"{getattr(error, 'msg', error)}: {clip(line)}",
+                observed=f"{getattr(error, 'msg', error)}: {shortened(line, _SHOWN)}",
                 required="one JSON object per line",
                 remedy="correct or delete that line (a JSON list belongs into a .json file)",
             )
@@ -387,7 +389,7 @@ def _read_jsonl(
             raise UserError(
                 "a .jsonl data file must hold a row per line",
                 where=str(path),
-                observed=f"one list: {clip(line)}",
+                observed=f"one list: {shortened(line, _SHOWN)}",
                 required="one JSON object per line",
                 remedy=f"name it {path.with_suffix('.json').name}: a JSON list belongs into a .json file",
             )
@@ -461,7 +463,7 @@ def _read_csv(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Any]
             raise UserError(
                 "the columns of a CSV file are parted by another character",
                 where=f"{path}, line 1",
-                observed=clip(names[0]),
+                observed=shortened(names[0], _SHOWN),
                 required="commas in .csv, tabs in .tsv",
                 remedy="save it with commas, or with tabs as .tsv",
             )
@@ -515,7 +517,7 @@ def _from_hub(name: str, key: str, subset: str | None, split: str | None) -> Any
         raise UserError(
             "the data set cannot be loaded from the hub",
             where=f"{key}={name}",
-            observed=f"{type(error).__name__}: {clip(str(error), 200)}",
+            observed=f"{type(error).__name__}: {shortened(str(error), 200)}",
             required="a public data set, or one your HF_TOKEN may read"
             + (f", with split {split}" if split else ""),
             remedy=f"check the name, {_split_key(key)} and data.subset; without a network, download its "
@@ -583,7 +585,7 @@ def _damaged_table(path: Path, kind: str, after: str, error: Exception) -> UserE
     return UserError(
         f"the {kind} file cannot be read",
         where=f"{path}{after}",
-        observed=clip(str(error)),
+        observed=shortened(str(error), _SHOWN),
         remedy="write it again, or convert it to .jsonl",
     )
 
@@ -592,9 +594,3 @@ def _validated(batch: Any) -> Any:
     """A record batch whose offsets stay inside its buffers; a crafted one would end the process."""
     batch.validate(full=True)
     return batch
-
-
-def clip(text: str, width: int = 80) -> str:
-    """Text on one line, cut to a width."""
-    flat = " ".join(text.split())
-    return flat if len(flat) <= width else flat[: width - 1] + "…"

@@ -22,6 +22,7 @@ from kt_ray.recipe.field_table import field_table, names_elsewhere
 from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
 from kt_ray.recipe.reading import Reading, masked
 from kt_ray.recipe.templates import map_template
+from kt_ray.terminal import shortened
 
 # Hub names whose dimensions conf/model has: enough to plan without a network.
 HUB = (
@@ -147,14 +148,13 @@ def _table(reading: Reading) -> None:
             match = names_elsewhere().get(name) or closest(name, field_table())
             reading.refuse(name, f"is not known{f'; did you mean {match}?' if match else ''}")
         elif field.kind == "ignored" and value is not None:
-            reading.ignored.append((f"{name}={_short(name, value)}", field.text))
+            reading.ignored.append((_note(name, value), field.text))
         elif field.kind == "fixed" and not field.accepts(value):
             reading.refuse(name, field.text)
 
 
-def _short(name: str, value: Any) -> str:
-    text = masked(name, value)
-    return text if len(text) <= 60 else text[:59] + "…"
+def _note(name: str, value: Any) -> str:
+    return f"{name}={shortened(masked(name, value), 60)}"
 
 
 def _model(reading: Reading) -> tuple[Path | None, str | None]:
@@ -331,7 +331,7 @@ def _optim(reading: Reading) -> None:
     if reading.flag("use_muon"):
         reading.set("optim", "muon", "use_muon")
         note = "Muon has no second moment, and its momentum is 0.95 there, too"
-        reading.ignored += [(f"{name}={_short(name, reading.fields[name])}", note) for name in betas]
+        reading.ignored += [(_note(name, reading.fields[name]), note) for name in betas]
     else:
         option = reading.word("optim", dict.fromkeys(_ADAMW, "adamw"), "adamw_torch", "optim", "optim.name")
         reading.set("optim", option, "optim")

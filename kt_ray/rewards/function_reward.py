@@ -20,6 +20,7 @@ import numpy as np
 from kt_ray.errors import UserError
 from kt_ray.parse import read_text
 from kt_ray.rewards.completion import Completion, go_on
+from kt_ray.terminal import shortened
 
 # What trl passes beside the columns, and what a column may therefore not be called.
 _OURS = ("prompts", "completions", "completion_ids")
@@ -172,8 +173,7 @@ class FunctionReward:
             with suppress(Exception):  # of any library: symbols of sympy and dates of numpy have one, too
                 reward = float(value)
         if not math.isfinite(reward):
-            text = " ".join(completion.text.split())
-            answer = f"{text[:80]}…" if len(text) > 80 else text
+            answer = shortened(completion.text, 80)
             raise self._returned(
                 f"{type(value).__name__} {str(value)[:80]} for sample {number}, the answer {answer!r}",
                 "a finite number, or None for no reward",

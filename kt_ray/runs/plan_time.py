@@ -24,11 +24,12 @@ from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import choice_text, counted
 from kt_ray.runs.disk_room import DiskNeed, disk_need, gigabytes, shortage, training_bytes
 from kt_ray.runs.rundir import checkpoint_to_resume, place_to_write
+from kt_ray.terminal import shortened
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
 from kt_ray.timing.sampling_seconds import SamplingTime, predict_sampling
 from kt_ray.timing.simulate import Micro, WaveShape
 
-SOURCE_WIDTH = 70  # characters of a rate's source in the table
+_SOURCE = 70  # characters of a rate's source in the table
 
 
 def run_rows(config: Config) -> int | str:
@@ -188,7 +189,12 @@ def _table(prediction: Prediction) -> Table:
         "Time of a step (each kind of work by itself; they overlap)",
         ("term", "seconds", "of the step", "rate"),
         (
-            (term.name, f"{term.seconds:.3g}", f"{term.seconds / wall:.0%}", _clip(term.source))
+            (
+                term.name,
+                f"{term.seconds:.3g}",
+                f"{term.seconds / wall:.0%}",
+                shortened(term.source, _SOURCE),
+            )
             for term in prediction.terms
         ),
         numbers=(1, 2),
@@ -202,10 +208,6 @@ def _compared_table(plan: Plan) -> Table:
     table = titled_table(title, ("plan", "s per step"), rows, numbers=(1,))
     table.rows[0].style = "bold"
     return table
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= SOURCE_WIDTH else text[: SOURCE_WIDTH - 1] + "…"
 
 
 def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, rows: int | str) -> list[str]:
