@@ -15,7 +15,6 @@ import ctypes
 import datetime
 import json
 import os
-import re
 import selectors
 import signal
 import subprocess
@@ -28,11 +27,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kt_ray.checkpoint_dirs import MANIFEST, step_of
 from kt_ray.config import resume_line
-from kt_ray.config.mapping import dated_name, load, with_keys
+from kt_ray.config.mapping import load, with_keys
 from kt_ray.config.schema import Config
 from kt_ray.errors import BAD_INPUT, BUG, INTERRUPTED, OK, STOPPED, Stopped, UserError
-from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints, is_run, plain
+from kt_ray.runs.rundir import (
+    checkpoint_to_resume,
+    directory_of,
+    find_checkpoints,
+    is_run,
+    plain,
+    resumed_step,
+)
 from kt_ray.train.stop_signals import SAME
 
 LOG = "supervisor.log"
@@ -289,14 +296,14 @@ class TrainingSupervisor(Supervisor):
     """
 
     def __init__(self, config: Config, *args: Any, **options: Any) -> None:
-        self.path = _run_directory(config)
+        self.path = directory_of(config)
         named = with_keys(config, {"run.name": self.path.name, "run.root": str(self.path.parent)})
         super().__init__(named, *args, **options)
         self._marker = self._file("config.yaml")
         self._present = self._saved()  # by earlier commands
         # Written whole each time: a run that begins anew clears its directory.
         self._earlier = "" if config.run.overwrite else self._text()
-        self._first_step = self._resumed_step()
+        self._first_step = resumed_step(self._config)
         self._figures = self._file("metrics.jsonl")
         self._taken = 0  # the most that drivers of ours had taken, 0 = none has gone on
         self._begun = False  # by a driver of ours before the present one: its input was good
@@ -343,7 +350,7 @@ class TrainingSupervisor(Supervisor):
 
     def _saved(self) -> set[tuple[Path, int]]:
         """The run's checkpoints; one that is written again is another."""
-        return {(path, (path / "manifest.json").stat().st_mtime_ns) for path in find_checkpoints(self.path)}
+        return {(path, (path / MANIFEST).stat().st_mtime_ns) for path in find_checkpoints(self.path)}
 
     def _file(self, name: str) -> tuple[int, int] | None:
         """Which file of this name lies in the run directory; every run writes config.yaml anew."""
@@ -356,7 +363,7 @@ class TrainingSupervisor(Supervisor):
     def _steps(self) -> int:
         """Steps that figures and checkpoints of our drivers know of; not what lay there before."""
         ours = self._saved() - self._present
-        saved = max((int(path.name.removeprefix("step_")) for path, _ in ours), default=0)
+        saved = max((step_of(path.name) or 0 for path, _ in ours), default=0)
         if self._file("metrics.jsonl") == self._figures:
             return saved
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
@@ -365,12 +372,6 @@ class TrainingSupervisor(Supervisor):
                 if line.endswith(b"}"):
                     return max(saved, int(json.loads(line).get("step") or 0))
         return saved
-
-    def _resumed_step(self) -> int:
-        """The step that the first driver goes on from."""
-        checkpoint = checkpoint_to_resume(self._config)
-        found = None if checkpoint is None else re.search(r"step_(\d+)", checkpoint.name)
-        return int(found[1]) if found else 0  # also of superseded_step_000300_2
 
     def _text(self) -> str:
         """supervisor.log as it is."""
@@ -451,24 +452,3 @@ def as_child(run: Callable[[Config], int]) -> int:
     with contextlib.suppress(OSError):
         os.write(fd, _REPORT)
     return code
-
-
-def _run_directory(config: Config) -> Path:
-    """Where the run will be: as `RunDir.create` would choose."""
-    root, name = Path(config.run.root).absolute(), config.run.name
-    if name is not None:
-        return root / name
-    checkpoint = checkpoint_to_resume(config)
-    holder = checkpoint.parent.parent if checkpoint is not None else root
-    if checkpoint is not None and checkpoint.parent.name == "checkpoints" and is_run(holder):
-        return holder
-    base = dated_name(config.model.name)
-    number, path = 1, root / base
-    root.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
-            path.mkdir()  # ours from here on; a driver accepts an empty directory
-            return path
-        except FileExistsError:
-            number += 1
-            path = root / f"{base}-{number}"

@@ -27,6 +27,7 @@ errors: terminal
 disk: errors
 parse: errors disk
 native: [torch]
+checkpoint_dirs:
 int4_packing:
 rotations:
 batch: [numpy]
@@ -46,7 +47,7 @@ tracking: terminal disk parse timeline config
 evaluate: terminal errors parse
 generate: errors [numpy torch]
 rewards: terminal errors parse evaluate [numpy]
-checkpoint: terminal errors disk pulse parse native int4_packing rotations [torch]
+checkpoint: terminal errors disk pulse parse native checkpoint_dirs int4_packing rotations [torch]
 model: errors pulse parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
     [numpy torch]
 adapter: disk parse config checkpoint [torch]
@@ -62,17 +63,17 @@ train_server: errors disk batch generate serve [numpy torch]
 actors/ray: errors gpu torch_environment config hardware placement tracking generate data experts transport
     train actors serve [numpy torch ray]
 measure: gpu cpu_products native batch config hardware placement timing optim model transport [numpy torch]
-runs: terminal errors disk parse gpu native batch config dims hardware placement timing optim tracking
-    evaluate generate checkpoint model adapter data demo rewards train actors train_server actors/ray
+runs: terminal errors disk parse checkpoint_dirs gpu native batch config dims hardware placement timing optim
+    tracking evaluate generate checkpoint model adapter data demo rewards train actors train_server actors/ray
     [numpy torch]
 doctor: errors gpu native config dims hardware placement timing checkpoint demo actors actors/ray
     measure runs
 report: errors disk config tracking evaluate runs
 accept: disk config dims hardware placement timing doctor report
-supervisor: errors config train runs
-modes: terminal errors disk native timeline config dims hardware placement timing tracking evaluate generate
-    checkpoint data demo rewards train actors serve train_server actors/ray runs supervisor doctor report
-    accept
+supervisor: errors checkpoint_dirs config train runs
+modes: terminal errors disk checkpoint_dirs native timeline config dims hardware placement timing tracking
+    evaluate generate checkpoint data demo rewards train actors serve train_server actors/ray runs supervisor
+    doctor report accept
     [numpy torch]
 recipe: terminal errors parse config dims data
 cli: terminal errors torch_environment config modes recipe runs supervisor

@@ -15,8 +15,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from kt_ray.checkpoint.manifest import MANIFEST, Manifest, list_checkpoints, step_name
+from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.safetensors_file import writing
+from kt_ray.checkpoint_dirs import MANIFEST, list_checkpoints, step_name, step_of
 from kt_ray.disk import only_warned, write_atomic
 from kt_ray.errors import UserError
 
@@ -95,8 +96,7 @@ def best_step(root: str | os.PathLike[str]) -> int | None:
     if _is_copy(best := Path(root) / BEST):
         with contextlib.suppress(UserError):  # of any other directory
             return Manifest.read(best).step
-    number = _target(Path(root), BEST).removeprefix("step_")
-    return int(number) if number.isdigit() else None
+    return step_of(_target(Path(root), BEST))
 
 
 def best_checkpoint(root: str | os.PathLike[str]) -> Path | None:
@@ -133,7 +133,7 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
     """
     renamed: list[Path] = []
     for path in list_checkpoints(root):
-        if int(path.name.removeprefix("step_")) > step:
+        if (step_of(path.name) or 0) > step:
             target = _free(path.with_name(f"superseded_{path.name}"))
             renamed.append(path.rename(target))
     if renamed:

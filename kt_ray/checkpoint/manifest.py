@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.checkpoint_dirs import MANIFEST, list_checkpoints, step_of
 from kt_ray.disk import stays_inside
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_json
 
-MANIFEST = "manifest.json"
 VERSION = 1
-_STEP = re.compile(r"^step_(\d{6,})$")
 _CHUNK = 64 << 20
 CHOOSE = "choose another checkpoint (trainer.resume)"
 
@@ -166,21 +164,6 @@ class Manifest:
             )
 
 
-def step_name(step: int) -> str:
-    """Directory name of a step's checkpoint."""
-    return f"step_{step:06d}"
-
-
-def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
-    """Complete checkpoints below `root` (a run's checkpoints/), oldest step first."""
-    steps: list[tuple[int, Path]] = []
-    for path in Path(root).glob("step_*"):
-        match = _STEP.match(path.name)
-        if match and (path / MANIFEST).is_file():
-            steps.append((int(match.group(1)), path))
-    return [path for _, path in sorted(steps)]
-
-
 def _crc32(path: Path) -> int:
     crc = 0
     with path.open("rb") as file:
@@ -191,11 +174,11 @@ def _crc32(path: Path) -> int:
 
 def _name_previous(path: Path, error: UserError) -> UserError:
     """The same error, with the newest intact checkpoint before `path` as its remedy."""
-    match = _STEP.match(path.resolve().name)
-    if match is None:
+    step = step_of(path.resolve().name)
+    if step is None:
         return error
     for earlier in reversed(list_checkpoints(path.parent)):
-        if int(earlier.name.removeprefix("step_")) < int(match.group(1)):
+        if (step_of(earlier.name) or 0) < step:
             try:
                 Manifest.read(earlier).verify(earlier)
             except UserError:

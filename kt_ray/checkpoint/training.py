@@ -32,7 +32,7 @@ from kt_ray.checkpoint.housekeeping import (
     set_aside,
 )
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.manifest import CHOOSE, MANIFEST, Manifest, ShardInfo, step_name, unusable
+from kt_ray.checkpoint.manifest import CHOOSE, Manifest, ShardInfo, unusable
 from kt_ray.checkpoint.safetensors_file import (
     TORCH_DTYPES,
     TensorInfo,
@@ -45,6 +45,7 @@ from kt_ray.checkpoint.safetensors_file import (
     write_safetensors,
     writing,
 )
+from kt_ray.checkpoint_dirs import MANIFEST, step_name
 from kt_ray.disk import write_atomic
 
 _SHARE = "set run.root to a directory that all nodes share"

@@ -16,7 +16,8 @@ from kt_ray import supervisor
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.checkpoint.housekeeping import forget_best, mark_best
-from kt_ray.checkpoint.manifest import Manifest, step_name
+from kt_ray.checkpoint.manifest import Manifest
+from kt_ray.checkpoint_dirs import step_name
 from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.config.secret_values import without_secrets

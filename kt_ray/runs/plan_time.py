@@ -23,7 +23,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import choice_text, counted
 from kt_ray.runs.disk_room import DiskNeed, disk_need, gigabytes, shortage, training_bytes
-from kt_ray.runs.rundir import checkpoint_to_resume, place_to_write
+from kt_ray.runs.rundir import place_to_write, resumed_step
 from kt_ray.terminal import shortened
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
 from kt_ray.timing.sampling_seconds import SamplingTime, predict_sampling
@@ -226,7 +226,7 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
         if sampled is not None:
             lines.insert(1, sampling_line(config, sampled, simulated.seconds))
         of_step = step_seconds(config, prediction, sampled)
-        taken = _steps_taken(config)
+        taken = resumed_step(config)
         steps, line = _length(config, of_step, rows, taken)
         of_epoch = 1 if isinstance(rows, str) else _steps_per_epoch(config, rows)
         left = None if steps is None else max(0, steps - taken)
@@ -236,13 +236,6 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates, r
     else:
         lines.append(f"rates      {rates.source}; none was measured there (mode=doctor does that)")
     return lines + [f"note: {note}" for note in (*prediction.notes, *rates.notes)]
-
-
-def _steps_taken(config: Config) -> int:
-    """Before the checkpoint that the run goes on from."""
-    checkpoint = checkpoint_to_resume(config)
-    step = "" if checkpoint is None else checkpoint.name.removeprefix("step_")
-    return int(step) if step.isdigit() else 0
 
 
 def _disk(config: Config, need: DiskNeed) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kt_ray.checkpoint_dirs import step_of
 from kt_ray.config.compose import keys_given
 from kt_ray.config.fields import fields, show
 from kt_ray.config.secret_values import MASK, is_secret
@@ -141,9 +142,9 @@ class ResumeCommand:
 def _no_adapter(checkpoint: Path, run: Path, mode: str, warmup: Any) -> UserError:
     """The adapter in the run's directory is that of its end, not of a checkpoint. warmup: optim.warmup of the
     run, which may be more than the checkpoint's steps."""
-    step = checkpoint.resolve().name.removeprefix("step_").lstrip("0")
+    step = step_of(checkpoint.resolve().name)
     written = f"resume={checkpoint} run.name=NEW trainer.max_steps={step or 'STEP'}"
-    if isinstance(warmup, int | float) and step.isdigit() and warmup > int(step):
+    if isinstance(warmup, int | float) and step is not None and warmup > step:
         written += " optim.warmup=0"
     remedy = f"write resume={run} for the run's own adapter; {written} writes the checkpoint's into a new run"
     return UserError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kt_ray.checkpoint_dirs import step_of
 from kt_ray.config.fields import fields
 from kt_ray.config.mapping import REMOVED
 from kt_ray.config.secret_values import without_secrets
@@ -187,7 +188,7 @@ def _newest_load(path: Path) -> tuple[Path | None, int | None]:
     for checkpoint in reversed(find_checkpoints(path)):
         file = checkpoint / "expert_load.json"
         if file.is_file():
-            return file, int(checkpoint.name.removeprefix("step_"))
+            return file, step_of(checkpoint.name)
     return None, None
 
 

@@ -13,6 +13,7 @@ import datetime
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from kt_ray.checkpoint_dirs import MANIFEST, list_checkpoints
 from kt_ray.config.faults import value_of
 from kt_ray.config.mapping import dated_name, with_keys
 from kt_ray.config.resume_line import resume_line
@@ -176,6 +178,24 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     return _named_checkpoint(Path(config.trainer.resume))
 
 
+def resumed_step(config: Config) -> int:
+    """The step that the run goes on from; 0 = from the beginning, or the checkpoint's name does not say."""
+    checkpoint = checkpoint_to_resume(config)
+    found = None if checkpoint is None else re.search(r"step_(\d+)", checkpoint.name)
+    return int(found[1]) if found else 0  # also of superseded_step_000300_2
+
+
+def directory_of(config: Config) -> Path:
+    """The directory that `RunDir.create` would choose; one without a name is made, empty."""
+    root, named = _root_and_named(config)
+    if named is not None:
+        return named
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is not None and _continues(checkpoint, named, config):
+        return checkpoint.parent.parent
+    return _new_directory(root, config)
+
+
 def job_of_multirun(config: Config) -> Config:
     """The configuration of a job: with trainer.resume=latest one that has nothing to go on from begins."""
     if config.trainer.resume != "latest":
@@ -300,12 +320,8 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def find_checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest step first. The manifest is written last, so it marks them."""
-    complete = (manifest.parent for manifest in (run / "checkpoints").glob("step_*/manifest.json"))
-    numbered = [
-        (int(number), path) for path in complete if (number := path.name.removeprefix("step_")).isdigit()
-    ]
-    return [path for _, path in sorted(numbered)]
+    """Complete checkpoints of a run, oldest step first."""
+    return list_checkpoints(run / "checkpoints")
 
 
 def _root_and_named(config: Config) -> tuple[Path, Path | None]:
@@ -314,19 +330,24 @@ def _root_and_named(config: Config) -> tuple[Path, Path | None]:
     return root, None if config.run.name is None else root / config.run.name
 
 
+def _new_directory(root: Path, config: Config) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    base = path = root / dated_name(config.model.name)
+    number = 1
+    while True:
+        try:
+            path.mkdir()  # decides between two runs that start in the same second
+            return path
+        except FileExistsError:
+            number += 1
+            path = root / f"{base.name}-{number}"
+
+
 def _fresh(root: Path, named: Path | None, config: Config) -> tuple[Path, RunLock]:
     """A new or emptied run directory, and this process's lock on it."""
     if named is None:
-        root.mkdir(parents=True, exist_ok=True)
-        base = path = root / dated_name(config.model.name)
-        number = 1
-        while True:
-            try:
-                path.mkdir()  # decides between two runs that start in the same second
-                return path, RunLock(path)
-            except FileExistsError:
-                number += 1
-                path = root / f"{base.name}-{number}"
+        path = _new_directory(root, config)
+        return path, RunLock(path)
     _refuse_other_files(named)
     named.mkdir(parents=True, exist_ok=True)
     lock = RunLock(named)
@@ -424,15 +445,15 @@ def _latest_checkpoint(root: Path, named: Path | None, model: str) -> Path:
             where=str(root),
             remedy="give run.name or run.root, or leave out trainer.resume to start afresh",
         )
-    return max(newest, key=lambda checkpoint: (checkpoint / "manifest.json").stat().st_mtime_ns)
+    return max(newest, key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime_ns)
 
 
 def _named_checkpoint(checkpoint: Path) -> Path:
-    if not (checkpoint / "manifest.json").exists():
+    if not (checkpoint / MANIFEST).exists():
         raise UserError(
             "trainer.resume names no complete checkpoint",
             where=str(checkpoint),
-            observed="no manifest.json" if checkpoint.is_dir() else "no such directory",
+            observed=f"no {MANIFEST}" if checkpoint.is_dir() else "no such directory",
             required="'latest', or a directory runs/<name>/checkpoints/step_...",
             remedy="see runs/<name>/checkpoints for the existing ones",
         )

@@ -15,9 +15,10 @@ from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, discard_a
 from kt_ray.adapter.peft_config import TEMPLATE
 from kt_ray.batch import WHOLE, LoraPart
 from kt_ray.checkpoint.housekeeping import best_checkpoint, prune_checkpoints, set_aside_later
-from kt_ray.checkpoint.manifest import MANIFEST, Manifest, ShardInfo, step_name
+from kt_ray.checkpoint.manifest import Manifest, ShardInfo
 from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
+from kt_ray.checkpoint_dirs import MANIFEST, step_name
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.weight_formats import BACKEND_STORAGE

@@ -19,8 +19,9 @@ from kt_ray.checkpoint.housekeeping import (
     prune_checkpoints,
     set_aside_later,
 )
-from kt_ray.checkpoint.manifest import Manifest, list_checkpoints
+from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.training import begin_checkpoint
+from kt_ray.checkpoint_dirs import list_checkpoints
 from kt_ray.errors import UserError
 from tests.checkpoint.test_training import save
 

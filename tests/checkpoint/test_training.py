@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints
+from kt_ray.checkpoint.manifest import Manifest, ShardInfo
 from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint, read_named_into, write_shard
+from kt_ray.checkpoint_dirs import list_checkpoints
 from kt_ray.errors import UserError
 
 FIELDS = {"lora.rank": 8, "lora.experts": True, "lora.target_modules": ["q_proj"], "seed": 3}

@@ -15,8 +15,9 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.batch import IGNORE
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.manifest import Manifest, step_name
+from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
+from kt_ray.checkpoint_dirs import step_name
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.data.batches import step_waves
 from kt_ray.data.row_types import Row

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.manifest import Manifest, step_name
+from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
+from kt_ray.checkpoint_dirs import step_name
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves
 from kt_ray.data.row_types import Row as DataRow

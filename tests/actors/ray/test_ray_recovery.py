@@ -18,8 +18,9 @@ import torch
 
 from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import actor_specs
-from kt_ray.checkpoint.manifest import Manifest, step_name
+from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
+from kt_ray.checkpoint_dirs import step_name
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.train.trainer import Events, StepBatches, Summary, Trainer
