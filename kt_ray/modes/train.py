@@ -60,6 +60,7 @@ from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker, read_jsonl,
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console, say, setup_logging
 from kt_ray.tracking.metrics import loss_unit
+from kt_ray.tracking.plot import plot_loss
 from kt_ray.tracking.progress import Summary, TrainProgress, show_summary
 from kt_ray.train import policy_steps
 from kt_ray.train.cluster_protocol import ActorLost
@@ -189,7 +190,8 @@ def _run(
             if config.tracking.upload_adapter:
                 tracker.artifact(rundir.adapter)
             if config.tracking.plot:
-                _plot(rundir, loss_unit(config.trainer.stage))
+                unit = loss_unit(config.trainer.stage)
+                plot_loss(rundir.path / "metrics.jsonl", rundir.path / "loss.png", unit)
             show_summary(summary)
             return 0
         except Stopped as stopped:
@@ -235,15 +237,6 @@ def _of_drivers_before(rundir: RunDir, key: str, until: int) -> list[float]:
         return []
     figures = series(read_jsonl(rundir.path / "metrics.jsonl"), key)
     return [value for step, value in figures if supervisor.first_step < step <= until]
-
-
-def _plot(rundir: RunDir, unit: str) -> None:
-    from kt_ray.tracking.plot import plot_loss
-
-    try:
-        plot_loss(rundir.path / "metrics.jsonl", rundir.path / "loss.png", unit)
-    except Exception as error:  # the adapter is there
-        logger.warning("loss.png was not drawn: %s", error)
 
 
 def _announce(prepared: Prepared, rundir: RunDir) -> None:

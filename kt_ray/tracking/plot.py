@@ -15,14 +15,15 @@ _REACH = 20  # neighbours on each side that smoothing looks at
 _TRAIN, _HELD_OUT, _INK, _GRID = "#2a6fb0", "#c2571a", "#444444", "#dddddd"
 
 
-def plot_loss(metrics_file: Path, image: Path, unit: str, *, title: str | None = None) -> bool:
+def plot_loss(metrics_file: Path, image: Path, unit: str) -> bool:
     """Draw training loss (raw and smoothed) and held-out loss over steps; of trainer.stage=grpo the rewards.
+
+    The title is the run's name, as its directory has it.
 
     Args:
         metrics_file: metrics.jsonl; lines without a finite loss are skipped.
         image: the PNG to write; an older one is replaced when the new one is whole.
         unit: of the loss (`kt_ray.tracking.metrics.loss_unit`).
-        title: None = the run's name, as its directory has it.
 
     Returns:
         Whether an image was written; the reason why not is in the log.
@@ -36,8 +37,8 @@ def plot_loss(metrics_file: Path, image: Path, unit: str, *, title: str | None =
         if not train and not held_out:
             log.info("no loss to plot yet in %s", metrics_file)
             return False
-        title = metrics_file.parent.name if title is None else title
-        _draw(train, held_out, beside, title, "reward" if rewards else "loss", unit)
+        run, name = metrics_file.parent.name, "reward" if rewards else "loss"
+        _draw(train, held_out, beside, run, name, unit)
         os.replace(beside, image)
         return True
     except Exception as error:

@@ -31,9 +31,10 @@ def test_plot_is_a_whole_png(tmp_path, points, held_out):
     records[-1]["loss"] = None if points > 1 else 3.0  # a NaN step
     if held_out:
         records = [{"step": 0, "eval_loss": 4.0}, *records, {"step": points, "eval_loss": 2.0}]
-    image = tmp_path / "loss.png"
-    # Of dollar signs matplotlib would read a formula.
-    assert plot_loss(write(tmp_path / "m.jsonl", records), image, UNIT, title="a run of $\\no$")
+    run = tmp_path / "a run of $\\no$"  # of dollar signs matplotlib would read a formula
+    run.mkdir()
+    image = run / "loss.png"
+    assert plot_loss(write(run / "m.jsonl", records), image, UNIT)
     data = image.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and data.endswith(b"IEND\xaeB`\x82")
     assert struct.unpack(">II", data[16:24]) == (960, 540)
@@ -43,7 +44,7 @@ def test_plot_is_a_whole_png(tmp_path, points, held_out):
     pixels = (imread(image)[:, :, :3] * 255).round().astype(int)
     near = lambda color: (abs(pixels - color).sum(-1) < 12).any()  # noqa: E731
     assert near([0x2A, 0x6F, 0xB0]) and near([0xC2, 0x57, 0x1A]) == held_out
-    assert not list(tmp_path.glob(".*"))
+    assert not list(run.glob(".*"))
 
 
 def test_plot_without_points_or_with_a_bad_place_does_not_raise(tmp_path, caplog):
