@@ -393,8 +393,8 @@ def test_sockets_that_differ_are_each_described() -> None:
 def test_remedies_leave_out_a_card_that_is_too_small() -> None:
     config = make_config(**TOKENS_8K, **CHECKED)
     roomy = make_hardware(gpus=2, memory=2048 * GIB, gpu_gib=64)
-    small = dataclasses.replace(roomy.gpus[1], name="small", memory_bytes=GIB)
-    found = remedies(V3, config, dataclasses.replace(roomy, gpus=(roomy.gpus[0], small)), {})
+    small = dataclasses.replace(roomy.gpus[1], name="small", memory_bytes=1 << 20)
+    found = remedies(small_dims(), config, dataclasses.replace(roomy, gpus=(roomy.gpus[0], small)), {})
     assert "rule.gpus=1" in [remedy.overrides for remedy in found]
 
 
