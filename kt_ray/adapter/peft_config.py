@@ -81,10 +81,11 @@ class AdapterInfo:
     @property
     def plain_alpha(self) -> float | int:
         """alpha' with alpha' / r equal to the trained scale: rsLoRA folded in."""
-        return _number(self.alpha * self.rank**0.5 if self.rslora else self.alpha)
+        return plain_number(self.alpha * self.rank**0.5 if self.rslora else self.alpha)
 
 
-def _number(value: float) -> float | int:
+def plain_number(value: float) -> float | int:
+    """As PEFT writes it: 16, not 16.0."""
     return int(value) if float(value).is_integer() else float(value)
 
 
@@ -204,7 +205,7 @@ def adapter_config(
         patterns = shortest_patterns(of_all, usual[i], EXPERT_LEAVES)
         # PEFT compares patterns with the parameter where that is what is targeted.
         ends = {end: any(f"{m}.weight" in parameters for m in others if m.endswith(end)) for end in patterns}
-        own = {f"{end}.weight" if ends[end] else end: _number(value) for end, value in patterns.items()}
+        own = {f"{end}.weight" if ends[end] else end: plain_number(value) for end, value in patterns.items()}
         config[key] = own | config[key]
     return config
 

@@ -399,7 +399,7 @@ class PlanDurations:
         size = tokens * dims.hidden_size * dims.hidden_streams * ELEMENT_BYTES[self.plan.dtype]
         legs = (*self._pcie(worker, size, "out"), *self._doorbell(worker), *self._pcie(to, size, "in"))
         if self._under_ray and not self._shares_memory:
-            legs = (*legs, Leg(self._host_seat(worker), size / self.rates.transport.ray_bytes.value))
+            legs = (*legs, Leg(self._homes[worker], size / self.rates.transport.ray_bytes.value))
         return Carriage(legs)
 
     def shelf(self, worker: int, group: Group, way: str) -> Carriage:
@@ -413,7 +413,7 @@ class PlanDurations:
         size = layer_table(self.plan.dims, self.config, self.plan.dtype).weight_bytes[layer]
         if self.on_gpu:
             return Carriage(self._pcie(worker, size, "in"))
-        return Carriage((Leg(self._host_seat(worker), size / self.rates.memory.copy_one.value),))
+        return Carriage((Leg(self._homes[worker], size / self.rates.memory.copy_one.value),))
 
     def _carriage(self, worker: int, actors: ExpertClass, tokens: int, row: int, way: str) -> Carriage:
         """Device to host, to the actors; or back. Actors of the worker's host read shared memory; to far
@@ -434,11 +434,11 @@ class PlanDurations:
             link = f"network {way}" if self.machine.hosts == 1 else "network out"
             middle = (Leg(link, size / transport.network_bytes.value),)
             if self.plan.transport.far == "ray":  # inside the calls: serialised and taken apart on a core
-                packed = Leg(self._host_seat(worker), size / transport.ray_bytes.value)
+                packed = Leg(self._homes[worker], size / transport.ray_bytes.value)
                 middle = (packed, *middle) if way == "out" else (*middle, packed)
             latency = transport.call.value + transport.network_latency.value
         else:
-            packer = self._host_seat(worker) if way == "out" else actors.seat.resource
+            packer = self._homes[worker] if way == "out" else actors.seat.resource
             middle = (Leg(packer, transport.call.value + size / transport.ray_bytes.value),)
         return Carriage((*pcie, *middle) if way == "out" else (*middle, *pcie), latency)
 
@@ -463,14 +463,11 @@ class PlanDurations:
             if self._under_ray
             else transport.local
         )
-        return (Leg(self._host_seat(worker), one.value),)
-
-    def _host_seat(self, worker: int) -> str:
-        """The socket whose cores a worker's host side uses."""
-        return self._host_seats[worker]
+        return (Leg(self._homes[worker], one.value),)
 
     @cached_property
-    def _host_seats(self) -> list[str]:
+    def _homes(self) -> list[str]:
+        """The socket whose cores each worker's host side uses."""
         return [home_socket(worker, self.plan.hardware) for worker in self.plan.workers]
 
     # -- the step's end ----------------------------------------------------------------------

@@ -35,6 +35,7 @@ from kt_ray.adapter.peft_config import (
     adapter_config,
     expert_modules,
     in_full,
+    plain_number,
     stored_name,
 )
 from kt_ray.checkpoint.index import CheckpointIndex, some
@@ -352,9 +353,8 @@ def _one(lora: Lora, items: Iterable[Item], what: str, required: str, remedy: st
 
 
 def _add_pattern(config: dict[str, Any], name: str, setting: tuple[int, float]) -> None:
-    config["rank_pattern"][name] = setting[0]
-    alpha = setting[0] * setting[1]
-    config["alpha_pattern"][name] = int(alpha) if float(alpha).is_integer() else alpha
+    rank, scale = setting
+    config["rank_pattern"][name], config["alpha_pattern"][name] = rank, plain_number(rank * scale)
 
 
 def _info(
