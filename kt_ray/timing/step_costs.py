@@ -63,7 +63,7 @@ SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
 PARAMETER_OPS = 2.0  # of the step's end, per LoRA matrix
 PASS_OPS = 300.0  # the driver's calls and reports around a pass or a phase
 ADD_BYTES = 12  # read and written per gradient that is added to another; a copied byte is two
-SUM_BYTES = 36  # read and written per gradient for its squared norm in float64
+SUM_BYTES = 36  # read and written per gradient for its squared norm in float64, by torch; the engine reads 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -516,7 +516,7 @@ class PlanDurations:
             copying = self.copied_per_second(actor.threads)
             count = 6 * len(with_lora) if params else 0
             updated, added = params / plan.copies, params * others * ADD_BYTES / 2 / copying
-            expert_norms.append(swapped + added + updated * SUM_BYTES / 2 / copying + 2 * count * small)
+            expert_norms.append(swapped + added + updated * 4 / 2 / copying + 2 * count * small)
             stepped = updated / (optimizer * share) + params * 2 / copying
             expert_steps.append(swapped + stepped + 2 * count * small)
         end = self._driver_seconds
