@@ -280,7 +280,7 @@ struct FastRow<Format::nvfp4> : FastRow<Format::mxfp4> {
     using FastRow<Format::mxfp4>::FastRow;
     KT_INLINE const uint8_t* block(int64_t n, int64_t k) const { return at(n) + k / kStrip * kBlock; }
     void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
-        const float all = scale_value(scales.type, scales.of_block(n, 0));
+        const float all = scale_value(scales.type, scales.at);
         const uint8_t* p = block(n, k);
         for (int64_t i = 0; i < steps * kBlocks; ++i, p += kBlock, to += 2)
             for (int64_t half = 0; half < 2; ++half) to[half] = kFp8.of[p[half]] * all;

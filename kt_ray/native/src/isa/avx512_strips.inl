@@ -541,31 +541,20 @@ struct Strip<Format::uint4> : NibbleStrip<Format::uint4> {
     }
 };
 
-// E4M3 of every byte.
-struct Fp8Scales {
-    alignas(64) float of[256];
-
-    constexpr Fp8Scales() : of() {
-        for (uint32_t v = 0; v < 256; ++v) of[v] = v < 128 ? kFp8.of[v] : -kFp8.of[v - 128];
-    }
-};
-constexpr Fp8Scales kFp8Scales;
-
 // The values of two scales are a table of 32.
 template <>
 struct Strip<Format::nvfp4> {
     const uint8_t* data;
     int64_t row_bytes;
-    StripScales scales;
-    __m512 values = e2m1_values();
+    __m512 all, values = e2m1_values();
     __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
 
-    explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes), scales(m) {}
+    explicit Strip(const Matrix& m)
+        : data(m.data), row_bytes(m.row_bytes), all(_mm512_set1_ps(strip_scale(m, 0, 0))) {}
     KT_INLINE __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = data + n * row_bytes + k / kStrip * FormatTraits<Format::nvfp4>::kBytes;
-        const __m512 all = scales(scales.of_block(n, k));
         const auto scaled = [&](uint8_t scale) __attribute__((always_inline)) {
-            return _mm512_mul_ps(values, _mm512_mul_ps(_mm512_set1_ps(kFp8Scales.of[scale]), all));
+            return _mm512_mul_ps(values, _mm512_mul_ps(_mm512_set1_ps(kFp8.of[scale]), all));
         };
         return look_up(rounded(scaled(p[0]), scaled(p[1])), _mm512_or_si512(nibble_pairs(p + 2), second));
     }

@@ -47,16 +47,28 @@ struct BareRow {
     const uint8_t* at(int64_t n) const { return m.data + n * m.row_bytes; }
     // Those of `steps` steps.
     void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
+        const int64_t block = min_of(m.block_cols, m.cols), first = k / block;
         const uint8_t* from =
-            m.scales + static_cast<uint32_t>(n) / static_cast<uint32_t>(m.block_rows) * m.scale_row_bytes;
-        const int64_t end = k + steps * kStep, size = scale_size(m.scale_type);
-        if (m.block_cols == kEach) return scale_values(from + k / kEach * size, steps * kScales, to);
-        while (k < end) {
-            const int64_t block = static_cast<uint32_t>(k) / static_cast<uint32_t>(m.block_cols);
-            const float scale = scale_value(m.scale_type, from + block * size);
-            for (const int64_t last = min_of(end, (block + 1) * m.block_cols); k < last; k += kEach)
-                *to++ = scale;
-        }
+            m.scales + static_cast<uint32_t>(n) / static_cast<uint32_t>(m.block_rows) * m.scale_row_bytes +
+            first * scale_size(m.scale_type);
+        if (block == kEach) return scale_values(from, steps * kScales, to);
+        float own[kScaleSteps * kScales];
+        scale_values(from, (k + steps * kStep - 1) / block - first + 1, own);
+        const float* scale = own;
+        int64_t left = (first + 1) * block - k;  // elements that it covers
+        const auto take = [&](int64_t elements) {
+            left -= elements;
+            if (left > 0) return;
+            left = block;
+            ++scale;
+        };
+        for (int64_t step = 0; step < steps; ++step, to += kScales)
+            if (left >= kStep) {
+                for (int64_t i = 0; i < kScales; ++i) to[i] = *scale;
+                take(kStep);
+            } else {
+                for (int64_t i = 0; i < kScales; ++i, take(kEach)) to[i] = *scale;
+            }
     }
     void scale_values(const uint8_t* from, int64_t count, float* to) const {
         const auto fill = [&](auto type) {
@@ -164,12 +176,14 @@ struct NibbleRow : BareRow<8 * kLanes, 32> {
     };
 
     using BareRow::BareRow;
+    // The element in word j of a unit.
+    static constexpr int64_t element(int64_t unit, int64_t j) {
+        return 2 * (j / 8 * 16 + unit / 2 * 8 + j % 8) + unit % 2;
+    }
     static void order(const float* from, float* to, float middle) {
         for (int64_t unit = 0; unit < kUnits; ++unit)
-            for (int64_t j = 0; j < 2 * kLanes; ++j) {  // words
-                const int64_t byte = j / 8 * 16 + unit / 2 * 8 + j % 8;
-                to[(2 * unit + j % 2) * kLanes + j / 2] = from[2 * byte + unit % 2];
-            }
+            for (int64_t j = 0; j < 2 * kLanes; ++j)
+                to[(2 * unit + j % 2) * kLanes + j / 2] = from[element(unit, j)];
         compensate(kUnits, middle, to, to + kElements);
     }
     template <class Add>
