@@ -35,7 +35,11 @@ _DECIMAL_COMMA = re.compile(
     r"(?<![A-Za-z0-9_.,(\[])(?<![(\[][ +-])(?<![(\[] [+-])(?<!\\\{)(?<!\\\{[ +-])(?<!\\\{ [+-])"
     r"(?![1-9]\d{0,2},\d{3}(?!\d))(\d+|\d{1,3}(?:\.\d{3})+),(\d+)(?![.,]?\d)"
 )
-_MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6}\.? \Z", re.IGNORECASE)
+_MONTH = re.compile(
+    r"\b(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?"
+    r"|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\.? \Z",  # not "decimal "
+    re.IGNORECASE,
+)
 _REPEATED = re.compile(r"(?<!\d)(\d{0,9}\.\d{0,9})\\(?:overline|bar)\s*(?:\{(\d{1,9})\}|(\d))")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d|,\d|\s?/|-[A-Za-z])")  # not 3 200-ml
 _SPACE = re.compile(r"\\(?:[;: ]|left(?![a-z])|right(?![a-z]))|~")

@@ -195,6 +195,7 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         ],
         *[(f"{month} 13,2020", 2020, 1) for month in ("It began on January", "Since Sept.", "from may")],
         ("in May 3,2", 3.2, 1),
+        *[(f"{word} 0,1234", 0.1234, 1) for word in ("as a decimal", "four decimals:", "marks")],
         ("0,125", 0.125, 1),
         ("0,125", 125, 0),
         ("1.234.567,89 €", 1234567.89, 1),
