@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -45,6 +46,7 @@ class FunctionReward:
         self._folder = path.resolve().parent
         self._before: AbstractSet[str] | None = None  # modules, if the folder became one that Python looks in
         self._runner = asyncio.Runner()
+        _open.add(self)
         try:
             self._function = self._loaded()
             parameters = self._parameters()
@@ -92,15 +94,20 @@ class FunctionReward:
     def close(self) -> None:
         """The next job of this process may have modules of the same names beside its file."""
         self._runner.close()
-        if self._before is None:
+        _open.discard(self)
+        before, self._before = self._before, None
+        if before is None:
             return
-        new = {top for name in sys.modules if (top := name.partition(".")[0]) not in self._before}
+        for other in _open:
+            if other._folder == self._folder:  # which still imports from there, and forgets when it closes
+                other._before = before
+                return
+        new = {top for name in sys.modules if (top := name.partition(".")[0]) not in before}
         own = {top for top in new if _home(sys.modules.get(top)) == self._folder}
         for name in [name for name in sys.modules if name.partition(".")[0] in own]:
             del sys.modules[name]
         with suppress(ValueError):  # the file may have changed it
             sys.path.remove(str(self._folder))
-        self._before = None
 
     def _loaded(self) -> Callable[..., Any]:
         remedy = "correct the file, or set another reward="
@@ -207,6 +214,9 @@ def _home(module: Any) -> Path | None:
     spec = getattr(module, "__spec__", None)
     places = [*(getattr(spec, "submodule_search_locations", None) or ()), getattr(spec, "origin", None)]
     return Path(places[0]).parent if isinstance(places[0], str) else None
+
+
+_open: WeakSet[FunctionReward] = WeakSet()
 
 
 async def _awaited(result: Any) -> Any:

@@ -100,6 +100,19 @@ def test_a_file_may_import_what_lies_beside_it(tmp_path: Path) -> None:
     sys.path.remove(str(library.parent))
 
 
+def test_modules_beside_two_files_stay_until_both_are_closed(tmp_path: Path) -> None:
+    """Of two runs at a time in a process."""
+    (tmp_path / "late_beside.py").write_text("worth = 2\n")
+    before = sys.path[:]
+    text = "def reward(completions):\n    import late_beside as beside\n"
+    text += "    return [beside.worth] * len(completions)\n"
+    first, second = loaded(tmp_path, text), loaded(tmp_path, text)
+    first.close()
+    assert second(samples("a")) == 2
+    second.close()
+    assert sys.path == before and "late_beside" not in sys.modules
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
