@@ -50,7 +50,7 @@ from kt_ray.train_server.backend import (
 
 logger = logging.getLogger(__name__)
 
-SCRATCH = ""  # the training in which a sampler's file is read; clients name none so
+SCRATCH = ""  # the training in which a sampler's file is read, or one that has left; clients name none so
 _STEPS = "steps.json"
 SNAPSHOT_STEPS = 16  # optimizer steps after which a sampler, or twice as many after which a step, makes one
 
@@ -328,7 +328,7 @@ class ClusterBackend:
                     raise
                 model = written[0]
         if self._present == model:
-            self._present = None
+            self._present = SCRATCH
         else:
             self._cluster.end_training(model)
         held[model].on_disk = True
@@ -357,7 +357,7 @@ class ClusterBackend:
         self._forget_snapshot(training)
         self._wanted = {sampler: own for sampler, own in self._wanted.items() if own != model}
         if self._present == model:
-            self._present = None
+            self._present = SCRATCH
         elif not training.on_disk:
             self._surely(lambda: self._cluster.end_training(model))
 
@@ -390,6 +390,9 @@ class ClusterBackend:
         elif self._present != model:
             self._switch(model)
         return training
+
+    def take_up(self, model: str) -> None:
+        self._surely(lambda: self._take_up(model))
 
     def _switch(self, model: str, new: _Training | None = None) -> None:
         """new: begins from its initial LoRA."""

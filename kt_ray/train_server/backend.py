@@ -130,6 +130,9 @@ class Backend(Protocol):
 
     def forget(self, model: str) -> None: ...
 
+    def take_up(self, model: str) -> None:
+        """Have a model in memory, where the next call for it finds it."""
+
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
         """One pass over all rows; `backward` adds to the model's gradients."""
 

@@ -309,6 +309,7 @@ class TrainService:
             if name in self._samplers:
                 raise bad(f"there is a sampler {name}", "sampling_session_seq_id")
             sampler = Sampler(name, model.session.name, name, model=model.name)
+            self.backend.take_up(model.name)  # while this waits, the sampler before it answers
             self._rounds.make_room(model.name)
             self.backend.keep(model.name, name)
             with self._lock:

@@ -136,6 +136,9 @@ class FakeBackend:
         self._call("forget", model)
         del self.models[model]
 
+    def take_up(self, model: str) -> None:
+        self._call("take_up", model)
+
     def run(self, model: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool) -> PassResult:
         self._call("backward" if backward else "forward", model, len(data))
         self.gate.wait()

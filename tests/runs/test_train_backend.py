@@ -152,6 +152,31 @@ def test_state_and_adapter_come_back(model: Path, tmp_path: Path, flushed: set[i
         assert backend.run("other", given, ENTROPY, backward=False).loss == ends[1].loss
 
 
+def come_and_go(backend: ClusterBackend) -> None:
+    backend.create("other", 2, WHOLE)
+    backend.forget("other")
+
+
+def test_a_sampler_that_cannot_go_to_disk_takes_no_other_with_it(
+    exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a training has left, or gone to disk: what the actors hold is nobody's, and whole."""
+    prompts = [datum.tokens for datum in data_of(rows(3))]
+    full = Mock(side_effect=UserError("the disk is full"))
+    monkeypatch.setattr(train_backend, "write_adapter", full)
+    with backend_on(exact, tmp_path, "train_server.adapters=1") as backend:
+        backend.create("mine", 1, WHOLE)
+        backend.keep("mine", "old")
+        backend.keep("mine", "new")
+        backend.step("mine", ADAM)
+        backend._write_snapshot("mine")  # a rebuild would no longer find them
+        for leave in (backend._make_room, partial(come_and_go, backend)):
+            leave()
+            with pytest.raises(UserError, match="the disk is full"):
+                backend.put_aside("new")
+            assert len(backend.score("old", prompts, 0)) == len(prompts)
+
+
 PARTS = {
     "rank": LoraPart(2),
     "attention": LoraPart(2, mlp=False),

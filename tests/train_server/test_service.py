@@ -195,6 +195,29 @@ def test_a_training_that_has_no_room_yet_waits_and_its_client_is_told(
     assert f"waits until there is room: {told}" in caplog.text
 
 
+def test_the_latest_sampler_answers_while_its_training_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kt_ray.train_server.service._PAUSE", 0.5)
+    with running(tmp_path, FakeBackend(), most_samplers=1) as server:
+        raw, backend = Raw(server), server.backend
+        waiting, other = raw.model(0), raw.model(1)
+
+        def asked(model: str, number: int, sampler: int) -> Any:
+            body = {"model_id": model, "seq_id": number, "sampling_session_seq_id": sampler}
+            return raw.post("save_weights_for_sampler", **body)
+
+        latest = raw.result(asked(waiting, 1, 0))["sampling_session_id"]
+        raw.result(asked(other, 1, 1))  # for which the first one goes to disk
+        backend.faults["take_up"] = NoRoomYet("the disk is full")
+        newer = asked(waiting, 2, 2)
+        until(lambda: not backend.faults)
+        assert isinstance(raw.result(raw.sample(latest, 0)), bytes)
+        newest = raw.result(newer)["sampling_session_id"]
+        assert isinstance(raw.result(raw.sample(newest, 0)), bytes)
+        raw.http.close()
+
+
 def test_a_request_whose_predecessor_never_comes_fails(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     model = raw.model()
     promised = raw.step(model, 2)
