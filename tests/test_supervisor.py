@@ -374,8 +374,11 @@ sys.exit(supervisor.as_child(run))
     assert len(lines) > 1 and len(set(lines)) == 1 and before <= float(began) <= after and step == "7"
     assert command == sys.argv
     aside = checkpoint.rename(checkpoint.with_name("superseded_step_000007_2"))
-    named = compose([f"run.root={place.path / 'runs'}", "run.name=a", f"trainer.resume={aside}"])
-    assert TrainingSupervisor(named)._first_step == 7
+    best = aside.with_name("best")
+    best.symlink_to(aside.name)
+    for path in (aside, best):
+        named = compose([f"run.root={place.path / 'runs'}", "run.name=a", f"trainer.resume={path}"])
+        assert TrainingSupervisor(named)._first_step == 7
 
 
 def test_a_server_that_answered_is_started_again_as_it_was(

@@ -179,9 +179,12 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 
 
 def resumed_step(config: Config) -> int:
-    """The step that the run goes on from; 0 = from the beginning, or the checkpoint's name does not say."""
+    """The step that the run goes on from; 0 = from the beginning, or the checkpoint's name does not say.
+
+    A link, such as `best`, says what it points at.
+    """
     checkpoint = checkpoint_to_resume(config)
-    found = None if checkpoint is None else re.search(r"step_(\d+)", checkpoint.name)
+    found = None if checkpoint is None else re.search(r"step_(\d+)", checkpoint.resolve().name)
     return int(found[1]) if found else 0  # also of superseded_step_000300_2
 
 

@@ -18,7 +18,7 @@ from kt_ray.checkpoint.housekeeping import best_checkpoint, prune_checkpoints, s
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo
 from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
-from kt_ray.checkpoint_dirs import MANIFEST, step_name
+from kt_ray.checkpoint_dirs import MANIFEST, step_name, step_of
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
@@ -87,8 +87,7 @@ def intact_checkpoint(config: Config) -> tuple[Config, Manifest | None]:
             logger.warning("%s at %s: found %s; the one before it is taken", error.what, path, error.observed)
             continue
         for later in sorted(path.parent.glob("step_*")):
-            number = later.name.removeprefix("step_")
-            if number.isdigit() and int(number) > manifest.step and later not in newest_first:
+            if (step_of(later.name) or 0) > manifest.step and later not in newest_first:
                 logger.warning("%s has no %s: it is no checkpoint, and is passed over", later, MANIFEST)
         if config.run.name is None:
             logger.warning("resuming the newest run of %s: %s", config.model.name, path)
