@@ -6,6 +6,7 @@ Names, types and shapes tell which; the matrix gets the name of its parameter ("
 
     fp8    X.weight F8_E4M3 with X.weight_scale_inv or X.scale [N/128, K/128]: DeepSeek, Qwen, MiniMax
            X.weight F8_E4M3 with X.weight_scale [N, 1], [N], [1], [] or blocks: compressed-tensors, fbgemm
+           X.weight F8_E4M3 with X.weight_scale [N/128, 1, K/128, 1]: ModelOpt's FP8_PB_WO
            X.weight F8_E4M3 with X.weight_scale or X.weight_scale_inv U8 [N, K/32]: MXFP8
            experts.gate_up_proj F8_E4M3 with experts.gate_up_proj_scale_inv: transformers' fused experts
     int8   X.weight I8 with X.weight_scale [N, 1] or [N, K/group]: compressed-tensors int-quantized
@@ -408,6 +409,8 @@ def _block(
     stack = shape[:-2]
     lead = scales.shape[: len(stack)] == stack
     own = scales.shape[len(stack) :] if lead else ()
+    if len(own) == 4 and own[1] == own[3] == 1:  # as ModelOpt stores those of blocks
+        own = own[0], own[2]
     if kind == "mxfp4":
         return (1, 32) if lead and columns % 32 == 0 and own == (rows, columns // 32) else None
     if kind in ("int8", "int4"):

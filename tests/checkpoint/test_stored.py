@@ -23,6 +23,7 @@ from tests.helpers.released.formats import (
     Encode,
     Encoded,
     awq,
+    fp8_block_modelopt,
     gptq_bytes,
     gptq_zeros,
     int4_zeros,
@@ -397,6 +398,7 @@ PACKINGS: dict[str, tuple[str, dict[str, Any], Encode]] = {
     "gptq, 8 bits in some modules": ("int8", GPTQ | {"bits": 4}, gptq_bytes),
     "pack-quantized, 8 bits": ("int8", _packed(8), int8_packed),
     "pack-quantized, 8 bits in some modules": ("int8", _packed(4, 8), int8_packed),
+    "modelopt, FP8 in blocks": ("fp8", {"quant_method": "modelopt"}, fp8_block_modelopt),
     "modelopt": ("nvfp4", {"quant_method": "modelopt"}, nvfp4(("", "_scale", "_scale_2"), False)),
     "nvfp4-pack-quantized": (
         *("nvfp4", {"quant_method": "compressed-tensors"}),

@@ -21,6 +21,7 @@ from kt_ray.tools.merge import merge
 from tests.helpers.released.formats import (
     Encode,
     awq,
+    fp8_block_modelopt,
     gptq,
     gptq_bytes,
     gptq_zeros,
@@ -77,6 +78,7 @@ BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         GPT_OSS,
     ),
     "fp8": ("fp8", encoded(per_expert(), "fp8"), {}),
+    "fp8 of ModelOpt": ("fp8", released(fp8_block_modelopt), {}),
     "fp8 rows": ("fp8", encoded(per_expert(), "fp8-row"), {}),
     "fp8 fused": ("fp8", encoded(fused(), "fp8-fused"), {}),
     "int8": ("int8", encoded(per_expert(), "int8"), {}),

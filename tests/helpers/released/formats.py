@@ -71,6 +71,12 @@ def fp8_block(suffix: str = "weight_scale_inv", *, powers: bool = False) -> Enco
     return encode
 
 
+def fp8_block_modelopt(key: str, value: Tensor) -> Encoded:
+    """ModelOpt's FP8_PB_WO: scales [N / 128, 1, K / 128, 1]."""
+    tensors, values = fp8_block("weight_scale")(key, value)
+    return Encoded({k: v[:, None, :, None] if "scale" in k else v for k, v in tensors.items()}, values)
+
+
 def fp8_row(key: str, value: Tensor) -> Encoded:
     """E4M3 values and a bfloat16 scale per row (compressed-tensors "float-quantized", channel)."""
     scale = (value.abs().amax(1, keepdim=True) / _E4M3_MAX).bfloat16()
