@@ -225,9 +225,14 @@ def without_quantization(config: dict[str, Any], *, to: str = "bf16") -> dict[st
 def check_formats(index: CheckpointIndex) -> None:
     """Refuse weights that would go along as they are while config.json stops to say what they are.
 
+    Integers of a model that says nothing of quantisation are buffers: masks, positions.
+
     Raises:
         UserError: matrices of integers in a format that is not read.
     """
+    said = without_quantization(index.config, to="") != index.config
+    if not said and not any((index.path / name).is_file() for name in QUANTIZATION_FILES):
+        return
     numbers = ("I8", "U8", "I16", "U16", "I32", "U32")
     names = [
         name

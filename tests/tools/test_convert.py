@@ -253,17 +253,38 @@ def test_formats_of_others_are_named(tmp_path: Path, module: str) -> None:
     """As AQLM has them: config.json of the result would not say so."""
     tensors: dict[str, Any] = per_expert()
     tensors["model.layers.0.mlp.gate.tid2eid"] = "I32", torch.ones(11, 2, dtype=torch.int32)  # DeepSeek-V4
-    source, adapter = save(tmp_path / "source", tensors), save_adapter(tmp_path / "a", lora(expert_modules()))
+    aqlm = {"quantization_config": {"quant_method": "aqlm"}}
+    source = save(tmp_path / "source", tensors, aqlm)
+    adapter = save_adapter(tmp_path / "a", lora(expert_modules()))
     convert(source, tmp_path / "converted", Options("int8"))
     del tensors[f"model.layers.1.{module}.weight"]
     tensors[f"model.layers.1.{module}.codes"] = "I16", torch.ones(H, H // 8, dtype=torch.int16)
-    source = save(tmp_path / "unknown", tensors)
+    source = save(tmp_path / "unknown", tensors, aqlm)
     for command in (
         lambda out: convert(source, out, Options("int8")),
         lambda out: merge(source, adapter, out, bf16=True),
     ):
         with pytest.raises(UserError, match=rf"format cannot be read.*{module}\.codes.*bfloat16 release"):
             command(tmp_path / "out")
+
+
+def test_buffers_of_integers_are_copied(tmp_path: Path) -> None:
+    """Of a model that is not quantised: masks and positions."""
+    mask, positions = "model.layers.0.self_attn.bias", "visual.embeddings.position_ids"
+    buffers = {
+        mask: ("U8", torch.ones(1, 1, 4, 4, dtype=torch.uint8)),
+        positions: ("I32", torch.arange(6, dtype=torch.int32)[None]),
+    }
+    source = save(tmp_path / "source", per_expert() | buffers)
+    adapter = save_adapter(tmp_path / "a", lora(expert_modules()))
+    convert(source, tmp_path / "int8", Options("int8"))
+    merge(source, adapter, tmp_path / "merged", bf16=True)
+    for out in (tmp_path / "int8", tmp_path / "merged"):
+        index = CheckpointIndex.open(out)
+        assert all(torch.equal(index.read(key), value) for key, (_, value) in buffers.items())
+    (source / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"unknown format: {mask}, {positions}"):
+        convert(source, tmp_path / "other", Options("int8"))
 
 
 @pytest.mark.parametrize("packed", ["int8 in words", "int4 in bytes"])
