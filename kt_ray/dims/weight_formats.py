@@ -79,6 +79,7 @@ _OF_MODELOPT = {
 }
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 _ROUTED = re.compile(r"^(?!mtp\.)(.*\.)?layers\.(\d+|\*)\.(\w+\.)*experts(\.|$)")
+_ONE_LAYER = re.compile(r"\blayers\.\d")
 # Experts quantised while they stream in.
 BACKEND_STORAGE = {
     "AMXINT8": Storage("int8", (1, 0), 2),
@@ -222,10 +223,12 @@ def _algorithm(quantization: Mapping[str, Any], names: list[str]) -> str | None:
     layers = layers if isinstance(layers, Mapping) else {}
     if names == _FIRST_EXPERTS:  # whichever layer is the first that has them
         modules = [name for name in layers if _ROUTED.search(name)]
+        wide = [key for key in layers if "*" in key and not _ONE_LAYER.search(key)]
     else:  # a module, or what it lies in
         parts = [name.split(".") for name in names]
         modules = [".".join(part[:n]) for part in parts for n in range(len(part), 0, -1)]
-        modules += [key for key in layers if "*" in key and any(fnmatchcase(name, key) for name in names)]
+        wide = [key for key in layers if "*" in key]
+    modules += [key for key in wide if any(fnmatchcase(name, key) for name in names)]
     found = (layers[name] for name in modules if isinstance(layers.get(name), Mapping))
     said: Mapping[str, Any] = next(found, {})
     return str(said["quant_algo"]).lower() if said.get("quant_algo") else None

@@ -218,7 +218,7 @@ def test_each_layer_of_modelopt_as_it_says() -> None:
     plain = small_dims("mixtral")
     for experts in (
         *("model.language_model.layers.1.mlp.experts", "model.layers.3.mlp.experts.0.gate_proj"),
-        "model.layers.*.mlp.experts.*",
+        *("model.layers.*.mlp.experts.*", "model.layers.*.mlp.experts*", "*.mlp.experts.*"),
     ):
         layers = {**other, experts: four, "lm_head": four, "model.layers.0.self_attn.k_proj": None}
         layers["mtp.layers.0.mlp.experts"] = eight
