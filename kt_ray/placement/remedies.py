@@ -63,8 +63,9 @@ def remedies(
 def _several(dims: ModelDims, config: Config, hardware: Hardware) -> list[Remedy]:
     """The first changes at once that fit: of experts as they are, then of coarser ones."""
     memory = sum(socket.memory_bytes for socket in hardware.sockets)
+    experts = dims.num_experts * len(dims.moe_layers)
     for backend in (None, *_backends(config)):
-        if backend is not None and dims.num_experts * dims.held_bytes(backend) > memory:
+        if backend is not None and experts * dims.held_bytes(backend) > memory:
             continue
         own = {} if backend is None else {"rule.experts.backend": backend}
         for keys in ({**own, **keys} for keys in _combined(config)):

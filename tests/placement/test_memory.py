@@ -526,6 +526,19 @@ def test_remedies_combine_when_one_change_is_not_enough() -> None:
     assert "trainer.batch_size=8 " in together.overrides  # a whole group
 
 
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_experts_beyond_memory_are_in_no_combination(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Those of all layers, not of one."""
+    dims = small_dims()
+    tried: list[Config] = []
+    monkeypatch.setattr("kt_ray.placement.remedies._fits", lambda dims, config, _: tried.append(config))
+    experts = dims.num_experts * len(dims.moe_layers) * dims.held_bytes("AMXINT4")
+    config = make_config(data={"max_length": 4096})
+    remedies(dims, config, make_hardware(memory=int(share * experts)), {})
+    several = [c for c in tried if c.rule.experts.backend == "AMXINT4" and c.data.max_length == 64]
+    assert bool(several) == (share > 1)
+
+
 def test_figures_as_text() -> None:
     assert gib(150 * GIB) == "150 GiB" and gib(1.5 * GIB) == "1.50 GiB" and gib(3 << 20) == "3.0 MiB"
     assert cpu_ranges((4, 0, 1, 2, 9, 8)) == "0-2,4,8-9" and cpu_ranges(()) == "any"
