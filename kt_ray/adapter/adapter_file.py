@@ -297,12 +297,9 @@ class Lora:
             elif (a, b) == (2 * b2, a2):
                 turned = True
         if turned:
-            whose = "stores them " + (
-                "of Llama4, whose parameters are [E, in, out]" if late else "before 0.19.1"
-            )
+            whose = "them of Llama4, whose parameters are [E, in, out]" if late else "them before 0.19.1"
             raise damaged(
-                "adapter's fused expert matrices A and B have each other's place, as PEFT stores them "
-                + whose,
+                f"adapter's fused expert matrices A and B have each other's place, as PEFT stores {whose}",
                 f"{self.path}, {prefix}",
                 "; ".join(f"{m} A {list(a.shape)}, B {list(b.shape)}" for m, (a, b) in wrappers.items())
                 + (f"; peft_version {version}" if version else ""),

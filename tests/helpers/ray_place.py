@@ -21,6 +21,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,10 +276,14 @@ def arena_bytes(pid: int, actor: str) -> int:
     return sum(sizes.values())
 
 
+_GIVEN: deque[int] = deque(maxlen=64)  # of the 187 ports that a worker has
+
+
 def free_ports(count: int) -> list[int]:
     """Distinct free ports outside the ranges that Ray and the kernel hand out themselves.
 
-    Each worker of pytest-xdist has ports of its own: what it is told is free may be taken seconds later.
+    Each worker of pytest-xdist has ports of its own: what it is told is free may be taken seconds later. So
+    ports that were given lately are not given again.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     ports: list[int] = []
@@ -286,6 +291,7 @@ def free_ports(count: int) -> list[int]:
         port = random.SystemRandom().randrange(20_000 + worker % 64, 32_000, 64)
         with contextlib.closing(socket.socket()) as trial, contextlib.suppress(OSError):
             trial.bind(("127.0.0.1", port))
-            if port not in ports:
+            if port not in _GIVEN:
+                _GIVEN.append(port)
                 ports.append(port)
     return ports

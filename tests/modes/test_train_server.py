@@ -28,7 +28,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         monkeypatch.setattr(train_server, name, nothing)
     monkeypatch.setattr(train_server, "setup_logging", contextlib.nullcontext)
     monkeypatch.setattr(train_server, "within_server", lambda config: config)
-    monkeypatch.setattr(train_server, "checkpoint_bytes", lambda *_: 0)
+    monkeypatch.setattr(train_server, "training_bytes", lambda *_: 0)
     cluster = contextlib.nullcontext(SimpleNamespace(info=list))
     monkeypatch.setattr(train_server, "started", lambda *_: cluster)
     monkeypatch.setattr(train_server, "serve_backend", lambda *_, ready, **__: ready())

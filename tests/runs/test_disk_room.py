@@ -87,7 +87,7 @@ def test_a_plan_knows_how_many_checkpoints_an_epoch_brings(capsys: pytest.Captur
 def test_a_plan_of_a_run_that_goes_on_counts_what_is_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kt_ray.runs.plan_time._steps_taken", lambda config: 270)
+    monkeypatch.setattr("kt_ray.runs.plan_time.resumed_step", lambda config: 270)
     every = ["trainer.max_steps=300", "trainer.save_every=30", "trainer.keep_checkpoints=0"]
     assert cli.main(["mode=plan", "plan.rates=nominal", *every]) == 0
     text = capsys.readouterr().out

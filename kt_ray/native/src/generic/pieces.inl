@@ -9,10 +9,9 @@ struct PieceRun {
     const uint8_t* after;  // what will be read when these end
     int64_t after_row_bytes;
     float* to;
-    int64_t column;  // along columns, the first
-    const float*
-        scales;  // along rows [slice][kLanes], of NVFP4 [piece][kLanes]; along columns [slice][kSlice]
-    const float* zeros;  // likewise, of units with zero points
+    int64_t column;       // along columns, the first
+    const float* scales;  // along rows [slice][kLanes], of NVFP4 [piece][kLanes]; else [slice][kSlice]
+    const float* zeros;   // likewise, of units with zero points
     int64_t pieces, slices;
 };
 

@@ -276,9 +276,8 @@ struct OrderedRow<Format::nvfp4> : BareRow<8 * kLanes, 16> {
     static void order(const float* from, float* to) {
         for (int64_t part = 0; part < kParts; ++part, to += kPart) {
             for (int64_t unit = 0; unit < kUnits; ++unit)
-                for (int64_t j = 0; j < 2 * kLanes; ++j)  // words
-                    to[(2 * unit + j % 2) * kLanes + j / 2] =
-                        from[2 * (j / 8 * 16 + part * 8 + j % 8) + unit];
+                for (int64_t j = 0; j < 2 * kLanes; ++j)
+                    to[(2 * unit + j % 2) * kLanes + j / 2] = from[NibbleRow::element(2 * part + unit, j)];
             compensate(kUnits, 6.0f, to, to + 4 * kLanes);
         }
     }
