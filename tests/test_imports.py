@@ -28,7 +28,7 @@ disk: errors
 parse: errors disk
 native: [torch]
 checkpoint_dirs:
-int4_packing:
+integer_packing:
 rotations:
 batch: [numpy]
 timeline:
@@ -38,7 +38,7 @@ gpu: errors [torch]
 cpu_products: [torch]
 gpu_turns: [torch]
 config: errors parse
-dims: errors parse int4_packing rotations
+dims: errors parse integer_packing rotations
 hardware: errors disk parse native config
 placement: errors parse config dims hardware
 timing: errors native config dims hardware placement
@@ -47,7 +47,7 @@ tracking: terminal disk parse timeline config
 evaluate: terminal errors parse
 generate: errors [numpy torch]
 rewards: terminal errors parse evaluate [numpy]
-checkpoint: terminal errors disk pulse parse native checkpoint_dirs int4_packing rotations [torch]
+checkpoint: terminal errors disk pulse parse native checkpoint_dirs integer_packing rotations [torch]
 model: errors pulse parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
     [numpy torch]
 adapter: disk parse config checkpoint [torch]
@@ -77,7 +77,7 @@ modes: terminal errors disk checkpoint_dirs native timeline config dims hardware
     [numpy torch]
 recipe: terminal errors parse config dims data
 cli: terminal errors torch_environment config modes recipe runs supervisor
-tools: terminal errors disk parse int4_packing config dims checkpoint model adapter data demo [numpy torch]
+tools: terminal errors disk parse integer_packing config dims checkpoint model adapter data demo [numpy torch]
 """
 
 # Modules that load less than their package: what reads files or plans starts without torch.

@@ -1,6 +1,6 @@
 """How a checkpoint's tensors become values and scales as the engine takes them, where they differ.
 
-Gptq, Awq    integers turned round (kt_ray/int4_packing.py)
+Gptq, Awq    integers turned round (kt_ray/integer_packing.py)
 Bytes        X.weight_packed I32 [N, K / 4], four values + 128 in a word: compressed-tensors, of 8 bits
 WithZeros    X.weight_packed as int4 has it, X.weight_zero_point I32 [N / 8, K / group], eight rows of W in
              a word, or I8 [N, K / group]: compressed-tensors, of integers that are not symmetric
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_tensor
 from kt_ray.errors import UserError
-from kt_ray.int4_packing import AWQ_ROWS
+from kt_ray.integer_packing import AWQ_ROWS
 from kt_ray.native.quantization import words
 
 _OTHER = (

@@ -15,7 +15,7 @@ Names, types and shapes tell which; the matrix gets the name of its parameter ("
     int4   X.weight_packed I32 [N, K/8] with X.weight_scale: compressed-tensors pack-quantized
     uint4  the same with X.weight_zero_point: compressed-tensors, not symmetric (packings.py)
            X.qweight I32 with X.scales and X.qzeros: AWQ, and GPTQ, there int4 if symmetric
-           (kt_ray/int4_packing.py)
+           (kt_ray/integer_packing.py)
     mxfp4  X_blocks U8 [E, N, K/32, 16] with X_scales U8 [E, N, K/32]: gpt-oss
            X.weight_packed U8 [N, K/2] with X.weight_scale U8: compressed-tensors mxfp4-pack-quantized
            X.weight I8 [N, K/2] with X.scale F8_E8M0 [N, K/32]: DeepSeek-V4
@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from kt_ray import int4_packing, rotations
+from kt_ray import integer_packing, rotations
 from kt_ray.checkpoint.names import expert_name
 from kt_ray.checkpoint.packings import Awq, Bytes, Gptq, Nvfp4, Packing, WithZeros, unread
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_dtype, read_shape, read_tensor
@@ -214,7 +214,7 @@ def _refuse(path: Path, tensors: Mapping[str, TensorInfo], quantization: Mapping
     if rotated := rotations.unread(quantization):
         raise unread(path / "config.json", f"weights {rotated}", "weights that need no other operation")
     refused: dict[str, list[str]] = {}
-    other_bits, turned = _packed_bits(quantization) - {4, 8}, int4_packing.unread(quantization)
+    other_bits, turned = _packed_bits(quantization) - {4, 8}, integer_packing.unread(quantization)
     for name, info in tensors.items():
         if turned and name.endswith((".qweight", ".qzeros")):
             refused.setdefault(f"integers {turned}", []).append(name)
@@ -308,7 +308,7 @@ def _turned(
     name: str, values: str, scales: str, tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
 ) -> StoredMatrix | str:
     """The same in GPTQ's or AWQ's packing."""
-    base, packing = values.removesuffix("qweight"), int4_packing.method(quantization)
+    base, packing = values.removesuffix("qweight"), integer_packing.method(quantization)
     data, own, zeros = tensors[values], tensors[scales], tensors.get(f"{base}qzeros")
     order = tensors.get(f"{base}g_idx") if packing == "gptq" else None
     # Integers of other bits in some modules show in the zero points; other than these would be rows of
@@ -327,7 +327,7 @@ def _turned(
     if zeros is None or zeros.dtype != "I32" or zeros.shape != (groups, rows // per_word):
         required = f"{base}qzeros I32 [{groups}, {rows // per_word}]"
         return f"{list(own.shape)} (required {required}; or a module of other than 4 or 8 bits)"
-    stated = int4_packing.stated_group(quantization) or columns
+    stated = integer_packing.stated_group(quantization) or columns
     if columns % groups or (order is None and groups != max(1, columns // stated)):
         said = f"config.json says {stated} columns each"
         return f"{list(own.shape)} ({groups} groups in rows of {columns}, {said})"
@@ -337,12 +337,12 @@ def _turned(
     if order is not None and (order.dtype != "I32" or order.shape != (columns,)):
         return f"{list(own.shape)} (required {base}g_idx I32 [{columns}])"
     keys = (values, scales, zeros.name, *((order.name,) if order else ()))
-    zero_points = int4_packing.has_zeros(quantization)
+    zero_points = integer_packing.has_zeros(quantization)
     if zero_points and bits == 8:
         raise unread(zeros.place, "INT8 with zero points", _READ)
     parts: Packing = Awq(zeros)
     if packing == "gptq":
-        parts = Gptq(zeros, order, group, int4_packing.stored_less(quantization), not zero_points, bits)
+        parts = Gptq(zeros, order, group, integer_packing.stored_less(quantization), not zero_points, bits)
     kind = "uint4" if zero_points else f"int{bits}"
     return StoredMatrix(name, kind, data, own, (rows, columns), (1, group), keys, parts)
 

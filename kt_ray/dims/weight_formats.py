@@ -16,7 +16,7 @@ from typing import Any
 
 import regex
 
-from kt_ray import int4_packing, rotations
+from kt_ray import integer_packing, rotations
 from kt_ray.errors import UserError
 from kt_ray.parse import matches
 
@@ -147,7 +147,7 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
         group = _group_of(quantization, _FIRST_EXPERTS) or _group_of(quantization, None)
     weights = group["weights"] if group else {}
     stored, whole_numbers = fmt, fmt in ("int8", "int4", "uint4")
-    unread = int4_packing.unread(quantization) if method in int4_packing.METHODS else None
+    unread = integer_packing.unread(quantization) if method in integer_packing.METHODS else None
     if rotated := rotations.unread(quantization):
         stored += f" {rotated}"
     elif unread:
@@ -196,13 +196,13 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
         return _compressed_tensors(quantization, group)
     if method == "bitsandbytes":
         return Storage("nf4", (1, 64), 4) if quantization.get("load_in_4bit") else Storage("int8", (1, 0), 4)
-    if method in int4_packing.METHODS:
+    if method in integer_packing.METHODS:
         only = _modules_in_block(quantization)
         if only and not _one_matches(only, names):
             return plain_storage(dtype)
         bits = _whole(quantization, "bits", "w_bit", default=4)
         columns = max(0, _whole(quantization, "group_size", "q_group_size", default=128))
-        return _integers(bits, (1, columns), int4_packing.has_zeros(quantization))
+        return _integers(bits, (1, columns), integer_packing.has_zeros(quantization))
     if method == "quark":
         weights = _of_quark(quantization, names)
         block = _QUARK_BLOCKS.get(str(weights.get("qscheme")))

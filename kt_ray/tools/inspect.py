@@ -24,7 +24,7 @@ from kt_ray.checkpoint.names import expert_name, family, part_of
 from kt_ray.checkpoint.safetensors_file import read_tensor
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.errors import UserError
-from kt_ray.int4_packing import METHODS
+from kt_ray.integer_packing import METHODS
 from kt_ray.parse import read_json
 
 _UNTESTED = "by its documented key names (untested)"

@@ -317,10 +317,25 @@ struct ComputeF32Ahead {
         }
         job.end(state);
     }
+    // Of the halves of NVFP4's strips, along rows, as PieceRun has them.
+    static void block_scales(const Matrix& m, int64_t n, int64_t k, int64_t slices, float* to) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+            const float all = strip_scale(m, n + lane, 0);
+            const uint8_t* block = block_at<Format::nvfp4>(m, n + lane, k);
+            for (int64_t s = 0; s < slices; ++s, block += FormatTraits<Format::nvfp4>::kBytes)
+                for (int64_t half = 0; half < 2; ++half)
+                    to[(2 * s + half) * kLanes + lane] = kFp8.of[block[half]] * all;
+        }
+    }
+
     // Scales times `factor`, as PieceRun has them; false: that is too much for one.
     static bool scales_of(const Matrix& m, bool along_columns, int64_t n, int64_t k, int64_t slices,
                           float factor, float* to) {
         if (m.scale_type == ScaleType::none) return true;
+        if (m.format == Format::nvfp4 && !along_columns) {
+            block_scales(m, n, k, slices, to);
+            return true;
+        }
         const int64_t count = slices * (along_columns ? kSlice : kLanes);
         if (along_columns)
             column_scales(m, n, k, count, to);
@@ -333,17 +348,6 @@ struct ComputeF32Ahead {
             to[i] *= factor;
         }
         return fits;
-    }
-
-    // Of the halves of NVFP4's strips, along rows, as PieceRun has them.
-    static void block_scales(const Matrix& m, int64_t n, int64_t k, int64_t slices, float* to) {
-        for (int64_t lane = 0; lane < kLanes; ++lane) {
-            const float all = strip_scale(m, n + lane, 0);
-            const uint8_t* block = block_at<Format::nvfp4>(m, n + lane, k);
-            for (int64_t s = 0; s < slices; ++s, block += FormatTraits<Format::nvfp4>::kBytes)
-                for (int64_t half = 0; half < 2; ++half)
-                    to[(2 * s + half) * kLanes + lane] = kFp8.of[block[half]] * all;
-        }
     }
 
     struct Functions {
@@ -429,11 +433,8 @@ struct ComputeF32Ahead {
                 if (m.format == Format::uint4)
                     scales_of(zeros_as_scales(m), along_columns, along_columns ? k : at,
                               along_columns ? at : k, run.slices, 1.0f, zeros[state.count]);
-                if (m.format == Format::nvfp4 && !along_columns)
-                    block_scales(m, at, k, run.slices, scales[state.count]);
-                else
-                    state.bad |= !scales_of(m, along_columns, along_columns ? k : at, along_columns ? at : k,
-                                            run.slices, use.factor, scales[state.count]);
+                state.bad |= !scales_of(m, along_columns, along_columns ? k : at, along_columns ? at : k,
+                                        run.slices, use.factor, scales[state.count]);
                 const bool more = along_columns && i + 1 < from.parts && from.part[1].slice_begin < last;
                 const Source& source = more ? from : *then.source;
                 const int64_t slice = more ? from.part[1].slice_begin : then.begin;
