@@ -151,6 +151,20 @@ class Case:
         named = {f"{a}.{m}": t for a, g in enumerate(grads) for m, t in g.named().items()}
         return {"y": y, "dx": dx, "dw": dw, **named}
 
+    def check_each_adapter(self, engine: Engine, save: bool | str = True) -> None:
+        """Tokens of each adapter, and of none, get the bits that they get in a call of their own."""
+        assert self.adapter_of_token is not None
+        together = self.run(engine, save)
+        for adapter in range(-1, len(self.lora)):
+            rows = self.adapter_of_token == adapter
+            per_token = ("x", "ids", "weights_TK", "adapter_of_token", "keys", "dy")
+            alone = replace(self, **{name: getattr(self, name)[rows] for name in per_token}).run(engine, save)
+            for name, got in together.items():
+                if name in ("y", "dx", "dw"):
+                    assert torch.equal(got[rows], alone[name]), (adapter, name)
+                elif name.startswith(f"{adapter}."):
+                    assert torch.equal(got, alone[name]), name
+
     def check(self, got: dict[str, Tensor]) -> None:
         """Every result within its tolerance, zeros exactly zero; y alone is a forward's."""
         exact = self.weights.formats[-1] == "f32"

@@ -104,6 +104,22 @@ def test_threads_do_not_change_a_bit(engine_of, isa: str, dtype: torch.dtype) ->
     assert same(one, case.run(engine_of[isa, 3]))
 
 
+ADAPTERS = [
+    Shape(tokens=90, slots=3, experts=4, hidden=200, inter=270, rank=5, adapters=3),
+    Shape(tokens=1900, slots=1, experts=1, hidden=33, inter=17, rank=3, adapters=2),  # of 512 rows and more
+]
+
+
+@pytest.mark.parametrize(("isa", "dtype"), EVERY, ids=lambda v: str(v).removeprefix("torch."))
+@pytest.mark.parametrize("shape", ADAPTERS, ids=str)
+def test_other_adapters_rows_do_not_change_a_bit(
+    engine_of, isa: str, dtype: torch.dtype, shape: Shape
+) -> None:
+    case = make_case(shape, dtype, dropout=0.1)
+    for save in (True, "int8"):
+        case.check_each_adapter(engine_of[isa, 2], save)
+
+
 @pytest.mark.parametrize(("isa", "dtype"), EVERY, ids=lambda v: str(v).removeprefix("torch."))
 def test_save_modes_give_the_same_bits(engine_of, isa: str, dtype: torch.dtype) -> None:
     engine = engine_of[isa, 2]

@@ -49,7 +49,8 @@ def engine_of() -> Iterator[dict[str, Engine]]:
 
 def int8_case(h: int, i: int, variant: str = "int8-channel", **arguments: Any) -> Case:
     """A case of random bytes, -128 included, some channels' scales zero."""
-    sizes = {k: arguments.pop(k) for k in ("tokens", "slots", "experts", "rank") if k in arguments}
+    names = ("tokens", "slots", "experts", "rank", "adapters")
+    sizes = {name: arguments.pop(name) for name in names if name in arguments}
     shape = Shape(**{"tokens": 29, "experts": 3, "hidden": h, "inter": i, "rank": 0} | sizes)
     case = make_case(shape, torch.bfloat16, **arguments)
     g = torch.Generator().manual_seed(5)
@@ -160,6 +161,12 @@ def test_threads_do_not_change_a_bit(way: str, variant: str) -> None:
             results.append(case.run(engine))
     same(results[0], results[1])
     same(results[0], results[2])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", ["int8-channel", "int4-32"])
+def test_other_adapters_rows_do_not_change_a_bit(engine_of, way: str, variant: str) -> None:
+    int8_case(96, 160, variant, tokens=60, rank=5, adapters=2).check_each_adapter(engine_of[way])
 
 
 @pytest.mark.parametrize("way", WAYS)

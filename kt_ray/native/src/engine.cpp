@@ -300,6 +300,7 @@ void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t
     p.num_groups = static_cast<int64_t>(routing.groups.size());
     p.blocks = routing.blocks.data();
     p.num_blocks = static_cast<int64_t>(routing.blocks.size());
+    p.segments = routing.segments.data();
     p.spans = routing.spans.data();
     p.num_spans = static_cast<int64_t>(routing.spans.size());
     p.chunks = routing.chunks.data();

@@ -44,8 +44,8 @@ void FiniteCheck::rows(const char* name, const void* packed, int64_t depth) cons
         const RowBlock& b = pass.blocks[q];
         if (finite(packed, b.begin * depth, b.count * depth, compute_is_bf16)) continue;
         throw std::invalid_argument("layer " + std::to_string(weights.layer) + ", expert " +
-                                    std::to_string(weights.expert_ids[pass.groups[b.group].expert]) + ": " +
-                                    name + " is not finite for some of its tokens " +
+                                    std::to_string(weights.expert_ids[b.expert]) + ": " + name +
+                                    " is not finite for some of its tokens " +
                                     std::to_string(pass.row_token[b.begin]) + " to " +
                                     std::to_string(pass.row_token[b.begin + b.count - 1]));
     }

@@ -8,7 +8,8 @@
 //
 // Left operands of the micro-kernels are *packed*: the rows of one row block lie as
 // [piece][row][line elements], a piece being one cache line of each row, padded with zeros. A packed
-// buffer of depth D (elements, padded to whole lines) holds block b at offset b.begin * D.
+// buffer of depth D (elements, padded to whole lines) holds block b at offset b.begin * D. What has the rank
+// of an adapter is packed so by segments.
 #pragma once
 
 #include <cstddef>
@@ -18,17 +19,25 @@
 
 namespace kt {
 
-// Rows [begin, end) of one expert and one adapter (-1: none), in consecutive row blocks.
+// Rows [begin, end) of one expert and one adapter (-1: none), in consecutive segments.
 struct Group {
     int32_t expert, adapter;
     int64_t begin, end;
-    int64_t block_begin = 0, block_end = 0;
+    int64_t segment_begin = 0, segment_end = 0;
 };
 
-// Rows that one run of the micro-kernel takes; never across groups.
+// Rows of one expert that one run of the micro-kernel takes, whosever adapters they have.
 struct RowBlock {
     int64_t begin;
+    int32_t count, expert;
+    int64_t segment_begin = 0, segment_end = 0;
+};
+
+// The rows of a block that belong to one group.
+struct Segment {
+    int64_t begin;
     int32_t count, group;
+    int64_t block;
 };
 
 // Consecutive row blocks of one expert, few enough rows for a thread's scratch.
@@ -37,10 +46,10 @@ struct Span {
     int64_t block_begin, block_end;
 };
 
-// Consecutive row blocks of one group: a task of the LoRA projections.
+// Consecutive segments of one group: a task of the LoRA projections.
 struct Chunk {
     int32_t group;
-    int64_t block_begin, block_end;
+    int64_t segment_begin, segment_end;
 };
 
 // One adapter's matrices for every expert: a [E, rank, in], b [E, out, rank]. No gate_*: ungated.
@@ -93,6 +102,7 @@ struct Pass {
     int64_t num_groups;
     const RowBlock* blocks;
     int64_t num_blocks;
+    const Segment* segments;
     const Span* spans;
     int64_t num_spans;
     const Chunk* chunks;
@@ -191,7 +201,7 @@ constexpr int64_t kMaxRank = 256;  // of an adapter
 struct Kernels {
     bool compute_is_bf16;
     int64_t max_rows;  // of a row block
-    int64_t row_step;  // row blocks are multiples of this but for the last of a group
+    int64_t row_step;  // row blocks are multiples of this but for the last of an expert
     int64_t panel_columns;
     bool blocks_depth;       // the rows of a span need not fit the L2 cache: only a block of their depth
     int64_t quantised_size;  // INT8 products: bytes of an element of a quantised left operand; else 0

@@ -71,35 +71,58 @@ template Routing make_routing(const int64_t*, const float*, const int64_t*, int6
 
 void Routing::cut(int64_t max_rows, int64_t step, int64_t max_span, int64_t max_chunk) {
     blocks.clear();
+    segments.clear();
     spans.clear();
     chunks.clear();
-    int64_t span_rows = 0, chunk_rows = 0;
+    for (size_t first = 0, end = 0; first < groups.size(); first = end) {
+        while (end < groups.size() && groups[end].expert == groups[first].expert) ++end;
+        cut_expert(first, end, max_rows, step, max_span);
+    }
     for (size_t g = 0; g < groups.size(); ++g) {
-        Group& group = groups[g];
-        group.block_begin = static_cast<int64_t>(blocks.size());
-        const int64_t rows = group.end - group.begin, steps = pieces(rows, step);
-        const int64_t count = pieces(rows, max_rows);
-        chunk_rows = 0;
-        for (int64_t b = 0; b < count; ++b) {
-            // Even blocks: a ragged last one would waste most of a micro-kernel.
-            const int64_t begin = group.begin + std::min(rows, steps * b / count * step);
-            const int64_t end = group.begin + std::min(rows, steps * (b + 1) / count * step);
-            const int64_t index = static_cast<int64_t>(blocks.size());
-            blocks.push_back({begin, static_cast<int32_t>(end - begin), static_cast<int32_t>(g)});
-            if (spans.empty() || spans.back().expert != group.expert || span_rows + end - begin > max_span) {
-                spans.push_back({group.expert, index, index});
-                span_rows = 0;
-            }
-            spans.back().block_end = index + 1;
-            span_rows += end - begin;
-            if (chunk_rows == 0 || chunk_rows + end - begin > max_chunk) {
-                chunks.push_back({static_cast<int32_t>(g), index, index});
+        int64_t chunk_rows = 0;
+        for (int64_t s = groups[g].segment_begin; s < groups[g].segment_end; ++s) {
+            if (chunk_rows == 0 || chunk_rows + segments[s].count > max_chunk) {
+                chunks.push_back({static_cast<int32_t>(g), s, s});
                 chunk_rows = 0;
             }
-            chunks.back().block_end = index + 1;
-            chunk_rows += end - begin;
+            chunks.back().segment_end = s + 1;
+            chunk_rows += segments[s].count;
         }
-        group.block_end = static_cast<int64_t>(blocks.size());
+    }
+}
+
+// The rows of an expert, whose groups are [first, end).
+void Routing::cut_expert(size_t first, size_t end, int64_t max_rows, int64_t step, int64_t max_span) {
+    const int32_t expert = groups[first].expert;
+    const int64_t start = groups[first].begin, rows = groups[end - 1].end - start;
+    const int64_t steps = pieces(rows, step), count = pieces(rows, max_rows);
+    int64_t span_rows = 0;
+    size_t g = first;
+    groups[g].segment_begin = static_cast<int64_t>(segments.size());
+    for (int64_t b = 0; b < count; ++b) {
+        // Even blocks: a ragged last one would waste most of a micro-kernel.
+        const int64_t begin = start + std::min(rows, steps * b / count * step);
+        const int64_t stop = start + std::min(rows, steps * (b + 1) / count * step);
+        const int64_t index = static_cast<int64_t>(blocks.size());
+        RowBlock block{begin, static_cast<int32_t>(stop - begin), expert,
+                       static_cast<int64_t>(segments.size())};
+        for (int64_t row = begin; row < stop;) {
+            const int64_t until = std::min(stop, groups[g].end);
+            segments.push_back({row, static_cast<int32_t>(until - row), static_cast<int32_t>(g), index});
+            groups[g].segment_end = static_cast<int64_t>(segments.size());
+            row = until;
+            if (row < groups[g].end || g + 1 == end) continue;
+            ++g;
+            groups[g].segment_begin = static_cast<int64_t>(segments.size());
+        }
+        block.segment_end = static_cast<int64_t>(segments.size());
+        blocks.push_back(block);
+        if (b == 0 || span_rows + block.count > max_span) {
+            spans.push_back({expert, index, index});
+            span_rows = 0;
+        }
+        spans.back().block_end = index + 1;
+        span_rows += block.count;
     }
 }
 

@@ -17,6 +17,7 @@ struct Dropout {
 struct Routing {
     std::vector<Group> groups;  // with rows only, by expert, then adapter
     std::vector<RowBlock> blocks;
+    std::vector<Segment> segments;
     std::vector<Span> spans;  // ascending
     std::vector<Chunk> chunks;
     std::vector<int32_t> row_token;
@@ -25,9 +26,12 @@ struct Routing {
     std::vector<uint32_t> row_hash;  // [3, R], empty without dropout
 
     int64_t rows() const { return static_cast<int64_t>(row_token.size()); }
-    // Fills blocks, spans and chunks for micro-kernels that take `max_rows` rows, best in `step`s, and
-    // at most `max_span` rows in a span, `max_chunk` in a chunk.
+    // Fills blocks, segments, spans and chunks for micro-kernels that take `max_rows` rows, best in `step`s,
+    // and at most `max_span` rows in a span, `max_chunk` in a chunk.
     void cut(int64_t max_rows, int64_t step, int64_t max_span, int64_t max_chunk);
+
+  private:
+    void cut_expert(size_t first, size_t end, int64_t max_rows, int64_t step, int64_t max_span);
 };
 
 // ids [T, K] in [0, experts]; `experts` itself names no expert. adapter_of_token [T] in [-1, adapters),

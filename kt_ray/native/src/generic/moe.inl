@@ -151,14 +151,14 @@ struct Moe {
     S* pair(const RowBlock& b) const { return static_cast<S*>(p.pair) + b.begin * p.parts * p.inter_pad; }
     T* act(const RowBlock& b) const { return static_cast<T*>(p.act) + b.begin * p.inter_pad; }
     T* dpair(const RowBlock& b) const { return static_cast<T*>(p.dpair) + b.begin * p.parts * p.inter_pad; }
-    float* lora_in(const RowBlock& b) const { return p.lora_in + b.begin * 2 * p.rank_pad; }
-    float* dlora_in(const RowBlock& b) const { return p.dlora_in + b.begin * 2 * p.rank_pad; }
-    float* lora_mid(const RowBlock& b) const { return p.lora_mid + b.begin * p.rank_pad; }
-    float* lora_out(const RowBlock& b) const { return p.lora_out + b.begin * p.rank_pad; }
+    float* lora_in(const Segment& g) const { return p.lora_in + g.begin * 2 * p.rank_pad; }
+    float* dlora_in(const Segment& g) const { return p.dlora_in + g.begin * 2 * p.rank_pad; }
+    float* lora_mid(const Segment& g) const { return p.lora_mid + g.begin * p.rank_pad; }
+    float* lora_out(const Segment& g) const { return p.lora_out + g.begin * p.rank_pad; }
 
-    // Element `column` of row i of a packed block that starts at `base`.
-    template <class Element>
-    static Element* packed_at(Element* base, const RowBlock& b, int64_t i, int64_t column) {
+    // Element `column` of row i of a packed block or segment that starts at `base`.
+    template <class Element, class Rows>
+    static Element* packed_at(Element* base, const Rows& b, int64_t i, int64_t column) {
         constexpr int64_t kElements = 64 / static_cast<int64_t>(sizeof(Element));
         return base + (column / kElements * b.count + i) * kElements + column % kElements;
     }
@@ -173,19 +173,26 @@ struct Moe {
         else
             vstore(to, vthrough<S>(v));
     }
-    const LoraView* lora_of(const RowBlock& b) const {
-        const int32_t adapter = p.groups[b.group].adapter;
+    const LoraView* lora_of(int32_t group) const {
+        const int32_t adapter = p.groups[group].adapter;
         return adapter < 0 ? nullptr : p.lora + adapter;
     }
+    // body(segment, lora) for those of a block that have an adapter.
+    template <class Body>
+    void each_adapter(const RowBlock& b, const Body& body) const {
+        for (int64_t i = b.segment_begin; i < b.segment_end; ++i)
+            if (const LoraView* lora = lora_of(p.segments[i].group)) body(p.segments[i], *lora);
+    }
+    const RowBlock& block_of(const Segment& g) const { return p.blocks[g.block]; }
     static int64_t rank_lines(const LoraView& lora) { return pieces(lora.rank, kRankLine); }
 
     void drop(float* v, int64_t n, int64_t first, int64_t row, Projection projection) const {
         apply_dropout(v, n, first, p.row_hash[projection * p.rows + row], p.drop_below, p.keep_scale);
     }
 
-    // Packs `depth` elements (whole lines) of the rows of a block; from(i) gives row i.
-    template <class From>
-    void pack(const RowBlock& b, int64_t depth, const From& from, T* to) const {
+    // Packs `depth` elements (whole lines) of the rows of a block or segment; from(i) gives row i.
+    template <class Rows, class From>
+    static void pack(const Rows& b, int64_t depth, const From& from, T* to) {
         for (int64_t i = 0; i < b.count; ++i) {
             const S* row = from(i);
             T* line = to + i * kLine;

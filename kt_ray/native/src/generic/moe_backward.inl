@@ -23,9 +23,11 @@ void dact(int64_t task) const {
         [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row, false); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * kColumns;
-            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b))
-                touch_columns_of(lora->down_a + e * lora->rank * p.inter + i, p.inter,
-                                 min_of(kColumns, p.inter - i), lora->rank, touch);
+            each_adapter(b, [&](const Segment& g, const LoraView& lora) {
+                if (!expanded.holds(j, g))
+                    touch_columns_of(lora.down_a + e * lora.rank * p.inter + i, p.inter,
+                                     min_of(kColumns, p.inter - i), lora.rank, touch);
+            });
             for (int64_t part = 0; part < p.parts; ++part)
                 for (int64_t k = 0; k < b.count; ++k) {
                     touch.add(packed_at(pair(b), b, k, part * p.inter_pad + i));
@@ -34,28 +36,29 @@ void dact(int64_t task) const {
         },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t i = first + j * kColumns, columns = min_of(kColumns, p.inter - i);
-            if (const LoraView* lora = lora_of(b)) {
-                if (expanded.is_new(j, b))
-                    expand_columns(lora->down_a + e * lora->rank * p.inter + i, p.inter, columns, lora->rank,
+            each_adapter(b, [&](const Segment& g, const LoraView& lora) {
+                if (expanded.is_new(j, g))
+                    expand_columns(lora.down_a + e * lora.rank * p.inter + i, p.inter, columns, lora.rank,
                                    s.lora_panel);
-                add_expansion(b, lora_out(b), lora->rank, s.lora_panel, i, columns, kDown, tile);
-            }
+                add_expansion(g, lora_out(g), lora.rank, s.lora_panel, i, columns, kDown,
+                              rows_of(g, b, tile));
+            });
             float* dw = p.dw_parts + i / kDwColumns * p.rows + b.begin;
             for_activation([&](auto kind) { deactivate_block<decltype(kind)::value>(tile, b, i, dw); });
         });
 }
 
 // tile += mask * (packed left times the LoRA panel); [first, first + columns) are the masked features.
-void add_expansion(const RowBlock& b, const float* left, int64_t rank, const float* panel, int64_t first,
+void add_expansion(const Segment& g, const float* left, int64_t rank, const float* panel, int64_t first,
                    int64_t columns, Projection projection, float* tile) const {
     if (p.row_hash == nullptr) {
-        MicroF32::run(b.count, left, rank, panel, tile, true);
+        MicroF32::run(g.count, left, rank, panel, tile, true);
         return;
     }
-    MicroF32::run(b.count, left, rank, panel, s.masked, false);
-    for (int64_t k = 0; k < b.count; ++k) {
+    MicroF32::run(g.count, left, rank, panel, s.masked, false);
+    for (int64_t k = 0; k < g.count; ++k) {
         float* from = s.masked + k * kColumns;
-        drop(from, columns, first, b.begin + k, projection);
+        drop(from, columns, first, g.begin + k, projection);
         for (int64_t j = 0; j < kColumns; ++j) tile[k * kColumns + j] += from[j];
     }
 }
@@ -123,30 +126,31 @@ void dx(int64_t index) const {
         [&](const RowBlock& b) { return dpair_frozen(b); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
-            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b)) {
-                const int64_t at = spans[j / panels].expert * lora->rank * p.hidden + h;
-                if (p.parts == 2) touch_columns_of(lora->gate_a + at, p.hidden, columns, lora->rank, touch);
-                touch_columns_of(lora->up_a + at, p.hidden, columns, lora->rank, touch);
-            }
+            each_adapter(b, [&](const Segment& g, const LoraView& lora) {
+                if (expanded.holds(j, g)) return;
+                const int64_t at = spans[j / panels].expert * lora.rank * p.hidden + h;
+                if (p.parts == 2) touch_columns_of(lora.gate_a + at, p.hidden, columns, lora.rank, touch);
+                touch_columns_of(lora.up_a + at, p.hidden, columns, lora.rank, touch);
+            });
             touch_rows(p.dx + h, b, touch);
         },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
-            if (const LoraView* lora = lora_of(b)) {
-                const int64_t rank = lora->rank, at = spans[j / panels].expert * rank * p.hidden + h;
+            each_adapter(b, [&](const Segment& g, const LoraView& lora) {
+                const int64_t rank = lora.rank, at = spans[j / panels].expert * rank * p.hidden + h;
                 float* up_panel = s.lora_panel + p.rank_pad * kColumns;
-                if (expanded.is_new(j, b)) {
-                    if (p.parts == 2)
-                        expand_columns(lora->gate_a + at, p.hidden, columns, rank, s.lora_panel);
-                    expand_columns(lora->up_a + at, p.hidden, columns, rank, up_panel);
+                if (expanded.is_new(j, g)) {
+                    if (p.parts == 2) expand_columns(lora.gate_a + at, p.hidden, columns, rank, s.lora_panel);
+                    expand_columns(lora.up_a + at, p.hidden, columns, rank, up_panel);
                 }
-                const float* left = dlora_in(b);
+                float* rows = rows_of(g, b, tile);
+                const float* left = dlora_in(g);
                 if (p.parts == 2) {
-                    add_expansion(b, left, rank, s.lora_panel, h, columns, kGate, tile);
-                    left += rank_lines(*lora) * b.count * kRankLine;
+                    add_expansion(g, left, rank, s.lora_panel, h, columns, kGate, rows);
+                    left += rank_lines(lora) * g.count * kRankLine;
                 }
-                add_expansion(b, left, rank, up_panel, h, columns, kUp, tile);
-            }
+                add_expansion(g, left, rank, up_panel, h, columns, kUp, rows);
+            });
             scatter(b, tile, nullptr, columns, p.dx + h);
         });
 }

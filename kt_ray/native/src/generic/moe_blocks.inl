@@ -6,21 +6,18 @@ int8_t* kept_row(int64_t row) const { return static_cast<int8_t*>(p.pair_int8) +
 
 // Gate and up of a chunk's rows become what their blocks hold, and act is taken from that.
 void shrink(int64_t task) const {
-    for (int64_t q = p.chunks[task].block_begin; q < p.chunks[task].block_end; ++q) {
-        const RowBlock& b = p.blocks[q];
-        for (int64_t k = 0; k < b.count; ++k) {
-            int8_t* kept = kept_row(b.begin + k);
-            Bf16* scale = reinterpret_cast<Bf16*>(kept + p.parts * p.inter_pad);
-            for (int64_t i = 0; i < p.parts * p.inter_pad; i += kKeptBlock) {
-                alignas(64) float values[kKeptBlock];
-                for (int64_t j = 0; j < kKeptBlock; j += kLanes)
-                    vstore(values + j, vload(packed_at(pair(b), b, k, i + j)));
-                *scale++ = shrink_block(values, kept + i);
-            }
-            restore_row(b, k);
+    each_row(p.chunks[task], [&](const RowBlock& b, int64_t k) {
+        int8_t* kept = kept_row(b.begin + k);
+        Bf16* scale = reinterpret_cast<Bf16*>(kept + p.parts * p.inter_pad);
+        for (int64_t i = 0; i < p.parts * p.inter_pad; i += kKeptBlock) {
+            alignas(64) float values[kKeptBlock];
+            for (int64_t j = 0; j < kKeptBlock; j += kLanes)
+                vstore(values + j, vload(packed_at(pair(b), b, k, i + j)));
+            *scale++ = shrink_block(values, kept + i);
         }
-        for_activation([&](auto kind) { activate_rows<decltype(kind)::value>(b); });
-    }
+        restore_row(b, k);
+        for_activation([&](auto kind) { activate_row<decltype(kind)::value>(b, k); });
+    });
 }
 
 // Returns the scale. A block that is not finite becomes NaN.
@@ -43,8 +40,7 @@ static Bf16 shrink_block(const float* values, int8_t* to) {
 }
 
 void restore(int64_t task) const {
-    for (int64_t q = p.chunks[task].block_begin; q < p.chunks[task].block_end; ++q)
-        for (int64_t k = 0; k < p.blocks[q].count; ++k) restore_row(p.blocks[q], k);
+    each_row(p.chunks[task], [&](const RowBlock& b, int64_t k) { restore_row(b, k); });
 }
 
 void restore_row(const RowBlock& b, int64_t k) const {
@@ -60,12 +56,11 @@ void restore_row(const RowBlock& b, int64_t k) const {
 
 // act from stored gate and up; their padding is zero, and so is its.
 template <Activation A>
-void activate_rows(const RowBlock& b) const {
+void activate_row(const RowBlock& b, int64_t k) const {
     const ActivationSpec spec = p.activation;
-    for (int64_t k = 0; k < b.count; ++k)
-        for (int64_t i = 0; i < p.inter_pad; i += kLanes) {
-            const Vec g = vload(packed_at(pair(b), b, k, i));
-            const Vec u = A == Activation::relu2 ? g : vload(packed_at(pair(b), b, k, p.inter_pad + i));
-            store_rounded(packed_at(act(b), b, k, i), activate<A>(spec, g, u));
-        }
+    for (int64_t i = 0; i < p.inter_pad; i += kLanes) {
+        const Vec g = vload(packed_at(pair(b), b, k, i));
+        const Vec u = A == Activation::relu2 ? g : vload(packed_at(pair(b), b, k, p.inter_pad + i));
+        store_rounded(packed_at(act(b), b, k, i), activate<A>(spec, g, u));
+    }
 }

@@ -24,27 +24,24 @@ void store_row(const From* from, S* to) const {
     for (int64_t j = p.hidden; j < p.hidden_pad; ++j) to[j] = from_float<S>(0.0f);
 }
 
-// Packs the rows of `table` (x or dy in S) that a range of blocks names, into scratch.
-template <class RowOf>
-void pack_tokens(const BlockRange& range, const RowOf& row_of) const {
-    const int64_t first = p.blocks[range.first].begin;
-    for (int64_t q = range.first; q < range.last; ++q) {
-        const RowBlock& b = p.blocks[q];
+// Packs the rows of `table` (x or dy in S) that a range of blocks or segments names, into scratch.
+template <class Rows, class RowOf>
+void pack_tokens(const Rows* first, const Rows* last, const RowOf& row_of) const {
+    for (const Rows* b = first; b < last; ++b)
         pack(
-            b, p.hidden_pad, [&](int64_t i) { return row_of(p.row_token[b.begin + i]); },
-            s.packed + (b.begin - first) * p.hidden_pad);
-    }
+            *b, p.hidden_pad, [&](int64_t i) { return row_of(p.row_token[b->begin + i]); },
+            s.packed + (b->begin - first->begin) * p.hidden_pad);
 }
 
 // Whose adapter the LoRA panel holds: it is expanded once for an item of a sweep and a group of rows.
 struct Expanded {
     int64_t item = -1, group = -1;
 
-    bool holds(int64_t j, const RowBlock& b) const { return j == item && b.group == group; }
-    bool is_new(int64_t j, const RowBlock& b) {
-        const bool other = !holds(j, b);
+    bool holds(int64_t j, const Segment& g) const { return j == item && g.group == group; }
+    bool is_new(int64_t j, const Segment& g) {
+        const bool other = !holds(j, g);
         item = j;
-        group = b.group;
+        group = g.group;
         return other;
     }
 };
@@ -94,12 +91,13 @@ void gate_up(int64_t task) const {
         [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row, true); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * width;
-            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b)) {
-                const int64_t at = (e * p.inter + i) * lora->rank,
-                              count = min_of(width, p.inter - i) * lora->rank;
-                if (gated) touch_rows_of(lora->gate_b + at, count, touch);
-                touch_rows_of(lora->up_b + at, count, touch);
-            }
+            each_adapter(b, [&](const Segment& g, const LoraView& lora) {
+                if (expanded.holds(j, g)) return;
+                const int64_t at = (e * p.inter + i) * lora.rank,
+                              count = min_of(width, p.inter - i) * lora.rank;
+                if (gated) touch_rows_of(lora.gate_b + at, count, touch);
+                touch_rows_of(lora.up_b + at, count, touch);
+            });
             if (i % kLine != 0) return;  // two panels share a line
             for (int64_t k = 0; k < b.count; ++k) touch.add(packed_at(act(b), b, k, i));
             for (int64_t part = 0; p.pair != nullptr && part < p.parts; ++part)
@@ -108,15 +106,21 @@ void gate_up(int64_t task) const {
         },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t i = first + j * width, columns = min_of(width, p.inter - i);
-            if (const LoraView* lora = lora_of(b)) {
-                if (expanded.is_new(j, b)) expand_pair(*lora, e, i, columns);
-                const int64_t up_piece = gated ? rank_lines(*lora) * b.count * kRankLine : 0;
-                const float* left = lora_in(b);
-                MicroF32::run_two(b.count, left, left + up_piece, lora->rank, s.lora_panel, tile);
-            }
+            each_adapter(b, [&](const Segment& g, const LoraView& lora) {
+                if (expanded.is_new(j, g)) expand_pair(lora, e, i, columns);
+                const int64_t up_piece = gated ? rank_lines(lora) * g.count * kRankLine : 0;
+                const float* left = lora_in(g);
+                MicroF32::run_two(g.count, left, left + up_piece, lora.rank, s.lora_panel,
+                                  rows_of(g, b, tile));
+            });
             add_bias(tile, b.count, e, i, columns);
             for_activation([&](auto kind) { activate_block<decltype(kind)::value>(tile, b, i); });
         });
+}
+
+// The rows of a segment in the tile of its block.
+static float* rows_of(const Segment& g, const RowBlock& b, float* tile) {
+    return tile + (g.begin - b.begin) * kColumns;
 }
 
 void expand_pair(const LoraView& lora, int64_t e, int64_t i, int64_t columns) const {
@@ -222,20 +226,22 @@ void down(int64_t index) const {
         [&](const RowBlock& b) { return act_frozen(b); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t h = first + j % panels * kColumns;
-            if (const LoraView* lora = lora_of(b); lora != nullptr && !expanded.holds(j, b))
-                touch_rows_of(lora->down_b + (spans[j / panels].expert * p.hidden + h) * lora->rank,
-                              min_of(kColumns, p.hidden - h) * lora->rank, touch);
+            each_adapter(b, [&](const Segment& g, const LoraView& lora) {
+                if (!expanded.holds(j, g))
+                    touch_rows_of(lora.down_b + (spans[j / panels].expert * p.hidden + h) * lora.rank,
+                                  min_of(kColumns, p.hidden - h) * lora.rank, touch);
+            });
             touch_rows(p.y + h, b, touch);
         },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
             const int64_t e = spans[j / panels].expert;
-            if (const LoraView* lora = lora_of(b)) {
-                if (expanded.is_new(j, b))
-                    expand_rows_of_panel(lora->down_b + (e * p.hidden + h) * lora->rank, columns, lora->rank,
+            each_adapter(b, [&](const Segment& g, const LoraView& lora) {
+                if (expanded.is_new(j, g))
+                    expand_rows_of_panel(lora.down_b + (e * p.hidden + h) * lora.rank, columns, lora.rank,
                                          s.lora_panel);
-                MicroF32::run(b.count, lora_mid(b), lora->rank, s.lora_panel, tile, true);
-            }
+                MicroF32::run(g.count, lora_mid(g), lora.rank, s.lora_panel, rows_of(g, b, tile), true);
+            });
             if (p.down_bias != nullptr)
                 for (int64_t k = 0; k < b.count; ++k)
                     for (int64_t c = 0; c < columns; ++c)

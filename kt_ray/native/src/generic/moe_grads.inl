@@ -16,21 +16,21 @@ static float* grad_of(const LoraGradView& grads, int64_t m) {
     return all[m];
 }
 
-// The rank-sized side of a row's outer product: `ranks` of them from q, and zeros.
-void left_row(int64_t m, const RowBlock& b, int64_t i, int64_t lines, int64_t q, int64_t ranks,
+// The rank-sized side of a row's outer product: `ranks` of them from q, and zeros. Row i of a segment.
+void left_row(int64_t m, const Segment& g, int64_t i, int64_t lines, int64_t q, int64_t ranks,
               float* to) const {
-    const float* from = m == kDownB                ? lora_mid(b)
-                        : m == kDownA              ? lora_out(b)
-                        : m == kGateA || m == kUpA ? dlora_in(b)
-                                                   : lora_in(b);
-    if ((m == kUpA || m == kUpB) && p.parts == 2) from += lines * b.count * kRankLine;
+    const float* from = m == kDownB                ? lora_mid(g)
+                        : m == kDownA              ? lora_out(g)
+                        : m == kGateA || m == kUpA ? dlora_in(g)
+                                                   : lora_in(g);
+    if ((m == kUpA || m == kUpB) && p.parts == 2) from += lines * g.count * kRankLine;
     // dy and what comes from it are unweighted in these two; the others hold the weight already.
-    const float factor = m == kDownB || m == kDownA ? p.row_weight[b.begin + i] : 1.0f;
-    from += (q / kRankLine * b.count + i) * kRankLine + q % kRankLine;
+    const float factor = m == kDownB || m == kDownA ? p.row_weight[g.begin + i] : 1.0f;
+    from += (q / kRankLine * g.count + i) * kRankLine + q % kRankLine;
     for (int64_t j = 0; j < kGradRanks; ++j) to[j] = j < ranks ? factor * from[j] : 0.0f;
 }
 
-// The wide side of row i from column c on: S in rows by token, T in packed ones.
+// The wide side of row i of a block from column c on: S in rows by token, T in packed ones.
 WideRow wide_row(int64_t m, const RowBlock& b, int64_t i, int64_t c) const {
     if (m == kDownB || m == kGateA || m == kUpA) {
         const S* row = m == kDownB ? dy_row(p.row_token[b.begin + i]) : x_row(p.row_token[b.begin + i]);
@@ -94,20 +94,21 @@ void adapter_grads(int64_t task) const {
     alignas(64) float tile[kLanes * kColumns];
     for (int64_t q = 0; q < r; q += kGradRanks) {
         const int64_t ranks = min_of(kGradRanks, r - q);
-        for (int64_t block = group.block_begin; block < group.block_end;) {
-            // Whole blocks, at most kGradRows rows of them.
-            int64_t rows = 0, end = block;
-            for (; end < group.block_end && rows + p.blocks[end].count <= kGradRows; ++end)
-                for (int64_t i = 0; i < p.blocks[end].count; ++i, ++rows) {
-                    left_row(m, p.blocks[end], i, lines, q, ranks, s.left + rows * kGradRanks);
-                    s.wide[rows] = wide_row(m, p.blocks[end], i, c_begin);
-                }
+        const Segment* g = p.segments + group.segment_begin;
+        for (int64_t first = group.begin; first < group.end; first += kGradRows) {
+            const int64_t rows = min_of(kGradRows, group.end - first);
+            for (int64_t k = 0; k < rows; ++k) {
+                if (first + k == g->begin + g->count) ++g;
+                const RowBlock& b = block_of(*g);
+                left_row(m, *g, first + k - g->begin, lines, q, ranks, s.left + k * kGradRanks);
+                s.wide[k] = wide_row(m, b, first + k - b.begin, c_begin);
+            }
             for (int64_t c = c_begin; c < c_end; c += kColumns) {
                 if (masked) {
                     const Projection projection = m == kGateA ? kGate : m == kUpA ? kUp : kDown;
                     for (int64_t i = 0; i < rows; ++i) {
                         float* to = s.right + i * kColumns;
-                        const int64_t row = p.blocks[block].begin + i;
+                        const int64_t row = first + i;
                         if (by_token)
                             mask_row<S>(s.wide[i], c, row, projection, to);
                         else
@@ -123,7 +124,6 @@ void adapter_grads(int64_t task) const {
                 for (int64_t i = 0; i < rows; ++i) s.wide[i].at += s.wide[i].step;
                 add_gradient(tile, grad, is_a, q, ranks, r, c, min_of(kColumns, c_end - c), width);
             }
-            block = end;
         }
     }
 }

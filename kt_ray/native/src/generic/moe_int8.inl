@@ -13,7 +13,7 @@ int64_t scales_per_row(int64_t depth, bool in_groups) const { return in_groups ?
 template <class RowOf>
 void pack_frozen(const BlockRange& range, const RowOf& row_of, const Matrix* channels) const {
     if constexpr (!kQuantised) {
-        pack_tokens(range, row_of);
+        pack_tokens(p.blocks + range.first, p.blocks + range.last, row_of);
     } else {
         const int64_t first = p.blocks[range.first].begin, depth = line_depth<FrozenT>(p.hidden_pad);
         const bool in_groups = channels == nullptr && p.in_groups;
@@ -60,9 +60,9 @@ auto dpair_frozen(const RowBlock& b) const {
 void quantise_act(const Chunk& chunk) const {
     if constexpr (kQuantised) {
         if (p.act_int8 == nullptr) return;
-        for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q)
-            quantise_packed(p.blocks[q], act(p.blocks[q]), p.inter_pad, false, p.in_groups, p.act_int8,
-                            p.act_scales);
+        each_row(chunk, [&](const RowBlock& b, int64_t i) {
+            quantise_packed(b, i, act(b), p.inter_pad, false, p.in_groups, p.act_int8, p.act_scales);
+        });
     }
 }
 // Gradients of gate and up, times their channels' scales, share a scale: their products with both
@@ -74,9 +74,9 @@ void quantise_dpair(const Chunk& chunk) const {
         memset(s.channels, 0, p.parts * p.inter_pad * sizeof(float));
         if (p.parts == 2) channel_scales(p.gate.at(e), s.channels);
         channel_scales(p.up.at(e), s.channels + (p.parts - 1) * p.inter_pad);
-        for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q)
-            quantise_packed(p.blocks[q], dpair(p.blocks[q]), p.parts * p.inter_pad, true, false, p.dpair_int8,
-                            p.dpair_scales);
+        each_row(chunk, [&](const RowBlock& b, int64_t i) {
+            quantise_packed(b, i, dpair(b), p.parts * p.inter_pad, true, false, p.dpair_int8, p.dpair_scales);
+        });
     }
 }
 
@@ -99,13 +99,11 @@ void quantise(const RowBlock& b, int64_t i, int64_t count, int64_t depth, bool i
         *rows = quantise_group(s.row + k, packed + k / line * b.count * line + k % line);
 }
 
-void quantise_packed(const RowBlock& b, T* from, int64_t count, bool scaled, bool in_groups, void* to,
-                     RowScale* rows) const {
-    for (int64_t i = 0; i < b.count; ++i) {
-        for (int64_t k = 0; k < count; k += kLine) widen(packed_at(from, b, i, k), kLine, s.row + k);
-        if (scaled) scale_row(s.channels, count, s.row);
-        quantise(b, i, count, line_depth<FrozenT>(count), in_groups, static_cast<FrozenT*>(to), rows);
-    }
+void quantise_packed(const RowBlock& b, int64_t i, T* from, int64_t count, bool scaled, bool in_groups,
+                     void* to, RowScale* rows) const {
+    for (int64_t k = 0; k < count; k += kLine) widen(packed_at(from, b, i, k), kLine, s.row + k);
+    if (scaled) scale_row(s.channels, count, s.row);
+    quantise(b, i, count, line_depth<FrozenT>(count), in_groups, static_cast<FrozenT*>(to), rows);
 }
 
 auto left_of_rows(const RowBlock& b, int64_t depth, bool in_groups, const FrozenT* packed,

@@ -72,37 +72,37 @@ void projection_panel(const Projected& w, int64_t first, int64_t begin, int64_t 
     }
 }
 
-// out(block, matrix) gets scale * left times the columns of that matrix, packed; left_of(block) is packed
+// out(segment, matrix) gets scale * left times the columns of that matrix, packed; left_of(segment) is packed
 // and w.depth deep, padded to slices.
 template <class LeftOf, class Out>
 void project(const Chunk& chunk, const Projected& w, float scale, const LeftOf& left_of,
              const Out& out) const {
     if (p.by_rows) return project_rows(chunk, w, scale, left_of, out);
     const int64_t slices = pieces(w.depth, kSlice), panels = pieces(kSplits * w.columns(), kColumns);
-    const int64_t first_row = p.blocks[chunk.block_begin].begin;
+    const int64_t first_row = first_row_of(chunk);
     for (int64_t from = 0; from < slices; from += max_slices<C>()) {
         const int64_t to = min_of(slices, from + max_slices<C>());
         for (int64_t panel = 0; panel < panels; ++panel) {
             projection_panel(w, panel * kColumns, from, to, s.panel[0]);
             typename C::Ahead nothing;
-            for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
-                const RowBlock& b = p.blocks[q];
-                C::run(nothing, b.count, left_of(b) + from * kSlice * b.count, to - from, s.panel[0],
-                       s.sums + (panel * kChunkRows + b.begin - first_row) * kColumns, from > 0, Touch{});
+            for (int64_t q = chunk.segment_begin; q < chunk.segment_end; ++q) {
+                const Segment& g = p.segments[q];
+                C::run(nothing, g.count, left_of(g) + from * kSlice * g.count, to - from, s.panel[0],
+                       s.sums + (panel * kChunkRows + g.begin - first_row) * kColumns, from > 0, Touch{});
             }
         }
     }
-    for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
-        const RowBlock& b = p.blocks[q];
-        for (int64_t k = 0; k < b.count; ++k) {
+    for (int64_t q = chunk.segment_begin; q < chunk.segment_end; ++q) {
+        const Segment& g = p.segments[q];
+        for (int64_t k = 0; k < g.count; ++k) {
             alignas(64) float sums[kMostColumns + kColumns];  // of the row, side by side
             for (int64_t panel = 0; panel < panels; ++panel)
                 memcpy(sums + panel * kColumns,
-                       s.sums + (panel * kChunkRows + b.begin - first_row + k) * kColumns,
+                       s.sums + (panel * kChunkRows + g.begin - first_row + k) * kColumns,
                        kColumns * sizeof(float));
             for (int64_t m = 0; m < w.count; ++m) {
-                float* to = out(b, m) + k * kRankLine;
-                for (int64_t line = 0; line < w.rank; line += kRankLine, to += b.count * kRankLine) {
+                float* to = out(g, m) + k * kRankLine;
+                for (int64_t line = 0; line < w.rank; line += kRankLine, to += g.count * kRankLine) {
                     const float* from = sums + m * w.rank + line;
                     for (int64_t j = 0; j < kRankLine; j += kLanes) {
                         Vec v = vload(from + j);
@@ -116,33 +116,48 @@ void project(const Chunk& chunk, const Projected& w, float scale, const LeftOf& 
     }
 }
 
-// Packs the rows of a chunk with dropped elements zeroed; the scale of the others is left to the result.
-template <class From>
-void pack_masked(const Chunk& chunk, int64_t width, int64_t depth, Projection projection,
-                 const From& from) const {
-    const int64_t first_row = p.blocks[chunk.block_begin].begin;
-    for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
-        const RowBlock& b = p.blocks[q];
-        T* base = s.packed + (b.begin - first_row) * depth;
-        for (int64_t i = 0; i < b.count; ++i) {
-            const uint32_t hash = p.row_hash == nullptr ? 0 : p.row_hash[projection * p.rows + b.begin + i];
-            for (int64_t k = 0; k < depth; k += kLine) {
-                T* line = packed_at(base, b, i, k);
-                from(b, i, k, line);
-                if (p.row_hash == nullptr) continue;
-                for (int64_t j = 0; j < kLine && k + j < width; ++j)
-                    if (element_hash(hash, static_cast<uint32_t>(k + j)) < p.drop_below)
-                        line[j] = from_float<T>(0.0f);
-            }
-        }
+int64_t first_row_of(const Chunk& chunk) const { return p.segments[chunk.segment_begin].begin; }
+
+// body(block, i) for the rows of a chunk: each is row i of its block.
+template <class Body>
+void each_row(const Chunk& chunk, const Body& body) const {
+    for (int64_t q = chunk.segment_begin; q < chunk.segment_end; ++q) {
+        const Segment& g = p.segments[q];
+        const RowBlock& b = block_of(g);
+        for (int64_t i = g.begin - b.begin, end = i + g.count; i < end; ++i) body(b, i);
     }
 }
 
+// Packs the rows of a chunk by segments; from(segment, i, k, line) writes elements [k, k + kLine) of row i.
+template <class From>
+void pack_chunk(const Chunk& chunk, int64_t depth, const From& from) const {
+    for (int64_t q = chunk.segment_begin; q < chunk.segment_end; ++q) {
+        const Segment& g = p.segments[q];
+        T* base = s.packed + (g.begin - first_row_of(chunk)) * depth;
+        for (int64_t i = 0; i < g.count; ++i)
+            for (int64_t k = 0; k < depth; k += kLine) from(g, i, k, packed_at(base, g, i, k));
+    }
+}
+
+// Zeroes dropped elements of a line; the scale of the others is left to the result.
+void mask_line(const Segment& g, int64_t i, int64_t k, int64_t width, Projection projection, T* line) const {
+    const uint32_t hash = p.row_hash[projection * p.rows + g.begin + i];
+    for (int64_t j = 0; j < kLine && k + j < width; ++j)
+        if (element_hash(hash, static_cast<uint32_t>(k + j)) < p.drop_below) line[j] = from_float<T>(0.0f);
+}
+
 void pack_masked_x(const Chunk& chunk, Projection projection) const {
-    pack_masked(chunk, p.hidden, p.hidden_pad, projection,
-                [&](const RowBlock& b, int64_t i, int64_t k, T* line) {
-                    pack_line(x_row(p.row_token[b.begin + i]) + k, line);
-                });
+    pack_chunk(chunk, p.hidden_pad, [&](const Segment& g, int64_t i, int64_t k, T* line) {
+        pack_line(x_row(p.row_token[g.begin + i]) + k, line);
+        if (p.row_hash != nullptr) mask_line(g, i, k, p.hidden, projection, line);
+    });
+}
+
+// Whether each segment of a chunk is a block, so that what is packed by blocks is packed by segments.
+bool in_whole_blocks(const Chunk& chunk) const {
+    for (int64_t q = chunk.segment_begin; q < chunk.segment_end; ++q)
+        if (block_of(p.segments[q]).count != p.segments[q].count) return false;
+    return true;
 }
 
 float kept(const LoraView& lora) const {
@@ -150,16 +165,28 @@ float kept(const LoraView& lora) const {
 }
 
 auto packed_of(const Chunk& chunk, int64_t depth) const {
-    const int64_t first_row = p.blocks[chunk.block_begin].begin;
-    return [this, first_row, depth](const RowBlock& b) -> const T* {
-        return s.packed + (b.begin - first_row) * depth;
+    return [this, first_row = first_row_of(chunk), depth](const Segment& g) -> const T* {
+        return s.packed + (g.begin - first_row) * depth;
     };
 }
 
+// project() of rows of I that are packed by blocks, each at base_of(block); with A_down's mask if `masked`.
+template <class BaseOf, class Out>
+void project_packed(const Chunk& chunk, const Projected& w, float scale, const BaseOf& base_of, bool masked,
+                    const Out& out) const {
+    if (!masked && in_whole_blocks(chunk))
+        return project(chunk, w, scale, [&](const Segment& g) { return base_of(block_of(g)); }, out);
+    pack_chunk(chunk, p.inter_pad, [&](const Segment& g, int64_t i, int64_t k, T* line) {
+        const RowBlock& b = block_of(g);
+        memcpy(line, packed_at(base_of(b), b, g.begin - b.begin + i, k), kLine * sizeof(T));
+        if (masked) mask_line(g, i, k, p.inter, kDown, line);
+    });
+    project(chunk, w, scale, packed_of(chunk, p.inter_pad), out);
+}
+
 const LoraView* lora_of(const Chunk& chunk, int64_t* expert) const {
-    const Group& group = p.groups[chunk.group];
-    *expert = group.expert;
-    return group.adapter < 0 ? nullptr : p.lora + group.adapter;
+    *expert = p.groups[chunk.group].expert;
+    return lora_of(chunk.group);
 }
 
 void lora_in(int64_t task) const {
@@ -168,8 +195,8 @@ void lora_in(int64_t task) const {
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
     const int64_t r = lora->rank, at = e * r * p.hidden;
-    const auto out = [&](const RowBlock& b, int64_t m) {
-        return lora_in(b) + m * rank_lines(*lora) * b.count * kRankLine;
+    const auto out = [&](const Segment& g, int64_t m) {
+        return lora_in(g) + m * rank_lines(*lora) * g.count * kRankLine;
     };
     if (p.parts == 2 && p.row_hash == nullptr) {  // gate and up read the same x: one product
         pack_masked_x(chunk, kGate);
@@ -181,7 +208,7 @@ void lora_in(int64_t task) const {
         pack_masked_x(chunk, gate ? kGate : kUp);
         project(chunk, {{(gate ? lora->gate_a : lora->up_a) + at, nullptr}, 1, r, p.hidden, false},
                 kept(*lora), packed_of(chunk, p.hidden_pad),
-                [&](const RowBlock& b, int64_t) { return out(b, m); });
+                [&](const Segment& g, int64_t) { return out(g, m); });
     }
 }
 
@@ -192,13 +219,9 @@ void lora_mid(int64_t task) const {
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
     const Projected w = {{lora->down_a + e * lora->rank * p.inter, nullptr}, 1, lora->rank, p.inter, false};
-    const auto out = [&](const RowBlock& b, int64_t) { return lora_mid(b); };
-    if (p.row_hash == nullptr)
-        return project(chunk, w, kept(*lora), [&](const RowBlock& b) { return act(b); }, out);
-    pack_masked(chunk, p.inter, p.inter_pad, kDown, [&](const RowBlock& b, int64_t i, int64_t k, T* line) {
-        memcpy(line, packed_at(act(b), b, i, k), kLine * sizeof(T));
-    });
-    project(chunk, w, kept(*lora), packed_of(chunk, p.inter_pad), out);
+    project_packed(
+        chunk, w, kept(*lora), [&](const RowBlock& b) { return act(b); }, p.row_hash != nullptr,
+        [&](const Segment& g, int64_t) { return lora_mid(g); });
 }
 
 void lora_out(int64_t task) const {
@@ -206,10 +229,11 @@ void lora_out(int64_t task) const {
     const Chunk& chunk = p.chunks[task];
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
-    pack_tokens({chunk.block_begin, chunk.block_end}, [&](int64_t token) { return dy_row(token); });
+    pack_tokens(p.segments + chunk.segment_begin, p.segments + chunk.segment_end,
+                [&](int64_t token) { return dy_row(token); });
     project(chunk, {{lora->down_b + e * lora->rank * p.hidden, nullptr}, 1, lora->rank, p.hidden, true},
             lora->scale, packed_of(chunk, p.hidden_pad),
-            [&](const RowBlock& b, int64_t) { return lora_out(b); });
+            [&](const Segment& g, int64_t) { return lora_out(g); });
 }
 
 // Back through B_gate and B_up; and dw, whose parts are complete by now.
@@ -217,23 +241,22 @@ void dlora_in(int64_t task) const {
     const Chunk& chunk = p.chunks[task];
     const int64_t slabs = pieces(p.inter, kDwColumns);
     quantise_dpair(chunk);
-    for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q)
-        for (int64_t i = 0; i < p.blocks[q].count; ++i) finish_dw(p.blocks[q].begin + i, slabs, chunk);
+    each_row(chunk, [&](const RowBlock& b, int64_t i) { finish_dw(b.begin + i, slabs, chunk); });
     int64_t e;
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
     const int64_t at = e * p.inter * lora->rank;
     for (int64_t m = 0; m < p.parts; ++m)
-        project(
+        project_packed(
             chunk,
             {{(p.parts == 2 && m == 0 ? lora->gate_b : lora->up_b) + at, nullptr},
              1,
              lora->rank,
              p.inter,
              true},
-            lora->scale, [&](const RowBlock& b) { return dpair(b) + m * p.inter_pad * b.count; },
-            [&](const RowBlock& b, int64_t) {
-                return dlora_in(b) + m * rank_lines(*lora) * b.count * kRankLine;
+            lora->scale, [&](const RowBlock& b) { return dpair(b) + m * p.inter_pad * b.count; }, false,
+            [&](const Segment& g, int64_t) {
+                return dlora_in(g) + m * rank_lines(*lora) * g.count * kRankLine;
             });
 }
 

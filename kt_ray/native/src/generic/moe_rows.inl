@@ -42,11 +42,11 @@ void sweep_rows(int64_t items, int64_t slices, const SourceOf& source_of, const 
 template <class LeftOf, class Out>
 void project_rows(const Chunk& chunk, const Projected& w, float scale, const LeftOf& left_of,
                   const Out& out) const {
-    for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
-        const RowBlock& b = p.blocks[q];
-        const T* x = left_of(b);
+    for (int64_t q = chunk.segment_begin; q < chunk.segment_end; ++q) {
+        const Segment& g = p.segments[q];
+        const T* x = left_of(g);
         for (int64_t m = 0; m < w.count; ++m) {
-            float* to = out(b, m);
+            float* to = out(g, m);
             for (int64_t r = w.rank; r < padded_rank(w.rank); ++r) to[r] = 0.0f;
             for (int64_t r = 0; r < w.rank; ++r)
                 to[r] = scale * adapter_dot(w.matrix[m] + r * w.depth, x, w.depth);

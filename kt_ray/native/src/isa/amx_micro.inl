@@ -11,7 +11,7 @@
 // Rows are configured exactly: a tile of m rows loads, multiplies and stores m rows, so `tile` and the
 // left operand need no padding, and a row's bits do not depend on how many others there are. Configuring
 // takes about 200 cycles and clears every tile; it happens only when the count changes: at most twice per
-// block of a panel's depth and group, as all its row blocks but the last have 16 or 32 rows, which share a
+// block of a panel's depth and expert, as all its row blocks but the last have 16 or 32 rows, which share a
 // configuration.
 //
 // The tile configuration belongs to the thread, as registers do. A thread calls enter() before its
