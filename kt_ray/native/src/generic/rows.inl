@@ -225,7 +225,7 @@ struct RowsF32 {
         for (int part = 0; part < Row::kParts; ++part) {
             Vec of[G][M];
             for (int g = 0; g < G; ++g)
-                for (int m = 0; m < M; ++m) of[g][m] = Row::first(x + m * ld, part);
+                for (int m = 0; m < M; ++m) of[g][m] = Row::first(scales[g], x + m * ld, part);
 #pragma GCC unroll 16
             for (int unit = 0; unit < Row::kUnits; ++unit)
 #pragma GCC unroll 4

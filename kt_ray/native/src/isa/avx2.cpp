@@ -158,6 +158,9 @@ inline Vec signed_bytes(const uint8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 inline float half_value(const uint8_t* p) { return _cvtsh_ss(load_as<uint16_t>(p)); }
+inline Vec load_halves(const uint8_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 // Two scales, four lanes each.
 inline Vec group_scales(const float* two) {
     const __m256d both = _mm256_set1_pd(load_as<double>(reinterpret_cast<const uint8_t*>(two)));

@@ -56,6 +56,9 @@ inline Vec signed_bytes(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 inline float half_value(const uint8_t* p) { return _cvtsh_ss(load_as<uint16_t>(p)); }
+inline Vec load_halves(const uint8_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 // Four scales, four lanes each.
 inline Vec group_scales(const float* four) {
     return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(four)),

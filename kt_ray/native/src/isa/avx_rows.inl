@@ -47,14 +47,25 @@ struct BareRow {
     const uint8_t* at(int64_t n) const { return m.data + n * m.row_bytes; }
     // Those of `steps` steps.
     void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
-        const int64_t block = min_of(m.block_cols, m.cols), first = k / block;
-        const uint8_t* from =
-            m.scales + static_cast<uint32_t>(n) / static_cast<uint32_t>(m.block_rows) * m.scale_row_bytes +
-            first * scale_size(m.scale_type);
-        if (block == kEach) return scale_values(from, steps * kScales, to);
+        spread(scale_at(n, k), k, steps, to, kScales);
+    }
+    int64_t block() const { return min_of(m.block_cols, m.cols); }
+    const uint8_t* scale_at(int64_t n, int64_t k) const {
+        return m.scales + static_cast<uint32_t>(n) / static_cast<uint32_t>(m.block_rows) * m.scale_row_bytes +
+               k / block() * scale_size(m.scale_type);
+    }
+    // The values from `from` on, of element k's block, for the steps, which are `next` apart.
+    void spread(const uint8_t* from, int64_t k, int64_t steps, float* to, int64_t next) const {
+        const int64_t block = this->block(), first = k / block;
+        if (block == kEach && next == kScales) return scale_values(from, steps * kScales, to);
         float own[kScaleSteps * kScales];
         scale_values(from, (k + steps * kStep - 1) / block - first + 1, own);
         const float* scale = own;
+        if (block == kEach) {
+            for (int64_t step = 0; step < steps; ++step, to += next, scale += kScales)
+                memcpy(to, scale, kScales * sizeof(float));
+            return;
+        }
         int64_t left = (first + 1) * block - k;  // elements that it covers
         const auto take = [&](int64_t elements) {
             left -= elements;
@@ -62,7 +73,7 @@ struct BareRow {
             left = block;
             ++scale;
         };
-        for (int64_t step = 0; step < steps; ++step, to += kScales)
+        for (int64_t step = 0; step < steps; ++step, to += next)
             if (left >= kStep) {
                 for (int64_t i = 0; i < kScales; ++i) to[i] = *scale;
                 take(kStep);
@@ -72,8 +83,14 @@ struct BareRow {
     }
     void scale_values(const uint8_t* from, int64_t count, float* to) const {
         const auto fill = [&](auto type) {
-            for (int64_t i = 0; i < count; ++i)
-                to[i] = scale_value(type.value, from + i * scale_size(type.value));
+            int64_t i = 0;
+            if constexpr (type.value == ScaleType::f16)
+                for (; i + kLanes <= count; i += kLanes) vstore(to + i, load_halves(from + 2 * i));
+            for (; i < count; ++i)
+                if constexpr (type.value == ScaleType::f16)
+                    to[i] = half_value(from + 2 * i);
+                else
+                    to[i] = scale_value(type.value, from + i * scale_size(type.value));
         };
         switch (m.scale_type) {
 #define KT_SCALE(S)    \
@@ -93,7 +110,7 @@ struct ByteRow : BareRow<128, 128> {
 
     using BareRow::BareRow;
     const uint8_t* raw(int64_t n, int64_t k) const { return at(n) + k; }
-    static Vec first(const float*, int) { return vset1(0.0f); }
+    static Vec first(const float*, const float*, int) { return vset1(0.0f); }
     static Vec part_scale(const float* scale, int) { return vset1(*scale); }
 };
 
@@ -180,10 +197,13 @@ struct NibbleRow : BareRow<8 * kLanes, 32> {
     static constexpr int64_t element(int64_t unit, int64_t j) {
         return 2 * (j / 8 * 16 + unit / 2 * 8 + j % 8) + unit % 2;
     }
-    static void order(const float* from, float* to, float middle) {
+    static void place(const float* from, float* to) {
         for (int64_t unit = 0; unit < kUnits; ++unit)
             for (int64_t j = 0; j < 2 * kLanes; ++j)
                 to[(2 * unit + j % 2) * kLanes + j / 2] = from[element(unit, j)];
+    }
+    static void order(const float* from, float* to, float middle) {
+        place(from, to);
         compensate(kUnits, middle, to, to + kElements);
     }
     template <class Add>
@@ -192,7 +212,7 @@ struct NibbleRow : BareRow<8 * kLanes, 32> {
         add(lower_floats(w), 2 * unit * kLanes);
         add(upper_floats(w), (2 * unit + 1) * kLanes);
     }
-    static Vec first(const float* x, int) { return vload(x + kElements); }
+    static Vec first(const float*, const float* x, int) { return vload(x + kElements); }
     static Vec part_scale(const float* scales, int) { return group_scales(scales); }
 };
 
@@ -206,48 +226,33 @@ struct OrderedRow<Format::int4> : NibbleRow {
     }
 };
 
-// Codes as they are; zero points times scales take off the rest. Behind x are its sums by groups.
+// Codes as they are: a lane's sum begins with minus its group's zero point times the sum of the lane's x.
 template <>
 struct OrderedRow<Format::uint4> : NibbleRow {
     static constexpr int64_t kGroups = kElements / 32, kSums = NibbleRow::kOrdered;
-    static constexpr int64_t kOrdered = kSums + kLanes, kScales = kGroups + kLanes;  // scales, then those
+    static constexpr int64_t kOrdered = kSums + kLanes, kScales = 2 * kGroups;  // scales, then zero points
 
     int64_t zeros;  // bytes from a scale to its zero point
 
     explicit OrderedRow(const Matrix& matrix) : NibbleRow(matrix), zeros(zero_distance(matrix)) {}
     static void order(const float* from, float* to) {
-        NibbleRow::order(from, to, 0.0f);
-        float sums[kLanes] = {};
-        for (int64_t k = 0; k < kElements; ++k) sums[k / 32] += from[k];
-        memcpy(to + kSums, sums, sizeof(sums));
+        place(from, to);
+        Vec sum = vset1(0.0f);
+        for (int64_t i = 0; i < kElements; i += kLanes) sum += vload(to + i);
+        vstore(to + kSums, sum);
+        compensate(kUnits, 0.0f, to, to + kElements);
     }
     void scales_of(int64_t n, int64_t k, int64_t steps, float* to) const {
-        const int64_t block = min_of(m.block_cols, m.cols), first = k / block;
-        const int64_t count = (k + steps * kElements - 1) / block - first + 1;
-        const uint8_t* p = m.scales + n * m.scale_row_bytes + first * scale_size(m.scale_type);
-        float own[kScaleSteps * kGroups + 1], product[kScaleSteps * kGroups + 1];
-        scale_values(p, count, own);
-        scale_values(p + zeros, count, product);
-        for (int64_t i = 0; i < count; ++i) product[i] *= own[i];
-        int64_t at = 0, left = block - k % block;
-        for (int64_t step = 0; step < steps; ++step, to += kScales) {
-            vstore(to + kGroups, vset1(0.0f));
-            for (int64_t i = 0; i < kGroups; ++i, left -= 32) {
-                if (left == 0) {
-                    left = block;
-                    ++at;
-                }
-                to[i] = own[at];
-                to[kGroups + i] = product[at];
-            }
-        }
+        const uint8_t* from = scale_at(n, k);
+        spread(from, k, steps, to, kScales);
+        spread(from + zeros, k, steps, to + kGroups, kScales);
     }
     Raw raw(int64_t n, int64_t k) const {
         const Words w = words_at(at(n) + k / 2);
         return {{nibbles(w, 0), nibbles(w, 1)}};
     }
-    static Vec last(const float* scales, const float* x, Vec sum) {
-        return sum - vload(scales + kGroups) * vload(x + kSums);
+    static Vec first(const float* scales, const float* x, int) {
+        return vload(x + kElements) - group_scales(scales + kGroups) * vload(x + kSums);
     }
 };
 
@@ -298,7 +303,7 @@ struct OrderedRow<Format::nvfp4> : BareRow<8 * kLanes, 16> {
         add(lower_floats(w), part * kPart + 2 * unit * kLanes);
         add(upper_floats(w), part * kPart + (2 * unit + 1) * kLanes);
     }
-    static Vec first(const float* x, int part) { return vload(x + part * kPart + 4 * kLanes); }
+    static Vec first(const float*, const float* x, int part) { return vload(x + part * kPart + 4 * kLanes); }
     static Vec part_scale(const float* scales, int part) { return group_scales(scales + part * kBlocks); }
 };
 
@@ -352,7 +357,7 @@ struct OrderedRow<Format::q4_k> {
         add(lower_floats(w), at);
         add(upper_floats(w), at + kLanes);
     }
-    static Vec first(const float* x, int part) { return vload(x + part * kPart + 4 * kLanes); }
+    static Vec first(const float*, const float* x, int part) { return vload(x + part * kPart + 4 * kLanes); }
     static Vec part_scale(const float* scales, int part) {
         return sub_block_scales(scales + part / 2 * kLanes / 4 + part % 2);
     }
