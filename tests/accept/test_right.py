@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,13 +75,16 @@ def test_a_failing_test_is_a_failure_and_passed_ones_are_not_run_again(
     assert run_tests(tmp_path).status == "pass", "nothing is left to run"
 
 
-def test_what_the_clock_cuts_off_goes_on(module: Path, tmp_path: Path) -> None:
+def test_what_the_clock_cuts_off_goes_on(module: Path, tmp_path: Path, over_when: Any) -> None:
     """Neither a pass nor a failure; what passed by then is not done again."""
-    module.write_text(MODULE.replace('assert os.environ.get("HEALED")', "time.sleep(600); assert 0"))
-    result = run_tests(tmp_path, seconds=40)
+    late = 'pathlib.Path(__file__).with_name("late").touch(); time.sleep(600); assert 0'
+    module.write_text(MODULE.replace('assert os.environ.get("HEALED")', late))
+    over_when(module.with_name("late").exists)
+    result = run_tests(tmp_path)
     assert (result.status, result.cut, result.claims) == ("cut", True, ())
     assert "3 passed" in result.notes[0] and "the time was over" in result.notes[0]
     module.write_text(MODULE.replace('os.environ.get("HEALED")', "True"))
+    module.with_name("late").unlink()
     result = run_tests(tmp_path)
     assert (result.status, result.claims[0].found) == ("pass", "4 passed, 1 skipped")
 
