@@ -11,14 +11,19 @@ start and end by it.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 
 from kt_ray import torch_environment
+from kt_ray.config.files import conf_dir
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch_environment.apply()
@@ -42,14 +47,27 @@ SLOW = (
     *("train/test_timeline.py", "transport/test_links.py"),
 )
 TESTS = Path(__file__).parent
+CONF = conf_dir()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _composed_once() -> Iterator[None]:
-    """Before each job Hydra composes all of it once more, to learn hydra.mode, which no test sets. Processes
-    that tests start run Hydra as it is."""
+    """Before each job Hydra composes all of it once more, to learn hydra.mode, which no test sets, and parses
+    each file of conf/ anew. Processes that tests start run Hydra as it is."""
+    Plugins.instance()  # registers the sources
+    files: Any = SourcesRegistry.instance().resolve("file")
+    parse, parsed = files.load_config, {}
+
+    def load_config(source: Any, config_path: str) -> Any:
+        if Path(source.path) != CONF:
+            return parse(source, config_path)
+        if config_path not in parsed:
+            parsed[config_path] = parse(source, config_path)
+        return copy.deepcopy(parsed[config_path])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hydra._internal.hydra.Hydra.get_mode", lambda *_, **__: None)
+        patch.setattr(files, "load_config", load_config)
         yield
 
 
