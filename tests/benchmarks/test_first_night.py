@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,14 +31,28 @@ def test_the_readme_has_five_commands_at_most(tool: Any) -> None:
     assert commands[3] == run and resume == ["launch.py", f"resume={tool.RUN}"]
 
 
-def test_the_longest_silence_is_told_with_the_line_before_it(tool: Any, tmp_path: Path) -> None:
+def test_the_longest_silence_is_told_with_the_line_before_it(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(tool, "time", SimpleNamespace(monotonic=lambda: now[0]))
     script = (
-        "import time; print('first', flush=True); time.sleep(4)\n"
-        "print(input(), flush=True); time.sleep(0.2); raise SystemExit(3)"
+        "import os, time\n"
+        "def word(name):\n"
+        "    while not os.path.exists(name): time.sleep(0.01)\n"
+        "word('begin'); print('first', flush=True)\n"
+        "word('go'); print(input(), flush=True); raise SystemExit(3)"
     )
-    record = tool.Command(["-c", script], tmp_path, "second\n").wait()
+    command = tool.Command(["-c", script], tmp_path, "second\n")
+    now[0] = 1.0
+    (tmp_path / "begin").touch()
+    until(lambda: command.lines == ["first", ""], 60, 0.01)
+    now[0] = 5.0
+    (tmp_path / "go").touch()
+    record = command.wait()
     assert (record["exit_code"], record["silent_after"]) == (3, "first")
-    assert 3.9 < record["longest_silence_s"] < record["seconds"]
+    assert command.lines == ["first", "second", ""]
+    assert (record["longest_silence_s"], record["seconds"]) == (4.0, 5.0)
 
 
 def test_a_power_cut_takes_the_whole_tree(tool: Any, tmp_path: Path) -> None:
