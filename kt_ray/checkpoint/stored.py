@@ -19,6 +19,7 @@ Names, types and shapes tell which; the matrix gets the name of its parameter ("
     mxfp4  X_blocks U8 [E, N, K/32, 16] with X_scales U8 [E, N, K/32]: gpt-oss
            X.weight_packed U8 [N, K/2] with X.weight_scale U8: compressed-tensors mxfp4-pack-quantized
            X.weight I8 [N, K/2] with X.scale F8_E8M0 [N, K/32]: DeepSeek-V4
+           X.weight U8 [N, K/2] with X.weight_scale U8 [N, K/32]: AMD Quark
     nvfp4  X.weight U8 [N, K/2] with X.weight_scale F8_E4M3 [N, K/16] and X.weight_scale_2 F32: ModelOpt
            X.weight_packed U8 with X.weight_scale and X.weight_global_scale F32: compressed-tensors
            X U8 [E, N, K/2] or [E, K/2, N] with X_weight_scale and X_weight_scale_2: ModelOpt's stacks
@@ -225,8 +226,8 @@ def _refuse(path: Path, tensors: Mapping[str, TensorInfo], quantization: Mapping
             words = tensors.get(name.removesuffix("zero_point") + "packed")
             if words is None or words.dtype != "I32":
                 refused.setdefault("asymmetric integers that are not INT4 packed into words", []).append(name)
-        if scales is not None and not _is_nvfp4(info, scales):
-            refused.setdefault("packed bytes (Quark's MXFP4, BitNet)", []).append(name)
+        if scales is not None and not (_is_nvfp4(info, scales) or _is_mxfp4(info, scales)):
+            refused.setdefault("packed bytes (Quark's MXFP6, BitNet)", []).append(name)
         for suffix, what in _REFUSED.items():
             if name.endswith(suffix):
                 refused.setdefault(what, []).append(name)
@@ -361,6 +362,12 @@ def _with_zeros(matrix: StoredMatrix, zeros: TensorInfo) -> StoredMatrix | str:
 
 def _is_nvfp4(data: TensorInfo, scales: TensorInfo) -> bool:
     return data.dtype in ("U8", "F4") and scales.dtype == "F8_E4M3"
+
+
+def _is_mxfp4(data: TensorInfo, scales: TensorInfo) -> bool:
+    """Of values in bytes, which may be packed otherwise: two in each, as many as the scales are for."""
+    rows, half = data.shape if len(data.shape) == 2 else (0, 0)
+    return scales.dtype in ("U8", "F8_E8M0") and scales.shape == (rows, half // 16) and half % 16 == 0
 
 
 def _nvfp4(name: str, values: str, scales: str, tensors: Mapping[str, TensorInfo]) -> StoredMatrix | str:

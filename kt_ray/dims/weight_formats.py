@@ -64,7 +64,6 @@ class Storage:
 
 _EXCLUDED = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude")
 _GLOB, _PART = "glob:", "part:"  # before a pattern, as "re:" is
-_QUARK_BLOCKS = {"per_tensor": (0, 0), "per_channel": (1, 0)}  # AMD Quark's qscheme -> block
 _MOST = 1 << 24  # rows or columns that share a scale
 MXFP4 = Storage("mxfp4", (1, 32), 1)
 _MXFP8, _NVFP4 = Storage("fp8_block", (1, 32), 1), Storage("nvfp4", (1, 16), 1)
@@ -204,11 +203,7 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
         columns = max(0, _whole(quantization, "group_size", "q_group_size", default=128))
         return _integers(bits, (1, columns), integer_packing.has_zeros(quantization))
     if method == "quark":
-        weights = _of_quark(quantization, names)
-        block = _QUARK_BLOCKS.get(str(weights.get("qscheme")))
-        if block is not None and str(weights.get("dtype")) == "fp8_e4m3":
-            return Storage("fp8", block, 4)
-        return Storage(method)
+        return _of_quark(_quark_weights(quantization, names)) or Storage(method)
     if method == "modelopt":
         algorithm = _algorithm(quantization, names)
         return plain_storage(dtype) if algorithm is None else _OF_MODELOPT.get(algorithm, Storage(algorithm))
@@ -243,7 +238,20 @@ def _modules_in_block(quantization: Mapping[str, Any]) -> list[str]:
     return modules
 
 
-def _of_quark(quantization: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
+def _of_quark(weights: Mapping[str, Any]) -> Storage | None:
+    """AMD Quark's; None = of a type that is not read."""
+    dtype, scheme = str(weights.get("dtype")), str(weights.get("qscheme"))
+    if dtype == "fp4" and weights.get("group_size") == 32 and weights.get("scale_format") == "e8m0":
+        return MXFP4
+    if dtype != "fp8_e4m3":
+        return None
+    if scheme == "per_block":
+        return Storage("fp8_block", _pair(weights.get("block_size")), 4)
+    block = {"per_tensor": (0, 0), "per_channel": (1, 0)}.get(scheme)
+    return None if block is None else Storage("fp8", block, 4)
+
+
+def _quark_weights(quantization: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
     """What AMD Quark says of the weights of modules of these names."""
     own = quantization.get("global_quant_config")
     if isinstance(layers := quantization.get("layer_quant_config"), Mapping):

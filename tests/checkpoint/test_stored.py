@@ -61,6 +61,11 @@ def _mxfp4(m: ExpertMatrix, e: int, name: str) -> Tensors:
     return {f"{name}.weight_packed": m.data[e].flatten(1), f"{name}.weight_scale": m.scales[e]}
 
 
+def _quark(m: ExpertMatrix, e: int, name: str) -> Tensors:
+    assert m.scales is not None
+    return {f"{name}.weight": m.data[e].flatten(1), f"{name}.weight_scale": m.scales[e]}
+
+
 def _fp4(m: ExpertMatrix, e: int, name: str) -> Tensors:
     assert m.scales is not None
     scales = m.scales[e].view(torch.float8_e8m0fnu)
@@ -90,6 +95,7 @@ CONVENTIONS: dict[str, tuple[str, dict[str, Any], Write]] = {
     "int4": ("int4", {"group": 32, "scale_type": "bfloat16"}, _int4),
     "int4 rows": ("int4", {}, _int4),
     "mxfp4 packed": ("mxfp4", {}, _mxfp4),
+    "mxfp4 of Quark": ("mxfp4", {}, _quark),
     "fp4 of DeepSeek-V4": ("mxfp4", {}, _fp4),
 }
 

@@ -45,6 +45,11 @@ def quark(**weight: Any) -> dict[str, Any]:
         ({"quant_method": "mxfp8"}, "fp8_block", VALUES + 40 * 2 + 40 * 2 + 64 * 2),
         (quark(qscheme="per_tensor"), "fp8", VALUES + 4 * 3),
         (quark(qscheme="per_channel"), "fp8", VALUES + 4 * (40 + 40 + 64)),
+        (quark(qscheme="per_block", block_size=[16, 24]), "fp8_block", VALUES + 4 * (9 + 9 + 8)),
+        (
+            quark(dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"),
+            *("mxfp4", VALUES // 2 + 40 * 2 + 40 * 2 + 64 * 2),
+        ),
         (packed(format="pack-quantized", num_bits=8, type="int"), "int8", VALUES + 2 * (40 + 40 + 64)),
         (packed(num_bits=8, type="float", strategy="channel"), "fp8", VALUES + 2 * (40 + 40 + 64)),
         (packed(num_bits=8, type="float", strategy="tensor"), "fp8", VALUES + 2 * 3),
@@ -308,7 +313,7 @@ def test_weights_outside_the_experts() -> None:
         (packed(num_bits=4, type="int", strategy="group", group_size=16), "groups of 16"),
         (packed(num_bits=4, type="int", group_size=32) | ROTATED, "int4 rotated, with rotations left"),
         ({"quant_method": "quanto"}, "stored as quanto"),
-        (quark(dtype="fp4", qscheme="per_group", group_size=32), "stored as quark"),
+        (quark(dtype="fp4", qscheme="per_group", group_size=16), "stored as quark"),
         (quark(qscheme=["per_tensor"]), "stored as quark"),
         (
             quark(qscheme="per_tensor") | {"layer_quant_config": {"*experts*": {"weight": {"dtype": "fp4"}}}},

@@ -141,14 +141,17 @@ QUANTISED: list[Case] = [
         for what, end in (("HQQ", ".W_q"), ("quanto", ".weight._data"), ("torchao", "._weight_qdata"))
     ),
     Case(
-        "Quark's MXFP4",
+        "Quark's MXFP6",
         "fp8",
         lambda f: f.weights(
             lambda t: t.update(
-                {f"{EXPERT}.weight": torch.ones(32, 32).byte(), f"{EXPERT}.weight_scale": torch.ones(32, 2)}
+                {
+                    f"{EXPERT}.weight": torch.ones(32, 48).byte(),
+                    f"{EXPERT}.weight_scale": torch.ones(32, 2).byte(),
+                }
             )
         ),
-        ["Quark's MXFP4", f"{EXPERT}.weight"],
+        ["Quark's MXFP6", f"{EXPERT}.weight"],
     ),
     Case(
         "mxfp4 scales missing",
