@@ -44,7 +44,10 @@ def quark(**weight: Any) -> dict[str, Any]:
         ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "fp8", VALUES + 4 * 144),
         ({"quant_method": "mxfp8"}, "fp8_block", VALUES + 40 * 2 + 40 * 2 + 64 * 2),
         (quark(qscheme="per_tensor"), "fp8", VALUES + 4 * 3),
-        (quark(qscheme="per_channel"), "fp8", VALUES + 4 * (40 + 40 + 64)),
+        (
+            quark(qscheme="per_channel") | {"algo_config": [{"name": "rotation", "r1": True, "r4": False}]},
+            *("fp8", VALUES + 4 * (40 + 40 + 64)),
+        ),
         (quark(qscheme="per_block", block_size=[16, 24]), "fp8_block", VALUES + 4 * (9 + 9 + 8)),
         (
             quark(dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"),
@@ -312,6 +315,15 @@ def test_weights_outside_the_experts() -> None:
         (packed(num_bits=3, type="int", group_size=32, symmetric=False), "stored as uint4 of 3 bits"),
         (packed(num_bits=4, type="int", strategy="group", group_size=16), "groups of 16"),
         (packed(num_bits=4, type="int", group_size=32) | ROTATED, "int4 rotated, with rotations left"),
+        (
+            quark(qscheme="per_tensor") | {"algo_config": [{"name": "rotation", "r1": True, "r4": True}]},
+            "fp8 rotated, with rotations left to the model's code (r4)",
+        ),
+        (
+            quark(qscheme="per_tensor")
+            | {"algo_config": [{"name": "rotation", "online_config": {"online_rotation_layers": ["mlp"]}}]},
+            "left to the model's code (online_rotation_layers)",
+        ),
         ({"quant_method": "quanto"}, "stored as quanto"),
         (quark(dtype="fp4", qscheme="per_group", group_size=16), "stored as quark"),
         (quark(qscheme=["per_tensor"]), "stored as quark"),
