@@ -285,7 +285,7 @@ def _matrix(
     """The matrix, or what is wrong with its scales; `eight`: words hold integers of 8 bits."""
     kind = _kind(data, scales)
     if kind is None:
-        return f"{scales.dtype} {list(scales.shape)} (no known format: values {data.dtype})"
+        raise unread(data.place, f"{data.dtype} with scales {scales.dtype} {list(scales.shape)}", _READ)
     if eight:
         kind = "int8"
     packing = {"int4": 8, "mxfp4": 2, "int8": 4 if eight else 1}.get(kind, 1) if data.dtype != "F4" else 1
@@ -300,8 +300,8 @@ def _matrix(
     block = _block(kind, shape, scales, quantization)
     if block is None:
         return f"{list(scales.shape)} (values {list(shape)})"
-    if block[1] < shape[-1] and block[1] % 32:
-        return f"{list(scales.shape)} (groups of {block[1]}, required a multiple of 32)"
+    if block[1] < shape[-1]:
+        _check_group(data, block[1])
     return StoredMatrix(name, kind, data, scales, shape, block, keys, Bytes() if eight else None)
 
 
@@ -333,8 +333,7 @@ def _turned(
         said = f"config.json says {stated} columns each"
         return f"{list(own.shape)} ({groups} groups in rows of {columns}, {said})"
     group = columns // groups
-    if group % 32:
-        return f"{list(own.shape)} (groups of {group}, required a multiple of 32)"
+    _check_group(data, group)
     if order is not None and (order.dtype != "I32" or order.shape != (columns,)):
         return f"{list(own.shape)} (required {base}g_idx I32 [{columns}])"
     keys = (values, scales, zeros.name, *((order.name,) if order else ()))
@@ -351,7 +350,7 @@ def _turned(
 def _with_zeros(matrix: StoredMatrix, zeros: TensorInfo) -> StoredMatrix | str:
     """compressed-tensors' integers with zero points."""
     if len(matrix.shape) != 2:
-        return f"and {zeros.name} (a stack with zero points, required one matrix each)"
+        raise unread(zeros.place, "a stack with zero points", "one matrix each")
     rows, groups = matrix.scales_shape
     if (zeros.dtype, zeros.shape) not in (("I32", (-(-rows // 8), groups)), ("I8", (rows, groups))):
         required = f"I32 [{-(-rows // 8)}, {groups}] or I8 [{rows}, {groups}]"
@@ -382,10 +381,13 @@ def _nvfp4(name: str, values: str, scales: str, tensors: Mapping[str, TensorInfo
     turned = bool(stack) and data.dtype == "U8" and own.shape == (*stack, rows // 8, half)
     if turned:
         rows, columns = half, 2 * rows
-    if (not turned and own.shape != (*stack, rows, columns // 16)) or columns % 32:
-        shape = [*stack, rows, columns]
-        return f"{list(own.shape)} (values {shape}, required [N, K / 16], K a multiple of 32)"
+    if not turned and own.shape != (*stack, rows, columns // 16):
+        return f"{list(own.shape)} (values {[*stack, rows, columns]}, required [N, K / 16])"
+    if columns % 32:
+        raise unread(data.place, f"NVFP4 in rows of {columns} columns", "a multiple of 32")
     number = math.prod(global_scale.shape) if global_scale is not None else 0
+    if global_scale is not None and stack and number == 2 * stack[0]:  # of gate and of up
+        raise unread(global_scale.place, f"NVFP4 with {number} global scales", f"one, or {stack[0]}")
     if global_scale is None or global_scale.dtype != "F32" or number not in (1, *stack):
         required = f"{base}weight_scale_2 or {base[-1]}weight_global_scale, one number F32"
         return f"{list(own.shape)} (required {required})"
@@ -447,6 +449,12 @@ def _packed_bits(quantization: Mapping[str, Any]) -> set[int]:
         if isinstance(bits, int) and (group.get("format") or quantization.get("format")) == _IN_WORDS:
             found.add(bits)
     return found
+
+
+def _check_group(data: TensorInfo, columns: int) -> None:
+    """Raises UserError: a scale for a number of columns that the engine does not compute."""
+    if columns % 32:
+        raise unread(data.place, f"groups of {columns} columns", "a multiple of 32")
 
 
 def _is_of_bytes(data: TensorInfo, shape: TensorInfo | None, bits: set[int]) -> bool:

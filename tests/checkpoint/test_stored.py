@@ -527,10 +527,13 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
         [_info("a.weight", "F8_E4M3", 256, 256), _info("a.weight_scale_inv", "F32", 2, 3)],
         "a.weight [256, 256] with a.weight_scale_inv [2, 3]",
     ),
-    "e5m2": ([_info("a.weight", "F8_E5M2", 8, 8), _info("a.weight_scale", "F32", 8, 1)], "no known format"),
+    "e5m2": (
+        [_info("a.weight", "F8_E5M2", 8, 8), _info("a.weight_scale", "F32", 8, 1)],
+        "cannot be read; at model.safetensors, tensor a.weight; found F8_E5M2 with scales F32 [8, 1]",
+    ),
     "groups of 16": (
         [_info("a.weight_packed", "I32", 8, 8), _info("a.weight_scale", "BF16", 8, 4)],
-        "groups of 16, required a multiple of 32",
+        "found groups of 16 columns; required a multiple of 32",
     ),
     "zero points": ([_info("a.weight_zero_point", "I32", 8)], "asymmetric"),
     "int8 with zero points": (
@@ -550,7 +553,7 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
             *(_info("a.weight_packed", "I32", 2, 8, 8), _info("a.weight_scale", "BF16", 2, 8, 2)),
             _info("a.weight_zero_point", "I32", 2, 1, 2),
         ],
-        "a stack with zero points, required one matrix each",
+        "found a stack with zero points; required one matrix each",
     ),
     "nvfp4 without values": ([_info("a.weight_global_scale", "F32", 1)], "a.weight_global_scale (no weight)"),
     "nvfp4 without its number": (
@@ -563,7 +566,22 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
             _info("a.weight_scale", "F8_E4M3", 8, 2),
             _info("a.weight_scale_2", "F32"),
         ],
-        "a.weight_scale [8, 2] (values [8, 64], required [N, K / 16], K a multiple of 32)",
+        "a.weight_scale [8, 2] (values [8, 64], required [N, K / 16])",
+    ),
+    "nvfp4, rows of 16": (
+        [
+            *(_info("a.weight", "U8", 8, 24), _info("a.weight_scale", "F8_E4M3", 8, 3)),
+            _info("a.weight_scale_2", "F32"),
+        ],
+        "found NVFP4 in rows of 48 columns; required a multiple of 32",
+    ),
+    "nvfp4 with numbers of gate and of up": (
+        [
+            _info("mlp.experts.gate_up_proj", "U8", 2, 8, 32),
+            _info("mlp.experts.gate_up_proj_weight_scale", "F8_E4M3", 2, 8, 4),
+            _info("mlp.experts.gate_up_proj_weight_scale_2", "F32", 2, 2),
+        ],
+        "found NVFP4 with 4 global scales; required one, or 2",
     ),
     "scaled inputs": ([_info("a.pre_quant_scale", "BF16", 8)], "inputs must be scaled first"),
     "awq, values of another type": (
@@ -590,7 +608,7 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
             *(_info("a.qweight", "I32", 8, 8), _info("a.scales", "F16", 4, 8)),
             *(_info("a.qzeros", "I32", 4, 1), _info("a.g_idx", "I32", 64)),
         ],
-        "groups of 16, required a multiple of 32",
+        "found groups of 16 columns; required a multiple of 32",
     ),
     "gptq, values of another type": (
         [_info("a.qweight", "I16", 8, 8), _info("a.scales", "F16", 2, 8), _info("a.qzeros", "I32", 2, 1)],
