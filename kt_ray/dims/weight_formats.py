@@ -35,7 +35,14 @@ _EXPERT_NAMES = (
     *("mlp.experts.0.gate_proj", "mlp.experts.gate_up_proj", "mlp.experts"),
     *("block_sparse_moe.experts.0.w1", "ffn.experts.0.w1"),
 )
-_FIRST_EXPERTS = [f"{p}layers.0.{name}" for p in MODEL_ROOTS for name in _EXPERT_NAMES]
+
+
+def _experts_of(layer: int) -> list[str]:
+    """Names that the experts of a layer may have."""
+    return [f"{p}layers.{layer}.{name}" for p in MODEL_ROOTS for name in _EXPERT_NAMES]
+
+
+_FIRST_EXPERTS = _experts_of(0)
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,7 @@ _OF_MODELOPT = {
     "w4a16_nvfp4": _NVFP4,
 }
 _PLAIN_NAME = re.compile(r"[\w.-]+")
-_ROUTED = re.compile(r"^(?!mtp\.)(.*\.)?layers\.(\d+|\*)\.(\w+\.)*experts(\.|$)")
-_ONE_LAYER = re.compile(r"\blayers\.\d")
+_ROUTED = re.compile(r"^(?!mtp\.)(?:.*\.)?layers\.(?P<layer>[\d*]+)\.(?:\w+\.)*experts(?:[.*]|$)")
 # Experts quantised while they stream in.
 BACKEND_STORAGE = {
     "AMXINT8": Storage("int8", (1, 0), 2),
@@ -92,8 +98,8 @@ def plain_storage(dtype: str) -> Storage:
     return Storage(_PLAIN[dtype])
 
 
-def expert_storage(config: Mapping[str, Any], dtype: str) -> Storage:
-    """Storage of the routed experts that are quantised.
+def expert_storage(config: Mapping[str, Any], dtype: str, moe_layers: Iterable[int]) -> Storage:
+    """Storage of the routed experts that are quantised; where ModelOpt chose several, the largest.
 
     Args:
         config: the language model's keys, `quantization_config` among them.
@@ -101,11 +107,18 @@ def expert_storage(config: Mapping[str, Any], dtype: str) -> Storage:
     """
     if str(config.get("expert_dtype", "")).lower() in ("fp4", "mxfp4"):
         return MXFP4
+    if (quantization := _quantization(config)) and _is_mixed(quantization):
+        each = _expert_algorithms(quantization, moe_layers).values()
+        found = [_of_modelopt(algorithm) for algorithm in sorted(set[str]().union(*each))]
+        # Of what is not read nobody knows the size: it counts as the largest.
+        return max(found, key=lambda s: s.matrix_bytes(_MOST, _MOST), default=plain_storage(dtype))
     return _storage(config, dtype, _FIRST_EXPERTS)
 
 
 def plain_expert_layers(config: Mapping[str, Any], moe_layers: Iterable[int]) -> tuple[int, ...]:
     """MoE layers whose experts quantization_config excludes: they are stored in the plain type."""
+    if (quantization := _quantization(config)) and _is_mixed(quantization):
+        return tuple(n for n, own in _expert_algorithms(quantization, moe_layers).items() if not own)
     patterns = _excluded(config)
     if not patterns:
         return ()
@@ -205,28 +218,53 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
     if method == "quark":
         return _of_quark(_quark_weights(quantization, names)) or Storage(method)
     if method == "modelopt":
-        algorithm = _algorithm(quantization, names)
-        return plain_storage(dtype) if algorithm is None else _OF_MODELOPT.get(algorithm, Storage(algorithm))
+        if not _is_mixed(quantization):
+            own = str(quantization.get("quant_algo") or "")
+            return _of_modelopt(own) if own else plain_storage(dtype)
+        algorithms = _stated_algorithms(quantization, names)
+        return _of_modelopt(algorithms[0]) if algorithms else plain_storage(dtype)
     return {"mxfp8": _MXFP8, "nvfp4": _NVFP4}.get(method, Storage(method))
 
 
-def _algorithm(quantization: Mapping[str, Any], names: list[str]) -> str | None:
-    """ModelOpt's quant_algo of modules of these names; None = none is stated."""
-    own, layers = str(quantization.get("quant_algo") or "").lower(), quantization.get("quantized_layers")
-    if own != "mixed_precision":
-        return own or None
-    layers = layers if isinstance(layers, Mapping) else {}
-    if names == _FIRST_EXPERTS:  # whichever layer is the first that has them
-        modules = [name for name in layers if _ROUTED.search(name)]
-        wide = [key for key in layers if "*" in key and not _ONE_LAYER.search(key)]
-    else:  # a module, or what it lies in
-        parts = [name.split(".") for name in names]
-        modules = [".".join(part[:n]) for part in parts for n in range(len(part), 0, -1)]
-        wide = [key for key in layers if "*" in key]
-    modules += [key for key in wide if any(fnmatchcase(name, key) for name in names)]
-    found = (layers[name] for name in modules if isinstance(layers.get(name), Mapping))
-    said: Mapping[str, Any] = next(found, {})
-    return str(said["quant_algo"]).lower() if said.get("quant_algo") else None
+def _of_modelopt(algorithm: str) -> Storage:
+    """ModelOpt's quant_algo."""
+    return _OF_MODELOPT.get(algorithm.lower(), Storage(algorithm.lower()))
+
+
+def _is_mixed(quantization: Mapping[str, Any]) -> bool:
+    """Whether ModelOpt chose a quant_algo for each module."""
+    own = str(quantization.get("quant_algo") or "").lower()
+    return _method(quantization) == "modelopt" and own == "mixed_precision"
+
+
+def _quantized_layers(quantization: Mapping[str, Any]) -> dict[str, str]:
+    """ModelOpt's quant_algo by the names of modules, some of them with "*"."""
+    layers = quantization.get("quantized_layers")
+    said = layers.items() if isinstance(layers, Mapping) else ()
+    algorithms = ((name, own.get("quant_algo")) for name, own in said if isinstance(own, Mapping))
+    return {name: str(algorithm) for name, algorithm in algorithms if algorithm}
+
+
+def _stated_algorithms(quantization: Mapping[str, Any], names: list[str]) -> list[str]:
+    """Of modules of these names, or of what they lie in: by name, then by patterns."""
+    layers = _quantized_layers(quantization)
+    parts = [name.split(".") for name in names]
+    modules = [".".join(part[:n]) for part in parts for n in range(len(part), 0, -1)]
+    modules += [key for key in layers if "*" in key and any(fnmatchcase(name, key) for name in names)]
+    return [layers[name] for name in modules if name in layers]
+
+
+def _expert_algorithms(quantization: Mapping[str, Any], moe_layers: Iterable[int]) -> dict[int, set[str]]:
+    """Of the routed experts of each layer, which may be named as one, or one by one."""
+    routed: dict[str, set[str]] = {}  # by number of the layer, or a pattern of it
+    for name, algorithm in _quantized_layers(quantization).items():
+        if match := _ROUTED.search(name):
+            routed.setdefault(match["layer"], set()).add(algorithm)
+    found: dict[int, set[str]] = {}
+    for layer in moe_layers:
+        own = (each for number, each in routed.items() if fnmatchcase(str(layer), number))
+        found[layer] = set(_stated_algorithms(quantization, _experts_of(layer))).union(*own)
+    return found
 
 
 def _modules_in_block(quantization: Mapping[str, Any]) -> list[str]:

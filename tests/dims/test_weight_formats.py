@@ -225,10 +225,12 @@ def test_each_layer_of_modelopt_as_it_says() -> None:
     quantization = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
     plain = small_dims("mixtral")
     for experts in (
-        *("model.language_model.layers.1.mlp.experts", "model.layers.3.mlp.experts.0.gate_proj"),
+        *("model.language_model.layers.{}.mlp.experts", "model.layers.{}.mlp.experts.0.gate_proj"),
         *("model.layers.*.mlp.experts.*", "model.layers.*.mlp.experts*", "*.mlp.experts.*"),
+        *("model.layers.{}*.mlp.experts*", "backbone.layers.{}.mixer.experts.7.up_proj"),
     ):
-        layers = {**other, experts: four, "lm_head": four, "model.layers.0.self_attn.k_proj": None}
+        own = {experts.format(layer): four for layer in range(4)}
+        layers = {**other, **own, "lm_head": four, "model.layers.0.self_attn.k_proj": None}
         layers["mtp.layers.0.mlp.experts"] = eight
         dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": layers})
         assert (dims.refusal, dims.expert_format) == (None, "nvfp4")
@@ -241,7 +243,11 @@ def test_each_layer_of_modelopt_as_it_says() -> None:
     del layers["model.layers.0.self_attn.k_proj"]
     dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": layers})
     assert [q.params for q in dims.quantised] == [64 * 64 + 64 * 32, *3 * [64 * 32]]
-    layers = {"model.layers.1.mlp.experts": {"quant_algo": "NVFP4_AWQ"}}
+    # Some layers are wider, or plain; "1*" means layers from 10 on, too.
+    layers = {"model.layers.1*": four, "model.layers.2.mlp": eight}
+    dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": layers})
+    assert (dims.refusal, dims.expert_format, dims.plain_expert_layers) == (None, "fp8", (0, 3))
+    layers["model.layers.1.mlp.experts"] = {"quant_algo": "NVFP4_AWQ"}
     dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": layers})
     assert dims.refusal and "stored as nvfp4_awq as modelopt packs them" in dims.refusal
     dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": other})
