@@ -28,13 +28,14 @@ from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import KeyNames, tensors_made
 from kt_ray.checkpoint.names import expert_name, family, fused_release, is_mtp, layer_of
 from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
-from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Unit, finish, write_shards
+from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, finish, write_shards
 from kt_ray.errors import UserError
 from kt_ray.model import layer_calls
 from kt_ray.model.family import build_causal, read_family
 from kt_ray.tools.units import (
     QUANTIZATION_FILES,
     Change,
+    Note,
     Placed,
     as_stored,
     check_directories,
@@ -47,6 +48,7 @@ from kt_ray.tools.units import (
 )
 
 _OLD_TEMPLATE = "chat_template.json"  # which processors of multimodal models prefer to chat_template.jinja
+_ENOUGH = 0.9  # of an update that is left after rounding
 _BELONG = "merge into the model that the adapter was trained on"
 
 
@@ -67,8 +69,9 @@ def merge(
 
     Returns:
         {"touched": parameters changed, "experts": expert matrices changed, "linear": other matrices
-        changed, "requantised": relative Frobenius error of what was quantised again, or None, "template":
-        whether the adapter brings its chat template, which replaces the base's}.
+        changed, "requantised": relative Frobenius error of what was quantised again, or None, "left": how
+        much of its update is left, 1 = all of it, or None, "template": whether the adapter brings its chat
+        template, which replaces the base's}.
 
     Raises:
         UserError: an unreadable or unfinished base or adapter, keys or shapes that fit no weight of the base,
@@ -96,11 +99,13 @@ def merge(
     left_out = (*(QUANTIZATION_FILES if bf16 else ()), *((_OLD_TEMPLATE,) if over else ()))
     finish(target, index.path, config, units, shard_bytes, left_out=left_out, over=over)
     wrong, whole = notes.get("error", [0.0, 0.0])
+    along, update = notes.get("left", [0.0, 0.0])
     return {
         "touched": len(plan.touched),
         "experts": len(plan.experts),
         "linear": len(plan.linear),
         "requantised": (wrong / whole) ** 0.5 if whole else None,
+        "left": along / update if update else None,
         "template": bool(over),
     }
 
@@ -157,14 +162,18 @@ class _Plan:
             swapped = group is not None and group.fused and group.transposed
             stays = not (bf16 and quantised)  # else it is written as the family's plain release is
             swaps = not stays and group is not None and release is not None and release.transposed
+            change = self._change(name, group) if name in self.touched else None
+            note: Note | None = None
+            if change is not None and quantised and stays:
+                change, note = _noted(change)
             unit = rewritten(
                 self.index,
                 name,
                 bf16=not stays,
                 transposed=(swapped, swapped or swaps),
-                change=self._change(name, group) if name in self.touched else None,
+                change=change,
                 touched=self._is_touched(name, group),
-                note=error_of("error") if quantised and stays else None,
+                note=note,
             )
             placed.append((position(self.index, name), unit))
         written = set()
@@ -308,6 +317,26 @@ class _Plan:
         return lambda expert: any((group.prefix, expert, role) in self.experts for role in roles)
 
 
+def _noted(change: Change) -> tuple[Change, Note]:
+    """The same, and a note of what rounding made of it: the error, and how far the weights moved along their
+    update. A small error is no sign of the latter: where no weight leaves its step, nothing moves."""
+    update = torch.zeros(())
+
+    def changed(value: Tensor, first: int) -> Tensor:
+        nonlocal update
+        result = change(value, first)
+        update = result - value
+        return result
+
+    def note(notes: Notes, before: Tensor, after: Tensor) -> None:
+        error_of("error")(notes, before, after)
+        whole = float(update.double().square().sum())
+        along = float(((after - before).double() * update).sum())
+        notes.add("left", whole + along, whole)
+
+    return changed, note
+
+
 def _half(pair: Pair, expert: int, half: int, interleaved: bool) -> Callable[[], Tensor]:
     return lambda: split_rows(pair.delta(expert), interleaved)[half]
 
@@ -328,6 +357,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     text += f"{report['linear']} others"
     if error is not None:
         text += f"; quantised again with relative error {error:.2e}"
+    left = report["left"]
+    if left is not None:
+        text += f", which leaves {left:.0%} of the update"
+        text += "" if left > _ENOUGH else " (merge with --dtype bf16 to keep all of it)"
     if report["template"]:
         text += "; chat template: the adapter's"
     console.print(text, soft_wrap=True)

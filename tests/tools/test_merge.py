@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from kt_ray.adapter.peft_config import TEMPLATE, AdapterInfo, adapter_config
@@ -17,7 +19,7 @@ from kt_ray.checkpoint.expert_groups import expert_groups
 from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.convert import Options, convert
-from kt_ray.tools.merge import merge
+from kt_ray.tools.merge import merge, show
 from tests.helpers.released.formats import (
     Encode,
     awq,
@@ -541,12 +543,17 @@ def test_an_update_of_zero_moves_nothing_and_a_small_one_is_not_drowned(tmp_path
     for factor in (0.0, 0.13):  # the latter changes weights by 2 %
         update = {key: factor * v if "lora_B" in key else v for key, v in adapter.items()}
         out = tmp_path / f"out {factor}"
-        merge(base, save_adapter(tmp_path / f"adapter {factor}", update), out)
+        report = merge(base, save_adapter(tmp_path / f"adapter {factor}", update), out)
         after, change = matrices(out), deltas(update, **names)
         for key, value in before.items():
             size, error = change[key].norm(), float((after[key] - value - change[key]).norm())
             assert error <= 1.1 * float(size), key
             assert not factor or 0.015 < float(size / value.norm()) < 0.025, key
+        along = sum(float(((after[key] - before[key]) * change[key]).sum()) for key in before)
+        whole = sum(float(change[key].square().sum()) for key in before)
+        assert report["left"] == (pytest.approx(along / whole, abs=1e-3) if whole else None)
+        show(report, Console(file=(text := io.StringIO())))
+        assert ("(merge with --dtype bf16 to keep all" in text.getvalue()) == (along < 0.9 * whole)
 
 
 def test_bf16_of_families_whose_release_transposes_fused_experts(tmp_path: Path) -> None:
