@@ -40,11 +40,13 @@ from kt_ray.tools.units import (
     as_stored,
     check_directories,
     check_formats,
+    copied_as,
     error_of,
     position,
     raw_keys,
     rewritten,
     without_quantization,
+    without_ties,
 )
 
 _OLD_TEMPLATE = "chat_template.json"  # which processors of multimodal models prefer to chat_template.jinja
@@ -94,6 +96,7 @@ def merge(
     }
     notes = write_shards(target, units, job, shard_bytes=shard_bytes, threads=threads, title="merge")
     config = without_quantization(index.config) if bf16 else index.config
+    config = without_ties(config) if plan.unties else config
     template = lora.path / TEMPLATE
     over = [template] if template.is_file() else []
     left_out = (*(QUANTIZATION_FILES if bf16 else ()), *((_OLD_TEMPLATE,) if over else ()))
@@ -101,9 +104,9 @@ def merge(
     wrong, whole = notes.get("error", [0.0, 0.0])
     along, update = notes.get("left", [0.0, 0.0])
     return {
-        "touched": len(plan.touched),
+        "touched": len(plan.touched) + len(plan.heads),
         "experts": len(plan.experts),
-        "linear": len(plan.linear),
+        "linear": len(plan.linear) + len(plan.heads),
         "requantised": (wrong / whole) ** 0.5 if whole else None,
         "left": along / update if update else None,
         "template": bool(over),
@@ -127,11 +130,15 @@ class _Plan:
         experts: (prefix in the base, expert, "gate" | "up" | "down") -> (pair, expert within the pair,
             rows of the pair's update).
         touched: parameters that change.
+        heads: module -> (pair, the embedding that it is tied to): a parameter that the base does not store.
+        unties: whether the adapter changes a head that is tied, stored or not.
     """
 
     def __init__(self, index: CheckpointIndex, lora: Lora) -> None:
         self.index, self.lora = index, lora
         self.linear: dict[str, tuple[Pair, int]] = {}
+        self.heads: dict[str, tuple[Pair, str]] = {}
+        self.unties = False
         self.experts: dict[tuple[str, int, str], list[Callable[[], Tensor]]] = {}
         # Without experts in the adapter the base may be any model.
         routed = lora.experts or lora.fused or any(expert_name(name) for name in index.names)
@@ -176,6 +183,10 @@ class _Plan:
                 note=note,
             )
             placed.append((position(self.index, name), unit))
+        for module, (pair, source) in self.heads.items():
+            change = partial(_add_rows, pair)
+            unit = copied_as(self.index, source, f"{module}.weight", change)
+            placed.append((position(self.index, source), unit))
         written = set()
         for name in rewritten_names:  # a weight_shape stays where the format does
             matrix = self.index.matrices.get(name)
@@ -209,7 +220,12 @@ class _Plan:
         names = module_names(self.index, self.groups)
         self.reason = names.reason
         for module, pair in self.lora.linear.items():
-            name = names.parameters.get(module)
+            name, source = names.parameters.get(module), names.tied.get(module)
+            self.unties |= source is not None
+            if source is not None and name is None:
+                self._fits(pair, self.index.shape(source))
+                self.heads[module] = (pair, source)
+                continue
             parts = [name] if name else names.stacked.get(module, [])
             if not parts:
                 joined = names.joined.get(module)
@@ -285,7 +301,7 @@ class _Plan:
         if group is None:
             pair, start = self.linear[name]
             plain = name not in self.index.matrices
-            return lambda value, first: _add_rows(value, pair, start + (first if plain else 0))
+            return lambda value, first: _add_rows(pair, value, start + (first if plain else 0))
         parts = expert_name(name)
         assert parts is not None
         if parts.expert is not None:
@@ -341,7 +357,7 @@ def _half(pair: Pair, expert: int, half: int, interleaved: bool) -> Callable[[],
     return lambda: split_rows(pair.delta(expert), interleaved)[half]
 
 
-def _add_rows(value: Tensor, pair: Pair, first: int) -> Tensor:
+def _add_rows(pair: Pair, value: Tensor, first: int) -> Tensor:
     a, b = pair.factors()
     rows = slice(first, first + value.shape[0])
     whole = value + pair.scale * (b[rows] @ a)
@@ -383,6 +399,8 @@ class ModuleNames:
     joined: dict[str, str] = field(default_factory=dict)
     # modules whose weight is several tensors of the checkpoint, one below the other -> these, in order
     stacked: dict[str, list[str]] = field(default_factory=dict)
+    # modules whose weight is the embedding, which alone the checkpoint needs to store -> that parameter
+    tied: dict[str, str] = field(default_factory=dict)
     reason: str = ""  # why transformers' names are not known
 
 
@@ -410,6 +428,10 @@ def module_names(index: CheckpointIndex, prefixes: Iterable[str]) -> ModuleNames
         for target in tensors_made(renamed, converter):
             place = modules.parameters if converter is None else modules.joined
             place[target.removesuffix(".weight")] = name
+    embedding = next(name for name, part in model.named_modules() if part is model.get_input_embeddings())
+    for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if source == f"{embedding}.weight" and (stored := modules.parameters.get(embedding)):
+            modules.tied[name.removesuffix(".weight")] = stored
     return modules
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ _CHUNK = 16 << 20  # values computed at once
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 # compression_config: compressed-tensors' own name for it in 2024, which vLLM still reads.
 _QUANTIZATION = ("quantization_config", "compression_config")
+_TEXT = ("text_config", "language_config")
+_TIED = ("tie_word_embeddings", "tie_embedding")  # the latter: LFM2's
 _EXPERTS = "expert_dtype"  # DeepSeek-V4's word for the format of its experts
 # (values [out, in], expert of a stack or first row of a plain matrix) -> new values.
 Change = Callable[[Tensor, int], Tensor]
@@ -178,6 +181,14 @@ def _plain_rows(info: TensorInfo, change: Change | None) -> Unit:
     return Unit((Entry(info.name, info.dtype, info.shape),), produce)
 
 
+def copied_as(index: CheckpointIndex, source: str, name: str, change: Change) -> Unit:
+    """A matrix of the checkpoint, changed, as a tensor of its own; BF16 where it was quantised."""
+    if source in index.matrices:
+        target = Entry(name, "BF16", index.shape(source))
+        return made(target, lambda _: change(index.value(source, torch.float32), 0))
+    return _plain_rows(replace(index.tensors[source], name=name), change)
+
+
 def _require_finite(values: Tensor, key: str, dtype: str = "") -> None:
     """`dtype`: that they are written in."""
     if not bool(torch.isfinite(values).all()):
@@ -213,13 +224,19 @@ def without_quantization(config: dict[str, Any], *, to: str = "bf16") -> dict[st
     result = {key: value for key, value in config.items() if key not in (*_QUANTIZATION, _EXPERTS)}
     if to == "fp8" and _EXPERTS in config:
         result[_EXPERTS] = to
-    for key in ("text_config", "language_config"):
+    for key in _TEXT:
         if isinstance(result.get(key), dict):
             result[key] = without_quantization(result[key], to=to)
     for key in ("dtype", "torch_dtype") if to == "bf16" else ():
         if key in result:
             result[key] = "bfloat16"
     return result
+
+
+def without_ties(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the same model with a head of its own."""
+    result = config | {key: False for key in _TIED if key in config or key == _TIED[0]}
+    return result | {key: without_ties(result[key]) for key in _TEXT if isinstance(result.get(key), dict)}
 
 
 def check_formats(index: CheckpointIndex) -> None:

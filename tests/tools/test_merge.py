@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kt_ray.adapter.peft_config import TEMPLATE, AdapterInfo, adapter_config
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
@@ -333,10 +333,29 @@ def test_every_linear_module_of_families_that_rename(tmp_path: Path, family: str
         torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_head_that_was_tied_to_the_embedding(tmp_path: Path, stored: bool) -> None:
+    """Servers that tie them by config.json would read no head."""
+    base = tiny_family(tmp_path, "qwen3_moe")
+    tensors = load_file(base / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    tensors |= {"lm_head.weight": head}
+    save_file(
+        {k: v for k, v in tensors.items() if stored or k != "lm_head.weight"}, base / "model.safetensors"
+    )
+    config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(config))
+    adapter = lora({"lm_head": (head.shape[0], head.shape[1])})
+    report = merge(base, save_adapter(tmp_path / "adapter", adapter), tmp_path / "out")
+    out = CheckpointIndex.open(tmp_path / "out")
+    change = SCALE * adapter["lm_head.lora_B.weight"] @ adapter["lm_head.lora_A.weight"]
+    torch.testing.assert_close(out.read("lm_head.weight"), (head.float() + change).to(head.dtype))
+    assert torch.equal(out.read("model.embed_tokens.weight"), head) and report["linear"] == 1
+    assert out.config == config | {"tie_word_embeddings": False}
+
+
 def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     """Keys under "model.language_model.", an adapter that names the text model alone."""
-    from safetensors.torch import save_file
-
     text = tiny_family(tmp_path, "qwen3_5_moe_text")
     inner = json.loads((text / "config.json").read_text())
     base = tmp_path / "base"
