@@ -72,8 +72,8 @@ def merge(
     Returns:
         {"touched": parameters changed, "experts": expert matrices changed, "linear": other matrices
         changed, "requantised": relative Frobenius error of what was quantised again, or None, "left": how
-        much of its update is left, 1 = all of it, or None, "template": whether the adapter brings its chat
-        template, which replaces the base's}.
+        much of its update rounding leaves, 1 = all of it, or None, "left_of_plain": the same of what is
+        written plain, "template": whether the adapter brings its chat template, which replaces the base's}.
 
     Raises:
         UserError: an unreadable or unfinished base or adapter, keys or shapes that fit no weight of the base,
@@ -102,13 +102,13 @@ def merge(
     left_out = (*(QUANTIZATION_FILES if bf16 else ()), *((_OLD_TEMPLATE,) if over else ()))
     finish(target, index.path, config, units, shard_bytes, left_out=left_out, over=over)
     wrong, whole = notes.get("error", [0.0, 0.0])
-    along, update = notes.get("left", [0.0, 0.0])
+    left = {key: notes.get(key, [0.0, 0.0]) for key in ("left", "left_of_plain")}
     return {
         "touched": len(plan.touched) + len(plan.heads),
         "experts": len(plan.experts),
         "linear": len(plan.linear) + len(plan.heads),
         "requantised": (wrong / whole) ** 0.5 if whole else None,
-        "left": along / update if update else None,
+        **{key: along / update if update else None for key, (along, update) in left.items()},
         "template": bool(over),
     }
 
@@ -171,8 +171,8 @@ class _Plan:
             swaps = not stays and group is not None and release is not None and release.transposed
             change = self._change(name, group) if name in self.touched else None
             note: Note | None = None
-            if change is not None and quantised and stays:
-                change, note = _noted(change)
+            if change is not None:
+                change, note = _noted(change, quantised=quantised and stays)
             unit = rewritten(
                 self.index,
                 name,
@@ -184,8 +184,8 @@ class _Plan:
             )
             placed.append((position(self.index, name), unit))
         for module, (pair, source) in self.heads.items():
-            change = partial(_add_rows, pair)
-            unit = copied_as(self.index, source, f"{module}.weight", change)
+            change, note = _noted(partial(_add_rows, pair), quantised=False)
+            unit = copied_as(self.index, source, f"{module}.weight", change, note)
             placed.append((position(self.index, source), unit))
         written = set()
         for name in rewritten_names:  # a weight_shape stays where the format does
@@ -333,9 +333,9 @@ class _Plan:
         return lambda expert: any((group.prefix, expert, role) in self.experts for role in roles)
 
 
-def _noted(change: Change) -> tuple[Change, Note]:
-    """The same, and a note of what rounding made of it: the error, and how far the weights moved along their
-    update. A small error is no sign of the latter: where no weight leaves its step, nothing moves."""
+def _noted(change: Change, *, quantised: bool) -> tuple[Change, Note]:
+    """The same, and a note of what rounding makes of it: how far weights move along their update, and of
+    quantised ones the error. A small one is no sign that they moved: none may have left its step."""
     update = torch.zeros(())
 
     def changed(value: Tensor, first: int) -> Tensor:
@@ -345,10 +345,11 @@ def _noted(change: Change) -> tuple[Change, Note]:
         return result
 
     def note(notes: Notes, before: Tensor, after: Tensor) -> None:
-        error_of("error")(notes, before, after)
-        whole = float(update.double().square().sum())
-        along = float(((after - before).double() * update).sum())
-        notes.add("left", whole + along, whole)
+        if quantised:
+            error_of("error")(notes, before, after)
+        whole = float(update.square().sum())
+        along = whole + float(((after - before) * update).sum())
+        notes.add("left" if quantised else "left_of_plain", along, whole)
 
     return changed, note
 
@@ -373,10 +374,13 @@ def show(report: dict[str, Any], console: Console) -> None:
     text += f"{report['linear']} others"
     if error is not None:
         text += f"; quantised again with relative error {error:.2e}"
-    left = report["left"]
-    if left is not None:
-        text += f", which leaves {left:.0%} of the update"
-        text += "" if left > _ENOUGH else " (merge with --dtype bf16 to keep all of it)"
+    shares = [report[key] for key in ("left", "left_of_plain")]
+    whose = ("quantised weights", "plain ones")
+    told = [f"{share:.0%} of {name}" for share, name in zip(shares, whose, strict=True) if share is not None]
+    text += f"; rounding leaves of the update {', '.join(told)}" if told else ""
+    lost = [share is not None and share < _ENOUGH for share in shares]
+    if any(lost):
+        text += " (to keep more, merge with --dtype bf16)" if lost[0] else " (an adapter unmerged keeps all)"
     if report["template"]:
         text += "; chat template: the adapter's"
     console.print(text, soft_wrap=True)

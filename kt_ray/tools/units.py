@@ -135,7 +135,7 @@ def rewritten(
     matrix, shape = index.matrices.get(name), index.shape(name)
     stack = len(shape) == 3
     if not stack and not bf16 and matrix is None:
-        return _plain_rows(index.tensors[name], change)
+        return _plain_rows(index.tensors[name], change, note)
     if bf16 and transposed[0] != transposed[1]:
         shape = (shape[0], shape[2], shape[1])
     target: Target = Entry(name, "BF16", shape)
@@ -164,7 +164,7 @@ def rewritten(
     return made(target, read, experts=shape[0] if stack else 1, transposed=transposed[1], **more)
 
 
-def _plain_rows(info: TensorInfo, change: Change | None) -> Unit:
+def _plain_rows(info: TensorInfo, change: Change | None, note: Note | None = None) -> Unit:
     """A plain matrix, some rows at a time: the head of a large model has gigabytes."""
     if change is None:
         return copied(info)
@@ -174,19 +174,24 @@ def _plain_rows(info: TensorInfo, change: Change | None) -> Unit:
     def produce(notes: Notes) -> Iterator[Piece]:
         for start in range(0, info.shape[0], rows):
             part = info.rows(start, min(start + rows, info.shape[0]))
-            value = change(read_tensor(part).float(), start).to(TORCH_DTYPES[info.dtype])
+            before = change(read_tensor(part).float(), start)
+            value = before.to(TORCH_DTYPES[info.dtype])
             _require_finite(value, info.name, info.dtype)
             yield Piece(info.name, value, start)
+            if note is not None:
+                note(notes, before, value.float())
 
     return Unit((Entry(info.name, info.dtype, info.shape),), produce)
 
 
-def copied_as(index: CheckpointIndex, source: str, name: str, change: Change) -> Unit:
+def copied_as(
+    index: CheckpointIndex, source: str, name: str, change: Change, note: Note | None = None
+) -> Unit:
     """A matrix of the checkpoint, changed, as a tensor of its own; BF16 where it was quantised."""
     if source in index.matrices:
         target = Entry(name, "BF16", index.shape(source))
-        return made(target, lambda _: change(index.value(source, torch.float32), 0))
-    return _plain_rows(replace(index.tensors[source], name=name), change)
+        return made(target, lambda _: change(index.value(source, torch.float32), 0), note=note)
+    return _plain_rows(replace(index.tensors[source], name=name), change, note)
 
 
 def _require_finite(values: Tensor, key: str, dtype: str = "") -> None:
