@@ -126,7 +126,12 @@ class SwanLabTracker(LibraryTracker):
         # Neither questions nor standard output, which the progress bar draws on.
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         id_file = run_dir / "swanlab_id"
-        online = self.config.mode == "online" or (self.config.mode == "auto" and bool(settings.api_key))
+        mode = self.config.mode
+        if mode == "auto":
+            # SWANLAB_MODE, or what `swanlab offline` and the like wrote
+            chosen = "mode" in settings.model_fields_set
+            mode = settings.mode if chosen else "online" if settings.api_key else "offline"
+        online = mode == "online"
         known = kept_id(id_file) if online else ""  # only the cloud goes on with a run
         self._swanlab: Any = swanlab
         self._run: Any = swanlab.init(
@@ -134,14 +139,16 @@ class SwanLabTracker(LibraryTracker):
             workspace=self.config.entity,
             name=run_dir.name,
             tags=list(self.config.tags),
-            mode="online" if online else "offline",
+            mode=mode,
             log_dir=str(run_dir / "swanlab"),
             config=dict(config),
             settings=settings,
             **({"id": known, "resume": "allow"} if known else {}),
         )
+        if mode == "disabled":
+            return
         write_atomic(id_file, self._run.id + "\n")
-        place = self._run.url if online else f"offline in {self._run.dir}"
+        place = self._run.url if online else f"{mode} in {self._run.dir}"
         log.info("swanlab run %s, %s", self._run.id, place)
 
     def _log(self, step: int, metrics: Mapping[str, Value]) -> None:

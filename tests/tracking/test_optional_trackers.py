@@ -138,17 +138,24 @@ def test_mlflow(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "key", "expected"),
+    ("mode", "key", "wanted", "expected"),
     [
-        ("auto", None, "offline"),
-        ("auto", "k", "online"),
-        ("offline", "k", "offline"),
-        ("online", None, "online"),
+        ("auto", None, None, "offline"),
+        ("auto", "k", None, "online"),
+        ("auto", "k", "disabled", "disabled"),
+        ("offline", "k", "online", "offline"),
+        ("online", None, None, "online"),
     ],
 )
 def test_swanlab(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, mode: str, key: str | None, expected: str
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    key: str | None,
+    wanted: str | None,
+    expected: str,
 ) -> None:
+    """wanted: by SWANLAB_MODE, which cluster nodes without a network set, or by `swanlab offline`."""
     run, seen = Calls(), []
     run.id, run.url, run.dir = "id-1", "https://there", "here"  # type: ignore[method-assign,assignment]
 
@@ -158,7 +165,10 @@ def test_swanlab(
 
     module: Any = ModuleType("swanlab")
     module.init, module.Text = init, lambda text: ("text", text)
-    module.Settings = lambda **options: SimpleNamespace(api_key=key, given=options)
+    set_by_user = {"mode"} if wanted else set()
+    module.Settings = lambda **options: SimpleNamespace(
+        api_key=key, given=options, mode=wanted or "online", model_fields_set={*options} | set_by_user
+    )
     monkeypatch.setitem(sys.modules, "swanlab", module)
     whole(SwanLabTracker, run_dir, mode=mode, entity="us")
     whole(SwanLabTracker, run_dir, mode=mode, first_step=3, status="failed")
@@ -167,6 +177,7 @@ def test_swanlab(
     assert first["project"] == "kt_ray" and first["name"] == "a" and first["tags"] == ["t"]
     assert first["log_dir"] == str(run_dir / "swanlab") and first["config"] == CONFIG
     assert first["settings"].given == {"interactive": False, "terminal": {"proxy_type": "none"}}
+    assert (run_dir / "swanlab_id").exists() == (expected != "disabled")
     assert "id" not in first and again.get("id") == ("id-1" if expected == "online" else None)
     logged = run.of("log")
     assert logged[:2] == [((SHOWN,), {"step": 0}), ((SHOWN,), {"step": 1})]
@@ -246,7 +257,8 @@ def test_mlflow_for_real(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_swanlab_for_real(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("swanlab")
     monkeypatch.setenv("HOME", str(run_dir))
-    monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
+    for name in ("SWANLAB_API_KEY", "SWANLAB_MODE"):
+        monkeypatch.delenv(name, raising=False)
     before = sys.stdout
     whole(SwanLabTracker, run_dir)
     assert sys.stdout is before
