@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 MANIFEST = "manifest.json"  # written last: a directory that holds it is a checkpoint
+SUPERSEDED = "superseded_"  # before the name of one that its run, which went back to an earlier one, has left
 
 
 def step_name(step: int) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.safetensors_file import writing
-from kt_ray.checkpoint_dirs import MANIFEST, list_checkpoints, step_name, step_of
+from kt_ray.checkpoint_dirs import MANIFEST, SUPERSEDED, list_checkpoints, step_name, step_of
 from kt_ray.disk import only_warned, write_atomic
 from kt_ray.errors import UserError
 
@@ -134,7 +134,7 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
     renamed: list[Path] = []
     for path in list_checkpoints(root):
         if (step_of(path.name) or 0) > step:
-            target = _free(path.with_name(f"superseded_{path.name}"))
+            target = _free(path.with_name(f"{SUPERSEDED}{path.name}"))
             renamed.append(path.rename(target))
     if renamed:
         point(Path(root), LATEST, step_name(step))

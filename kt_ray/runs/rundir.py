@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from kt_ray.checkpoint_dirs import MANIFEST, list_checkpoints
+from kt_ray.checkpoint_dirs import MANIFEST, SUPERSEDED, list_checkpoints
 from kt_ray.config.faults import value_of
 from kt_ray.config.mapping import dated_name, with_keys
 from kt_ray.config.resume_line import resume_line
@@ -175,7 +175,16 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         return None
     if config.trainer.resume == "latest":
         return _latest_checkpoint(root, named, config.model.name)
-    return _named_checkpoint(Path(config.trainer.resume))
+    checkpoint = _named_checkpoint(Path(config.trainer.resume))
+    if checkpoint.name.startswith(SUPERSEDED) and _continues(checkpoint, named, config):
+        raise UserError(
+            "the run went back to before this checkpoint",
+            where=str(checkpoint),
+            observed="a directory whose figures and other checkpoints are of the steps taken since",
+            required="another directory for what goes on from it",
+            remedy="add run.name=NEW",
+        )
+    return checkpoint
 
 
 def resumed_step(config: Config) -> int:

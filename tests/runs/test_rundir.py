@@ -197,6 +197,13 @@ def test_resume_from_a_checkpoint_directory(tmp_path, make_config, add_checkpoin
         with pytest.raises(UserError, match="no complete checkpoint"):
             RunDir.create(make_config(tmp_path, resume=str(missing)))
 
+    # What the run left when it went back goes on elsewhere: two walks would mix in one directory.
+    left = checkpoint.rename(checkpoint.with_name("superseded_step_000003_2"))
+    for name in ("a", None):
+        with pytest.raises(UserError, match=r"add run\.name=NEW"):
+            RunDir.create(make_config(tmp_path, name=name, resume=str(left)))
+    assert RunDir.create(make_config(tmp_path, name="c", resume=str(left))).checkpoint == left
+
 
 @pytest.mark.parametrize("named", ["latest", "step_000003"])
 def test_checkpoints_on_another_disk_belong_to_their_run(tmp_path, make_config, add_checkpoint, named):
