@@ -44,6 +44,8 @@ FILL = "fill or delete that row"
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Names under which ms-swift's and Axolotl's files say whether an answer is trained; a number is no such mark.
 _MARKS = ("loss", "train", "training")
+_WEIGHTS = ("weight", "loss_scale")  # OpenAI's and ms-swift's names of a number that says so
+_PARTS = ("train_detail", "training_detail")  # Axolotl's names of which characters of a turn are trained
 # key of the role, key of the text
 OPENAI = ("role", "content")
 SHAREGPT = ("from", "value")
@@ -158,14 +160,21 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
             raise wrong(f"{place}.{key}", thought, where, "a string")
         if isinstance(thought, str) and thought.strip():
             result.setdefault("reasoning_content", thought)
+    for key in _PARTS:
+        if is_there(message.get(key)):
+            what = f"{place}.{key} says which characters are trained: answers are trained whole here"
+            remedy = 'delete the key, or give answers that are context only "weight": 0'
+            raise bad_row(what, where, kind(message[key]), "answers that are trained whole or not", remedy)
     marks = [mark for key in _MARKS if isinstance(mark := message.get(key), bool)]
-    weight = message.get("weight")
-    if weight is None and marks:
-        weight = int(all(marks))
-    if weight is not None and role == "assistant":
+    for key in _WEIGHTS if role == "assistant" else ():
+        weight = message.get(key)
+        if weight is None or weight != weight:
+            continue
         if weight not in (0, 1):
-            raise wrong(f"{place}.weight", weight, where, "0 (not trained) or 1")
-        result["weight"] = int(weight)
+            raise wrong(f"{place}.{key}", weight, where, "0 (not trained) or 1")
+        marks.append(bool(weight))
+    if marks and role == "assistant":
+        result["weight"] = int(all(marks))
     before.append(result)
 
 

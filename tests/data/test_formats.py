@@ -399,12 +399,40 @@ def test_a_date_in_a_table_is_no_text_of_a_call() -> None:
         ({"train": False, "weight": None}, 0),
         ({"training": True}, 1),
         ({"loss": 0.0}, None),
+        ({"loss_scale": 0.0}, 0),
+        ({"loss_scale": 1, "weight": math.nan}, 1),
+        ({"loss_scale": 1.0, "loss": False}, 0),
+        ({"train_detail": [], "training_detail": None}, None),
     ],
 )
 def test_an_answer_that_other_programs_do_not_train(marks: dict[str, Any], weight: int | None) -> None:
     answer = {"from": "gpt", "value": "a", **marks}
     found, _ = parse({"conversations": [{"from": "human", "value": "q", "loss": True}, answer]})
     assert found.messages[1].get("weight") == weight and "weight" not in found.messages[0]
+
+
+def test_marks_that_train_a_part_of_an_answer_are_refused() -> None:
+    for marks, message in (
+        ({"loss_scale": 0.5}, r"messages\[2\]\.loss_scale has the wrong type.*a number 0\.5; required 0"),
+        (
+            {"train_detail": [{"begin_offset": 0, "train": False}]},
+            r"train_detail says which characters.*line 1",
+        ),
+    ):
+        question, answer = chat(("user", "q"))["messages"][0], {"role": "assistant", "content": "a", **marks}
+        with pytest.raises(UserError, match=message):
+            parse({"messages": [question, answer]})
+
+
+@pytest.mark.parametrize("row", [SHAREGPT, PROMPT, PAIR, {**GOOD, "label": True}])
+def test_rows_with_images_are_refused_unless_the_column_is_hidden(row: Any) -> None:
+    """Else "<image> Who is this?" would be trained as it stands there."""
+    message = r"the row has images: only text.*line 1.*data\.columns=\{images:null\}"
+    with pytest.raises(UserError, match=message):
+        parse({**row, "images": ["a.jpg"]})
+    parse({**row, "images": ["a.jpg"]}, columns={"images": None})
+    parse({**row, "images": [], "video": None})
+    parse({"text": "A light.", "image": "a.jpg"}, "text")
 
 
 def test_tool_turns() -> None:
