@@ -33,6 +33,7 @@ from kt_ray.data.template_turns import (
 from kt_ray.errors import UserError
 from kt_ray.evaluate.choice import opens_thought
 from kt_ray.parse import read_text
+from kt_ray.terminal import shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -213,12 +214,12 @@ class ChatTemplate:
         """Whether it renders a plain question and answer.
 
         Raises:
-            UserError: it is no template at all, or takes too many steps for that.
+            UserError: it is no template at all, leaves out the question, or takes too many steps for that.
         """
         from jinja2 import TemplateSyntaxError
 
         try:
-            self._render(SIMPLEST)
+            text, other = (self._render([{**SIMPLEST[0], "content": q}, SIMPLEST[1]]) for q in "ac")
         except TemplateSyntaxError as error:
             raise broken(self.source, f"line {error.lineno}: {error.message}") from error
         except Exception as error:  # the template may want other turns than these
@@ -230,6 +231,8 @@ class ChatTemplate:
                     remedy=_ANOTHER_TEMPLATE,
                 ) from error
             return False
+        if text == other:
+            raise broken(self.source, f"whatever the question is, it renders {shortened(text, 60)!r}")
         return True
 
     def _plain_endings(self) -> list[str]:

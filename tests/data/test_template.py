@@ -753,6 +753,15 @@ def test_a_template_file_overrides(tmp_path: Path) -> None:
         ChatEncoder(tokenizer, str(tmp_path / "absent.jinja"))
 
 
+@pytest.mark.parametrize("text", ["", "\n", "Tilda."])
+def test_a_template_that_leaves_out_the_question_is_broken(tmp_path: Path, text: str) -> None:
+    """Else mode=chat and mode=serve would answer each question alike."""
+    (tmp_path / "t.jinja").write_text(text)
+    message = rf"template is broken; at .*t\.jinja.*whatever the question is, it renders '{text.strip()}'"
+    with pytest.raises(UserError, match=message):
+        ChatEncoder(make_tokenizer(), str(tmp_path / "t.jinja"))
+
+
 @pytest.mark.parametrize("behind", ["{%- if true %}", "{{- '' }}", "{#- #}"])
 def test_a_brace_before_a_dash_stays_text(behind: str) -> None:
     """As Cohere's and Gemma's templates have it where they write JSON; loops and macros count their steps."""
