@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kt_ray.config.checks import check
+from kt_ray.config.fields import show as show_value
 from kt_ray.config.schema import Config
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
@@ -51,7 +52,7 @@ def to_answer(config: Config) -> Config | None:
     an adapter and no answers, not all of them, those of an earlier adapter, or others than are asked for.
 
     Raises:
-        UserError: there are no held-out rows.
+        UserError: there are no held-out rows, or no adapter for the answers that are asked for.
     """
     generate = config.generate
     if config.eval.adapter or config.eval.base:
@@ -60,15 +61,26 @@ def to_answer(config: Config) -> Config | None:
         if not config.run.name:
             return None
         run = Path(config.run.root) / config.run.name
+        files = [file for file in (run / ADAPTER_FILE, run / BASE_FILE) if file.is_file()]
+        asked = {file: _asked_otherwise(config, file) for file in files}
         answered = any(
-            file.is_file()
-            and not missing_answers(file)
-            and of_present_adapter(file, run / "adapter")
-            and not _asks_otherwise(config, file)
-            for file in (run / ADAPTER_FILE, run / BASE_FILE)
+            not missing_answers(file) and of_present_adapter(file, run / "adapter") and not asked[file]
+            for file in files
         )
-        if answered or not (run / "adapter" / "adapter_config.json").is_file():
+        if answered:
             return None
+        if not (run / "adapter" / "adapter_config.json").is_file():
+            keys = next(filter(None, asked.values()), [])
+            if not keys:
+                return None
+            raise UserError(
+                "the answers in this run were made with other settings, and it has no adapter to ask again",
+                where=str(run),
+                observed=f"no adapter/adapter_config.json; {', '.join(keys)}",
+                required="an adapter, or the settings that the answers were made with",
+                remedy="name the adapter (generate.adapter=DIR), or leave these keys out to evaluate the "
+                "answers that are there",
+            )
         generate = replace(generate, adapter=str(run))
     if generate.answer == "auto":
         generate = replace(generate, answer="both")
@@ -77,17 +89,17 @@ def to_answer(config: Config) -> Config | None:
     return replace(config, mode="eval")
 
 
-def _asks_otherwise(config: Config, file: Path) -> bool:
-    """Whether resume=RUN changes a key of `generate` to what the answers in a file were not made with."""
+def _asked_otherwise(config: Config, file: Path) -> list[str]:
+    """KEY=VALUE of `generate` that resume=RUN changes to what the answers in a file were not made with."""
     made, run = settings_beside(file), settings_of(file.parent)
     if config.trainer.resume is None or not isinstance(made.get("count"), int):
-        return False  # what was given cannot be told from defaults, or nothing is known of the answers
+        return []  # what was given cannot be told from defaults, or nothing is known of the answers
     made["limit"] = made["count"]
-    return any(
-        value != run.get(f"generate.{name}", value) and value != made.get(name)
+    return [
+        f"generate.{name}={show_value(value)}"
         for name, value in vars(config.generate).items()
-        if name not in _SPEED
-    )
+        if name not in _SPEED and value != run.get(f"generate.{name}", value) and value != made.get(name)
+    ]
 
 
 def existing_answers(config: Config) -> tuple[AnswerFile | None, AnswerFile | None, Path]:

@@ -19,6 +19,7 @@ from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.config.mapping import with_keys
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
+from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.runs.evaluation import to_answer
 from kt_ray.runs.rundir import plain
@@ -203,6 +204,10 @@ def test_changed_settings_of_existing_answers_are_not_passed_over(tmp_path: Path
 
     assert reads() and reads(temperature=0.7, limit=3, batch_size=2) and reads(None, temperature=0.5)
     assert not reads(temperature=0.5) and not reads(limit=2) and not reads(split="all")
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    assert reads() and reads(temperature=0.7)
+    with pytest.raises(UserError, match=r"no adapter to ask.*generate\.temperature=0\.5, generate\.split"):
+        reads(temperature=0.5, split="all")
     (tmp_path / "predictions.json").unlink()  # another program's
     assert reads(temperature=0.5)
 
