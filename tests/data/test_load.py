@@ -177,13 +177,14 @@ def test_an_unanswered_row_is_named(config: Build, tmp_path: Path) -> None:
 
 
 def test_an_all_masked_row_is_named(config: Build, tmp_path: Path) -> None:
-    """Answers only, no headers: a one-token answer has nothing before it to be predicted from."""
+    """The answer first, no headers: one of a token has nothing before it to be predicted from."""
     template = tmp_path / "t.jinja"
     template.write_text(
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] | replace('!', '') }}{% endgeneration %}{% endif %}{% endfor %}"
+        "{% for m in messages | reverse %}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] | replace('!', '') }}{% endgeneration %}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
-    for answer, expected in (("x", "no token of the row is trained.*1 tokens"), ("!", "cannot be located")):
+    for answer, expected in (("x", "no token of the row is trained.*2 tokens"), ("!", "cannot be located")):
         rows = alpaca(tmp_path / "a.jsonl", ("q", "loud"), ("p", answer))
         with pytest.raises(UserError, match=expected) as caught:
             load(config(path=rows, model={"chat_template": str(template)}))
