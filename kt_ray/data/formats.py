@@ -44,14 +44,16 @@ FORMATS: dict[str, str] = {
     "text": '{"text": …}',
     "prompts": '{"prompt": … (or messages, conversations, instruction)[, "answer", …]}',
 }
-# Columns of what is no text: a row that has something there is refused, unless data.columns hides it.
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+# Columns that other programs train with, and why kt_ray does not: a row that has something there is refused,
+# unless data.columns hides it. TRL hands the last one to the chat template.
+UNREAD = dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "only text is trained")
+UNREAD |= {"chat_template_kwargs": "a chat template writes all rows alike"}
 # Columns that data.columns may name. "answer" is what rewards read; "role" and "content" are the keys inside
 # a list of turns.
 COLUMNS = (
     *("instruction", "input", "output", "system", "history", "messages", "conversations", "tools"),
     *("prompt", "completion", "chosen", "rejected", "label", "text", "answer", "role", "content"),
-    *MEDIA,
+    *UNREAD,
 )
 _QUESTIONS = ("prompt", "completion", "text", "chosen", "rejected")
 _LIST_OF = {"messages": "messages", "sharegpt": "conversations"}  # format: key of its turns
@@ -141,10 +143,10 @@ class Parser:
                 )
         if self.format == "text":
             return Conversation((), sample_id, where, text=_raw(row, where))
-        if seen := next((name for name in MEDIA if is_there(row.get(name))), None):
-            what = f"the row has {seen}: only text is trained"
-            remedy = f"delete that row; data.columns={{{seen}:null}} trains such rows' text without them"
-            raise bad_row(what, where, kind(row[seen]), "text", remedy)
+        if seen := next((name for name in UNREAD if is_there(row.get(name))), None):
+            what = f"the row has {seen}: {UNREAD[seen]}"
+            remedy = f"delete that row; data.columns={{{seen}:null}} trains such rows without them"
+            raise bad_row(what, where, kind(row[seen]), "a row of text alone", remedy)
         tools = tools_of(row.get("tools"), where)
         if self.format == "prompts":
             messages = tuple(_with_system(_open_prompt(row, where), self.system))

@@ -137,6 +137,10 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
         )
         what = f"{place}.function_call is OpenAI's older form of a call"
         raise bad_row(what, where, kind(older), required, "write such calls as tool_calls, or delete the key")
+    if is_there(message.get("tools")):  # as GLM-4's files have them in the system prompt
+        what = f"{place}.tools would be left out: tools stand beside the turns"
+        remedy = f'move them to the row: {{"tools": […], "{place.partition("[")[0]}": […]}}'
+        raise bad_row(what, where, kind(message["tools"]), '"tools" as a key of the row', remedy)
     for key in keys:
         if key not in message and not (calls and key == text_key):
             raise missing(f"{place}.{key}", message, where, f'{{"{role_key}": …, "{text_key}": …}}')

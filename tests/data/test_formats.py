@@ -135,6 +135,15 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         {"prompt": "[{'from': 'human', 'value': 'q'}]", "completion": "a"},
         ["prompt is a text that holds turns"],
     ),
+    "tools in a turn": (
+        {
+            "messages": [
+                {"role": "system", "content": "", "tools": [{"name": "f"}]},
+                *chat(("user", "q"))["messages"],
+            ]
+        },
+        ["messages[1].tools would be left out", '{"tools": […], "messages": […]}'],
+    ),
     "tool calls": (
         {
             "messages": [
@@ -431,7 +440,9 @@ def test_rows_with_images_are_refused_unless_the_column_is_hidden(row: Any) -> N
     with pytest.raises(UserError, match=message):
         parse({**row, "images": ["a.jpg"]})
     parse({**row, "images": ["a.jpg"]}, columns={"images": None})
-    parse({**row, "images": [], "video": None})
+    parse({**row, "images": [], "video": None, "chat_template_kwargs": {}})
+    with pytest.raises(UserError, match=r"has chat_template_kwargs: a chat template writes all rows alike"):
+        parse({**row, "chat_template_kwargs": {"enable_thinking": False}})
     parse({"text": "A light.", "image": "a.jpg"}, "text")
 
 
