@@ -248,7 +248,7 @@ DATA: list[Case] = [
         "chat template without the answers",
         TINY + " model.chat_template={dir}/t.jinja",
         ["answers cannot be located", "rows.jsonl, line 1", "{% generation %} blocks"],
-        lambda p: p.write("t.jinja", "hello"),
+        lambda p: p.write("t.jinja", "{{ messages[0].content }}"),
     ),
     Case(
         "tokenizer of a larger vocabulary",
