@@ -59,6 +59,13 @@ def _error(config: Config, fault: Fault) -> UserError:
     return UserError(what, required=fault.required, remedy=remedy)
 
 
+def _other_key(key: str, word: str) -> str:
+    """What to set where a loss of dpo is named as a stage, or a stage as its loss; "" = neither."""
+    if key == "trainer.stage" and word in WORDS["preference.loss"]:
+        return f"set trainer.stage=dpo preference.loss={word}"
+    return f"set trainer.stage={word}" if key == "preference.loss" and word in WORDS["trainer.stage"] else ""
+
+
 def single_keys(config: Config) -> Iterator[Fault]:
     """Values that their key may not have, whatever the others are."""
     for key, words in WORDS.items():
@@ -67,7 +74,8 @@ def single_keys(config: Config) -> Iterator[Fault]:
             if isinstance(word, str) and word not in words:
                 match, meant = guess(word, words)
                 allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if key in BOUNDS else words)
-                yield Fault(key, f"is not known{meant}", allowed, f"set {key}={match or words[0]}")
+                remedy = _other_key(key, word) or f"set {key}={match or words[0]}"
+                yield Fault(key, f"is not known{meant}", allowed, remedy)
     for key, words in LISTED.items():
         for word in (word for word in value_of(config, key) if word not in words):
             fault = f"has the unknown entry {word}{guess(word, words)[1]}"
