@@ -28,6 +28,7 @@ TEXT_SUFFIXES = (".txt", ".md")
 _KINDS = ", ".join((*SUFFIXES, *TEXT_SUFFIXES))
 _SAVE = "save the data set again with save_to_disk"
 _SHOWN = 80  # characters of what is wrong
+_BETWEEN = re.compile(r"[\s,]*")  # rows of a list
 HELD_OUT = "validation or test"  # as a split: see read_rows
 
 
@@ -371,7 +372,7 @@ def _read_jsonl(
         if not line.strip():
             continue
         try:
-            row = parse_json(line)
+            row = parse_json(line, unique=True)
         except ValueError as error:
             column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             fault = UserError(
@@ -400,7 +401,7 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     if not text.strip():
         return
     try:
-        rows = parse_json(text)
+        rows = parse_json(text, unique=True)
     except ValueError as error:
         at = f", line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise UserError(
@@ -437,16 +438,21 @@ def _wrapping(value: Any) -> str | None:
 
 
 def _row_at_fault(text: str) -> str:
-    """Of a list that parses but holds what no file can: ", row 3"; "" where it cannot be told."""
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError):
-        return ""
-    for number, row in enumerate(rows if isinstance(rows, list) else (), start=1):
+    """Of a list that parses but holds what no row can: ", row 3"; "" where it cannot be told."""
+    decoder, at = json.JSONDecoder(), text.find("[") + 1
+    for number in itertools.count(1) if text.lstrip().startswith("[") else ():
+        between = _BETWEEN.match(text, at)
+        assert between is not None
+        at = between.end()
         try:
-            parse_json(json.dumps(row))
+            _, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            break
+        try:
+            parse_json(text[at:end], unique=True)
         except ValueError:
             return f", row {number}"
+        at = end
     return ""
 
 

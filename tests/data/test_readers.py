@@ -78,6 +78,12 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n
 BAD = {
     "invalid json": ("a.jsonl", '{"a": 1}\n{"a": 2,,}\n', ["invalid JSON", "a.jsonl, line 2, column 9"]),
     "cut json": ("a.json", '[{"a": 1},\n {"a": ', ["invalid JSON", "a.json, line 2"]),
+    "a key twice": ("a.jsonl", '{"a": 1}\n{"a": 2, "a": 3}\n', ["key 'a' appears twice", "a.jsonl, line 2"]),
+    "a key twice in a list": (
+        "a.json",
+        '[{"a": 1},\n {"b": {"a": 2, "a": 3}}]',
+        ["'a' appears", "a.json, row 2"],
+    ),
     "an object": ("a.json", '{"data": []}', ["must hold a list", "keys data", 'the list under "data"']),
     "objects": ("a.json", '{"rows": [{"a": 1}],\n "b": 2}', ["must hold a list", "wrap the rows in a list"]),
     "a list": ("a.jsonl", '[{"a": 1}, {"a": 2}]\n', ["a row per line", "one list", "name it a.json"]),
