@@ -85,7 +85,8 @@ _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _HASHES = re.compile(r"####([^\n]*)")
 _STATEMENT = re.compile(
     r"(?:\banswers?\b(?: to (?:the|this|your) \w+)?[ \t*_]*"
-    r"(?:is|are|was|equals|(?:would|should|must|will) be|[:=])|答案[*_]*(?:应该|应当|应)?[是为:]"
+    r"(?:is|are|was|equals|(?:would|should|must|will) be|[:=])(?!\s*(?:not|n['’]t)\b)"
+    r"|答案[*_]*(?:应该|应当|应)?[是为:]"
     # not "Answer 3 questions", nor "For the final answer, 3 is added"
     r"|\bfinal answer(?=[^\w(\[,.;]{1,4}\d)"
     r"|^[^\w\n]{0,9}answer(?=[^\w\n]{1,4}[\d.,/]+%?[*_$]*[ \t]*(?:\(|$)))([^\n]*)",
