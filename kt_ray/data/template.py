@@ -343,10 +343,11 @@ class ChatEncoder(ChatTemplate):
         if not self.marked and stop == len(text) and text.endswith(self._closing):
             stop -= len(self._closing)
             spans = [*spans[:-1], (start, stop)]
-        ending = self._ending(text[start:stop])
+        ending = "" if self._marks_no_end else self._ending(text[start:stop])
         if not ending and self.marked:
             follows = text[stop:].lstrip()
             ending = next((token for token in self._special if follows.startswith(token)), "")
+            ending = ending or self._ending(text[start:stop])
         if not ending and self.openings:
             return self._with_opening(text, spans, "tool" if messages[-1].get("tool_calls") else "user")
         if not ending:
@@ -355,14 +356,24 @@ class ChatEncoder(ChatTemplate):
         result: list[Span] = []
         for start, stop in spans:
             answer = text[start:stop].rstrip()
-            if answer.endswith(ending):
+            inside = answer.endswith(ending)
+            gap = len(text[stop:]) - len(text[stop:].lstrip())
+            if text.startswith(ending, stop + gap) and (self._marks_no_end or not inside):
+                stop += gap + len(ending)
+            elif inside:
                 stop = start + len(answer)
-            else:
-                gap = len(text[stop:]) - len(text[stop:].lstrip())
-                if text.startswith(ending, stop + gap):
-                    stop += gap + len(ending)
             result.append((start, stop))
         return text, result
+
+    @cached_property
+    def _marks_no_end(self) -> bool:
+        """Whether the {% generation %} blocks leave out the token that ends an answer: one that they end with
+        is then the row's own."""
+        if self.marked:
+            with contextlib.suppress(Exception):  # it may want other turns than these
+                text, spans = self._marked_spans(Conversation(SIMPLEST, 0, ""))
+                return not self._ending(text[slice(*spans[-1])])
+        return False
 
     def _with_opening(self, text: str, spans: list[Span], role: str) -> tuple[str, list[Span]]:
         """role: who speaks after the last answer."""

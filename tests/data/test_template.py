@@ -72,6 +72,13 @@ def test_every_answer_with_its_end_is_trained_and_nothing_else(
     assert trained(tokenizer, row) == ["Tilda." + END, " On the rock 🪨\n" + END]
 
 
+@pytest.mark.parametrize("last", ["Here.<|im_start|>", "Here." + END])
+def test_an_answer_that_ends_with_a_special_token_of_its_own_changes_no_other_end(last: str) -> None:
+    for template in TEMPLATES.values():
+        row = conversation("Who?", "Tilda.", "Where?", last)
+        assert trained(make_tokenizer(template), row) == ["Tilda." + END, last + END]
+
+
 def test_a_header_that_a_template_marks_is_not_trained() -> None:
     """As Laguna's template, whose blocks take in the header that its prompts end with."""
     header = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
