@@ -1,4 +1,4 @@
-"""What a train server keeps and does: sessions, models, samplers, checkpoints, and the thread that works.
+"""What a train server keeps and does for its clients: sessions, models, samplers, checkpoints.
 
 A model's name is SESSION:train:N, a sampler's SESSION:sample:N, as the SDK counts them; a request's is its
 model's or sampler's name and its own number. So a repeated request finds what the first one made.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,9 +19,10 @@ from typing import Any
 from kt_ray.batch import LoraPart
 from kt_ray.serve.api_errors import ApiError, shutting_down
 from kt_ray.train_server.backend import AdamParams, Backend, Datum, NoRoomYet, Pass
+from kt_ray.train_server.fitting_checkpoints import FittingCheckpoints
 from kt_ray.train_server.futures import Failure, Promise, Promises, Reply
 from kt_ray.train_server.sample_requests import sample_of
-from kt_ray.train_server.sample_rounds import SampleJob, Sampler, SampleRounds, failure_of
+from kt_ray.train_server.sample_rounds import SampleJob, Sampler, SampleRounds
 from kt_ray.train_server.saved_models import (
     SAMPLER,
     TRAINING,
@@ -36,7 +35,8 @@ from kt_ray.train_server.saved_models import (
 )
 from kt_ray.train_server.sessions import Model, Session
 from kt_ray.train_server.wire import adam_of, bad, data_of, loss_of, metadata_of, pass_reply, plain
-from kt_ray.train_server.work_queue import SAMPLES, Work, WorkQueue
+from kt_ray.train_server.work_queue import Work, WorkQueue
+from kt_ray.train_server.work_thread import WorkThread
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,6 @@ MOST_SESSIONS = 10_000
 ENDS = "the server is shutting down"
 GONE = 60.0  # seconds of silence, six of the SDK's heartbeats, after which a client may lose its room
 _STILL = 10.0  # seconds without a `tick` after which the process stood still
-_TURN = 64  # requests of one model before another has its turn, where no optimizer step ends it
-_PAUSE = 10.0  # seconds until what had no room is tried again
 _SWEEP = 1.0  # seconds between looks at what has expired
 _SWEEP_DISK = 60.0  # the same, of checkpoints
 UNEMBED = "train_unembed is accepted and changes nothing: this server trains no LoRA on the output layer"
@@ -64,6 +62,7 @@ class TrainService:
     ) -> None:
         self.backend = backend
         self.saved = SavedModels(directory)
+        self._fitting = FittingCheckpoints(backend, self.saved)
         self.promises = Promises()
         self._queue = WorkQueue(self.promises)
         self._rounds = SampleRounds(backend, self._queue, self.promises, most_samplers, self._sweep)
@@ -77,13 +76,13 @@ class TrainService:
         self._closing = False
         self._swept = 0.0
         self._ticked = time.monotonic()
-        self._thread = threading.Thread(target=self._work, name="kt-train-server", daemon=True)
-        self._thread.start()
+        self._worker = WorkThread(backend, self._queue, self._rounds, self.promises, self._sweep)
+        self._worker.start()
 
     def end(self) -> None:
         """What runs comes to its end, samples are cancelled, what waits is dropped."""
         with self._lock:
-            self._closing = self._rounds.closing = True
+            self._closing = self._rounds.closing = self._worker.closing = True
             for name in list(self._models):
                 self._queue.remove_model(name, ENDS)
             self._rounds.cancel(lambda job: True, Failure(ENDS, "server"))
@@ -96,7 +95,7 @@ class TrainService:
     def close(self) -> None:
         """`end`, and wait for what runs."""
         self.end()
-        self._thread.join()
+        self._worker.join()
 
     # -- sessions ----------------------------------------------------------------------------------
 
@@ -194,7 +193,7 @@ class TrainService:
         if request.session_id is None:
             model, number = self._ordered(request)
             with self._numbered(model, number):
-                saved = self._training_state(request.path)
+                saved = self._fitting.training(request.path)
                 if saved.part != model.run.part:
                     raise bad(
                         f"{saved.path} is of {saved.part}; this model is of {model.run.part}. To fix: make a "
@@ -204,7 +203,7 @@ class TrainService:
             return self._submit(model, number, lambda: load(model, saved))
         if request.model_seq_id is None:
             raise bad("model_seq_id is missing beside session_id", "model_seq_id")
-        saved = self._training_state(request.path)
+        saved = self._fitting.training(request.path)
 
         def create(model: Model) -> Reply:
             self.backend.create(model.name, 0, saved.part)
@@ -337,33 +336,11 @@ class TrainService:
             self._check_base(request.base_model)
             sampler = Sampler(name, session.name, False)
         else:
-            saved = self._fitting(request.model_path)
-            if saved.kind != SAMPLER:
-                raise bad(
-                    f"{saved.path} is a training's state; sample from what save_weights_for_sampler wrote",
-                    "model_path",
-                )
-            if saved.settings.get("model") != self.backend.settings.get("model"):
-                raise bad(
-                    f"{saved.path} was trained over other weights of the name {saved.base_model}. To fix: "
-                    "start the server with those",
-                    "model_path",
-                )
-            sampler = Sampler(name, session.name, name, saved.path, partial(self._weights, saved))
+            saved = self._fitting.sampler(request.model_path)
+            sampler = Sampler(name, session.name, name, saved.path, partial(self._fitting.weights, saved))
         with self._open():
             self._add_sampler(self.hear(session.name), sampler)
         return name
-
-    def _weights(self, saved: Saved) -> Path:
-        """Where they lie.
-
-        Raises:
-            ApiError: no longer there.
-        """
-        with contextlib.suppress(ApiError):
-            if self.saved.find(saved.path).created == saved.created:
-                return self.saved.data(saved)
-        raise bad(f"{saved.path} was deleted or written again; make another sampler", "model_path")
 
     def sampler(self, name: str | None) -> Sampler:
         """Raises ApiError: there is none of this name."""
@@ -412,72 +389,6 @@ class TrainService:
     def cancel(self, name: str) -> None:
         """Only samples end before their time."""
         self._rounds.cancel(lambda job: job.promise.name == name)
-
-    # -- the worker --------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while not self._closing:
-            try:
-                self._sweep()
-                with self._lock:
-                    party = self._queue.turn()
-                    if party is None and not self._closing:
-                        self._lock.wait(_SWEEP)
-                if party == SAMPLES:
-                    self._rounds.run()
-                elif party is not None:
-                    self._take_turn(party)
-            except Exception:
-                logger.exception("the worker goes on after a fault")
-
-    def _take_turn(self, party: str) -> None:
-        for _ in range(_TURN):
-            work = None if self._closing else self._queue.take(party)
-            if work is None:
-                return
-            held = self.backend.held
-            joins = work.part is not None and held(party)  # one on disk would take another's place meanwhile
-            if joins and (others := self._queue.take_parts(party, held)):
-                self._run_joined([work, *others])
-            else:
-                self._run(work, party)
-            if work.ends_turn:
-                return
-
-    def _run_joined(self, works: list[Work]) -> None:
-        try:
-            results = self.backend.join([work.part for work in works if work.part is not None])
-        except Exception as error:
-            # Nothing has changed: alone, only the one whose fault it is fails.
-            logger.warning("passes of %d models are repeated one by one: %s", len(works), error)
-            for work in works:
-                self._run(work, work.part.model if work.part else "")
-            return
-        for work, result in zip(works, results, strict=True):
-            self._run(work, "", partial(pass_reply, result))
-
-    def _run(self, work: Work, model: str, made: Callable[[], Reply] | None = None) -> None:
-        """made: the reply, where it is known by now."""
-        run = made or work.run
-        if run is None:
-            return
-        try:
-            outcome: Reply | Failure = run()
-        except NoRoomYet as error:
-            self._pause(work, model, error.line())
-            return
-        except Exception as error:
-            outcome = failure_of(error)
-        if work.promise is not None:
-            self.promises.settle(work.promise, outcome)
-
-    def _pause(self, work: Work, model: str, reason: str) -> None:
-        """Its client waits, as others' trainings must not end its own."""
-        if work.promise is not None:
-            if not work.promise.paused:
-                logger.warning("request %s waits until there is room: %s", work.promise.name, reason)
-            work.promise.paused = reason
-        self._queue.put_back(model, work, _PAUSE)
 
     def _sweep(self) -> None:
         now = time.monotonic()
@@ -673,32 +584,6 @@ class TrainService:
             return plain({"path": saved.path})
 
         return self._submit(model, number, save)
-
-    def _fitting(self, path: str) -> Saved:
-        """A checkpoint of this server's base model, of a rank that it can hold."""
-        saved = self.saved.find(path)
-        base, rank = self.backend.base_model, self.backend.rank
-        if saved.base_model != base or saved.rank > rank:
-            raise bad(
-                f"{saved.path} is of {saved.base_model} with LoRA of rank {saved.rank}; this server has "
-                f"{base} with ranks up to {rank}",
-                "path",
-            )
-        weights = str(self.backend.settings.get("model"))
-        if weights.startswith(str(saved.settings.get("model"))):  # an earlier version's: the first half
-            saved = replace(saved, settings={**saved.settings, "model": self.backend.settings.get("model")})
-        return saved
-
-    def _training_state(self, path: str) -> Saved:
-        saved = self._fitting(path)
-        if saved.kind != TRAINING:
-            raise bad(f"{saved.path} is for sampling; train on what save_state wrote", "path")
-        ours, theirs = self.backend.settings, saved.settings
-        differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-        if differing:
-            was = ", ".join(f"{key}={theirs.get(key)} (this server: {ours.get(key)})" for key in differing)
-            raise bad(f"{saved.path} was trained with {was}. To fix: start the server with the same", "path")
-        return saved
 
     def _add_sampler(self, session: Session, sampler: Sampler) -> None:
         if sampler.name not in self._samplers:

@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.train_server import Running, running
+from tests.helpers.train_server import Raw, Running, running
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Running]:
     with running(tmp_path / "saved") as made:
         yield made
+
+
+@pytest.fixture
+def raw(server: Running) -> Iterator[Raw]:
+    made = Raw(server)
+    yield made
+    made.http.close()
