@@ -138,7 +138,7 @@ def one_round(backend: ClusterBackend, parts: Sequence[Sequence[Pass]], mix: Mix
     losses: list[float] = []
     norms: list[float] = []
     in_passes, in_experts, begun = 0.0, 0.0, time.perf_counter()
-    run_pass, own_mix = backend._cluster.run_pass, backend._mix
+    run_pass, own_mix = backend._cluster.run_pass, backend._passes.mix
 
     def noted(spec: PassSpec) -> PassReport:
         nonlocal in_experts
@@ -148,7 +148,7 @@ def one_round(backend: ClusterBackend, parts: Sequence[Sequence[Pass]], mix: Mix
         return report
 
     backend._cluster.run_pass = noted
-    backend._mix = mix
+    backend._passes.mix = mix
     try:
         for part in parts:
             before = time.perf_counter()
@@ -156,7 +156,7 @@ def one_round(backend: ClusterBackend, parts: Sequence[Sequence[Pass]], mix: Mix
             in_passes += time.perf_counter() - before
             norms += [backend.step(work.model, STILL)["grad_norm"] for work in part]
     finally:
-        backend._mix = own_mix
+        backend._passes.mix = own_mix
         del backend._cluster.run_pass
     return Round(time.perf_counter() - begun, in_passes, in_experts, losses, norms)
 
@@ -169,7 +169,7 @@ def measured(
     ways: dict[str, tuple[Sequence[Sequence[Pass]], Mix]] = {
         "one after the other": ([[work] for work in passes], each_alone),
         "experts": ([passes], each_alone),
-        "layers": ([passes], backend._mix),
+        "layers": ([passes], backend._passes.mix),
         "one training": ([[replace(passes[0], data=rows)]], each_alone),
     }
     rounds: dict[str, list[Round]] = {name: [] for name in ways}

@@ -1,7 +1,7 @@
 """The cluster as the Tinker API's service uses it: trainings and samplers by name.
 
 One training is *present* in the actors, the others are put aside in host memory; a call for another one
-switches. Rows are cut into micro-batches as those of mode=train, so the same rows give the same bits.
+switches.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.batch import IGNORE, WHOLE, LoraPart, MicroBatch, PassSpec, TokenLoss, Wave
-from kt_ray.data.batches import step_waves, with_loss_inputs
-from kt_ray.data.row_types import Row
+from kt_ray.batch import WHOLE, LoraPart, TokenLoss
 from kt_ray.disk import write_atomic
 from kt_ray.errors import BadStep, UserError
 from kt_ray.generate.generator import Generator
@@ -32,12 +30,11 @@ from kt_ray.generate.requests import Request
 from kt_ray.model.lora_part import changes
 from kt_ray.optim.optimizers import AdamStep
 from kt_ray.placement.memory import checkpoint_bytes
+from kt_ray.runs.datum_passes import DatumPasses
 from kt_ray.runs.disk_room import require_room
 from kt_ray.runs.generation import PreparedGeneration, Revivals, generator_on
-from kt_ray.runs.joined_waves import joined, mix_of, one_wave, room_for_several
 from kt_ray.runs.saving import lora_fields, write_adapter
 from kt_ray.train.cluster_protocol import ActorLost
-from kt_ray.train.reports import PassReport
 from kt_ray.train_server.backend import (
     AdamParams,
     Datum,
@@ -111,10 +108,8 @@ class ClusterBackend:
         self._cluster = cluster
         self._directory = directory
         shutil.rmtree(directory, ignore_errors=True)  # of a server that was killed
-        self._unpadded = unpadded
-        self._numbers = itertools.count(1)  # of passes and of snapshots
-        self._room = room_for_several(generation.config, generation.plan)
-        self._mix = mix_of(generation.config, generation.plan, unpadded=unpadded)
+        self._numbers = itertools.count(1)  # of directories
+        self._passes = DatumPasses(generation, cluster, unpadded=unpadded)
         self._trainings: dict[str, _Training] = {}
         self._present: str | None = SCRATCH  # None = what the actors hold is nobody's
         self._files: dict[str, Callable[[], Path]] = {}  # samplers from disk
@@ -421,23 +416,13 @@ class ClusterBackend:
         return results
 
     def _passed(self, passes: Sequence[Pass], kind: str) -> list[PassResult]:
-        totals = [0.0] * len(passes)
-        logprobs = [[np.zeros(0, dtype=np.float32)] * len(work.data) for work in passes]
-        for waves in joined([self._waves(work.data) for work in passes], self._room, self._mix):
-            models = {passes[number].model: number for number in waves}
-            present = self._present if self._present in models else next(iter(models))
-            training = self._take_up(present)
-            losses = {model: passes[number].loss for model, number in models.items()}
-            loss = losses.pop(present)
-            wave = one_wave({model: waves[number] for model, number in models.items()}, present, self._mix)
-            spec = self._pass(wave, kind, loss, step=training.steps, joined=losses)
-            report = self._cluster.run_pass(spec)
-            for micro, value, values in self._micro(wave, report):
-                number = models[present if micro.training is True else str(micro.training)]
-                totals[number] += value
-                for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
-                    logprobs[number][index] = values[0][row, : n - 1]
-        return [PassResult(*each) for each in zip(logprobs, totals, strict=True)]
+        return self._passes.run(passes, kind, self._take_up_one)
+
+    def _take_up_one(self, models: AbstractSet[str]) -> tuple[str, int]:
+        """One of them is the present training: its name and the steps that it has taken."""
+        before = self._present
+        present = before if before is not None and before in models else next(iter(models))
+        return present, self._take_up(present).steps
 
     def discard(self, model: str) -> None:
         def work() -> None:
@@ -487,45 +472,6 @@ class ClusterBackend:
         if training.steps_since >= 2 * SNAPSHOT_STEPS:
             self._snapshot(model)
         return {"grad_norm": norm}
-
-    def _pass(self, wave: Wave, kind: str, loss: TokenLoss, *, step: int = 0, **more: object) -> PassSpec:
-        return PassSpec(
-            number=next(self._numbers),
-            step=step,
-            kind=kind,
-            seed=self._generation.config.seed,
-            wave=wave,
-            loss_tokens=1,  # losses are sums
-            objective=loss,
-            **more,  # type: ignore[arg-type]
-        )
-
-    def _waves(self, data: Sequence[Datum]) -> list[Wave]:
-        config, plan = self._generation.config, self._generation.plan
-        waves = step_waves(
-            [_row(datum, index) for index, datum in enumerate(data)],
-            plan.micro_batch_rows,
-            plan.replicas,
-            plan.groups,
-            plan.wave,
-            multiple=config.data.pad_to_multiple_of,
-            unpadded=self._unpadded,
-            budget=plan.micro_batch_tokens,
-        )
-        return with_loss_inputs(waves, {index: datum.inputs for index, datum in enumerate(data)})
-
-    def _micro(
-        self, wave: Wave, report: PassReport
-    ) -> Iterator[tuple[MicroBatch, float, tuple[np.ndarray, ...]]]:
-        """Every training's micro-batches, each with its loss and log-probabilities, and the most probable
-        tokens where asked for."""
-        for replica, rank in enumerate(self._cluster.coordinators):
-            worker = report.workers[rank]
-            for number, group in enumerate(wave[replica]):
-                parts = [part for micro in group for part in micro.of_one_training]
-                for i, part in enumerate(parts):
-                    tops = worker.tops[number][i] if worker.tops else ()
-                    yield part, worker.losses[number][i], (worker.token_logps[number][i], *tops)
 
     # -- on disk ------------------------------------------------------------------------------
 
@@ -624,23 +570,9 @@ class ClusterBackend:
         self._surely(lambda: self._cluster.drop_adapter(sampler))
 
     def score(self, sampler: str | bool, prompts: Sequence[np.ndarray], top: int) -> list[Scores]:
-        rows = [index for index, prompt in enumerate(prompts) if len(prompt) > 1]
-        data = [Datum(prompts[index][:-1], prompts[index][1:]) for index in rows]
-
         def work() -> list[Scores]:
             self._load_again()
-            if self._is_gone(sampler):
-                return []
-            nothing = Scores(np.zeros(0, dtype=np.float32), *_no_tops(0, top))
-            scores = [nothing] * len(prompts)
-            for wave in self._waves(data):
-                spec = self._pass(wave, "eval", TokenLoss("cross_entropy"), adapters=sampler, return_top=top)
-                report = self._cluster.run_pass(spec)
-                for micro, _, (logprobs, *tops) in self._micro(wave, report):
-                    for row, (index, n) in enumerate(zip(micro.sample_ids, micro.lengths, strict=True)):
-                        ids, values = (part[row, : n - 1] for part in tops) if tops else _no_tops(n - 1, 0)
-                        scores[rows[index]] = Scores(logprobs[row, : n - 1], ids, values)
-            return scores
+            return [] if self._is_gone(sampler) else self._passes.score(sampler, prompts, top)
 
         scored = self._surely(work)
         self.check(sampler)
@@ -711,14 +643,3 @@ def _own_remedy() -> Iterator[None]:
         error.remedy = error.remedy.replace("run.root", "train_server.directory")
         error.args = (error.line(),)
         raise
-
-
-def _row(datum: Datum, index: int) -> Row:
-    """The datum with its last target behind it: a position's target is the label of the next one."""
-    ids = np.concatenate([datum.tokens, datum.targets[-1:]]).astype(np.int64)
-    labels = np.concatenate([[IGNORE], datum.targets]).astype(np.int64)
-    return Row(ids, labels, index)
-
-
-def _no_tops(n: int, top: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros((n, top), dtype=np.int64), np.zeros((n, top), dtype=np.float32)

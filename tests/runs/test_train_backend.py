@@ -66,7 +66,7 @@ def test_the_bits_of_mode_train(model: Path, tmp_path: Path, layout: str, dtype:
         for step in range(3):
             trainer.step(step)
         expected, losses, norms = cluster.parameters(), trainer.summary.losses, trainer.summary.grad_norms
-        backend._numbers = iter(range(100, 200))  # type: ignore[assignment]  # passes go on
+        backend._passes._numbers = iter(range(100, 200))  # type: ignore[assignment]  # passes go on
         backend.create("mine", config.seed, WHOLE)
         for step in range(3):
             result = backend.run("mine", data_of(steps[step]), ENTROPY, backward=True)
