@@ -38,7 +38,7 @@ class Promise:
 
     Attributes:
         name: what clients call it. owner: model or sampler whose end drops it. paused: what it waits for
-            beside its turn.
+            beside its turn; "" = nothing, or it runs.
     """
 
     def __init__(self, name: str, owner: str) -> None:

@@ -97,20 +97,23 @@ class WorkThread:
         run = made or work.run
         if run is None:
             return
+        waited = ""
+        if work.promise is not None:
+            waited, work.promise.paused = work.promise.paused, ""
         try:
             outcome: Reply | Failure = run()
         except NoRoomYet as error:
-            self._pause(work, model, error.line())
+            self._pause(work, model, error.line(), told=bool(waited))
             return
         except Exception as error:
             outcome = failure_of(error)
         if work.promise is not None:
             self._promises.settle(work.promise, outcome)
 
-    def _pause(self, work: Work, model: str, reason: str) -> None:
-        """Its client waits, as others' trainings must not end its own."""
+    def _pause(self, work: Work, model: str, reason: str, *, told: bool) -> None:
+        """Its client waits, as others' trainings must not end its own. told: whether the log says so."""
         if work.promise is not None:
-            if not work.promise.paused:
+            if not told:
                 logger.warning("request %s waits until there is room: %s", work.promise.name, reason)
             work.promise.paused = reason
         self._queue.put_back(model, work, _PAUSE)

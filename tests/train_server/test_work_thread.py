@@ -105,6 +105,11 @@ def test_a_training_that_has_no_room_yet_waits_and_its_client_is_told(
     state = {"queue_state": "paused_capacity", "queue_state_reason": told}
     assert answer.status_code == 408 and answer.json() == {"type": "try_again", **promises[0], **state}
     raw.result(raw.step(other, 1))  # others go on
+    raw.server.backend.gate.clear()
+    until(lambda: len(raw.calls("backward")) == 2)
+    answer = raw.http.post("retrieve_future", json=promises[0])
+    assert answer.json() == {"type": "try_again", **promises[0], "queue_state": "active"}  # it runs
+    raw.server.backend.gate.set()
     until(lambda: raw.calls("step") == [("step", other), ("step", model)])
     assert isinstance(raw.result(promises[0]), bytes) and raw.result(promises[1])["metrics"]["grad_norm"] > 0
     assert f"waits until there is room: {told}" in caplog.text
