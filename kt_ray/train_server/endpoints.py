@@ -102,22 +102,25 @@ def _refusal(what: str) -> Any:
 
 @cache
 def validator(kind: type[BaseModel]) -> SchemaValidator:
-    """Of the SDK's type, but the first wrong entry refuses a list: the errors of all would fill memory."""
-    schema = _failing_fast(kind.__pydantic_core_schema__)
+    """Of the SDK's type, but the first wrong entry refuses a list: the errors of all would fill memory. And
+    fields that it would pass over, as SamplingParams does, are refused."""
+    schema = _stricter(kind.__pydantic_core_schema__)
     try:
-        # Prebuilt are the types within it, which do not fail fast.
+        # Prebuilt are the types within it, which are as the SDK has them.
         return SchemaValidator(schema, _use_prebuilt=False)
     except TypeError:  # an older pydantic, which has none
         return SchemaValidator(schema)
 
 
-def _failing_fast(schema: Any) -> Any:
+def _stricter(schema: Any) -> Any:
     """A copy."""
     if isinstance(schema, list | tuple):
-        return type(schema)(map(_failing_fast, schema))
+        return type(schema)(map(_stricter, schema))
     if not isinstance(schema, dict):
         return schema
-    made = {key: _failing_fast(value) for key, value in schema.items()}
+    made = {key: _stricter(value) for key, value in schema.items()}
+    if made.get("extra_fields_behavior") == "ignore":
+        made["extra_fields_behavior"] = "forbid"
     if made.get("type") in ("list", "set", "frozenset", "tuple", "dict"):
         made["fail_fast"] = True
     return made

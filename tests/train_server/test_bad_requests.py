@@ -185,6 +185,7 @@ SAMPLES: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"temperature": -1}}, "temperature is out of range"),
     ({"sampling_params": {"top_p": 0}}, "top_p is out of range"),
     ({"sampling_params": {"top_k": -2}}, "top_k is -2"),
+    ({"sampling_params": {"min_p": 0.5}}, "sampling_params.min_p"),
     ({"sampling_params": {"stop": [99]}}, "stop has token 99"),
     ({"sampling_params": {"stop": [""]}}, "a stop string is empty"),
     ({"topk_sample_logprobs": 21}, "required 0 to 20"),
