@@ -177,12 +177,15 @@ class TrainService:
 
     def load_weights(self, request: Any) -> Promise:
         """Into a new model, or into one that there is."""
-        if request.weights_access_token is not None:
-            raise bad("weights_access_token is not supported: all clients see all checkpoints")
-        if request.base_model is not None:
-            self._check_base(request.base_model)
-        if request.optimizer_config is not None:
-            self._check_optimizer(request.optimizer_config)
+
+        def found() -> Saved:
+            if request.weights_access_token is not None:
+                raise bad("weights_access_token is not supported: all clients see all checkpoints")
+            if request.base_model is not None:
+                self._check_base(request.base_model)
+            if request.optimizer_config is not None:
+                self._check_optimizer(request.optimizer_config)
+            return self._fitting.training(request.path)
 
         def load(model: Model, saved: Saved) -> Reply:
             self.saved.find(saved.path)  # it may have been deleted while this waited
@@ -193,7 +196,7 @@ class TrainService:
         if request.session_id is None:
             model, number = self._ordered(request)
             with self._numbered(model, number):
-                saved = self._fitting.training(request.path)
+                saved = found()
                 if saved.part != model.run.part:
                     raise bad(
                         f"{saved.path} is of {saved.part}; this model is of {model.run.part}. To fix: make a "
@@ -203,7 +206,7 @@ class TrainService:
             return self._submit(model, number, lambda: load(model, saved))
         if request.model_seq_id is None:
             raise bad("model_seq_id is missing beside session_id", "model_seq_id")
-        saved = self._fitting.training(request.path)
+        saved = found()
 
         def create(model: Model) -> Reply:
             self.backend.create(model.name, 0, saved.part)

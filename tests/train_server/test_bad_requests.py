@@ -367,6 +367,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("save_weights", {"path": 5}, "path"),
     ("save_weights_for_sampler", {"unheard_of": 1}, "unheard_of"),
     ("load_weights", {"optimizer": True}, "path"),
+    ("load_weights", {"path": "x", "optimizer": True, "weights_access_token": "y"}, "weights_access_token"),
+    ("load_weights", {"path": "x", "optimizer": True, "base_model": "other"}, "base_model 'other'"),
 ]
 
 
