@@ -299,12 +299,12 @@ class TrainService:
         return self._save(request, TRAINING, overwrite=request.overwrite)
 
     def save_weights_for_sampler(self, request: Any) -> Promise:
-        if request.path is not None or request.sampling_session_seq_id is None:
-            return self._save(request, SAMPLER, overwrite=False)
         model, number = self._ordered(request)
         with self._numbered(model, number):
             if request.kind != "snapshot":
                 raise bad(f"kind='{request.kind}' is not supported by this server; use 'snapshot'", "kind")
+        if request.path is not None or request.sampling_session_seq_id is None:
+            return self._save(request, SAMPLER, overwrite=False)
         name = f"{model.session.name}:sample:{request.sampling_session_seq_id}"
 
         def keep() -> Reply:
@@ -335,8 +335,9 @@ class TrainService:
                 if known.model is not None or known.path != request.model_path:
                     raise bad(f"there is a sampler {name}, of other weights", "sampling_session_seq_id")
                 return name
-        if request.model_path is None:
+        if request.model_path is None or request.base_model is not None:
             self._check_base(request.base_model)
+        if request.model_path is None:
             sampler = Sampler(name, session.name, False)
         else:
             saved = self._fitting.sampler(request.model_path)
@@ -361,6 +362,15 @@ class TrainService:
         if request.sampling_session_id is None or request.seq_id is None:
             raise bad("sampling_session_id and seq_id are required", "sampling_session_id")
         sampler = self.sampler(request.sampling_session_id)
+        if request.base_model is not None:
+            self._check_base(request.base_model)
+        if request.model_path not in (None, sampler.path):
+            own = sampler.path or "weights without a path"
+            raise bad(
+                f"model_path is {request.model_path}, but this sampler has {own}; leave it out, or make a "
+                "sampler of that path",
+                "model_path",
+            )
         asked = sample_of(request, self.backend, sampler.key)
         name = f"{sampler.name}:{request.seq_id}"
         with self._open():

@@ -75,6 +75,10 @@ def data_of(message: Any, backend: Backend) -> list[Datum]:
     loss = message.loss_fn
     if loss not in LOSSES:
         raise bad(f"loss_fn '{loss}' is not supported by this server; it has {', '.join(LOSSES)}", "loss_fn")
+    given = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != given:
+        raise bad("the message has fields that tinker 0.38 does not know; leave them out", "data")
     if not message.data:
         raise bad("data is empty; send at least one datum", "data")
     return [_datum(datum, loss, f"data[{i}]", backend) for i, datum in enumerate(message.data)]

@@ -101,6 +101,10 @@ PASSES = {
     "negative token": (change_tokens([2, -1, 4]), "token -1 at position 1"),
     "too long": (change_tokens([2] * 65), "65 tokens; this server takes at most 64"),
     "image": (image, "a chunk of image"),
+    "field of a newer SDK": (
+        lambda made: made.data[0].MergeFromString(b"\x9a\x06\x00"),
+        "fields that tinker 0.38 does not know",
+    ),
     "empty chunk": (lambda made: made.data[0].model_input.add(), "a chunk of no kind"),
     "no targets": (
         lambda made: made.data[0].loss_fn_inputs.pop("target_tokens"),
@@ -198,6 +202,8 @@ SAMPLES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompt_logprobs": True, "prompt_logprobs_last_n": 2}, "required 1 to 1"),
     ({"unheard_of": 1}, "unheard_of"),
+    ({"base_model": "another"}, "base_model 'another' is not served here"),
+    ({"model_path": "tinker://run/sampler_weights/a"}, "leave it out"),
 ]
 
 
@@ -346,6 +352,7 @@ STEPS: list[tuple[str, dict[str, Any], str]] = [
     ("save_weights", {"path": "x", "ttl_seconds": -1}, "ttl_seconds is -1"),
     ("save_weights", {"path": "x", "ttl_seconds": 10**12}, "ttl_seconds is"),
     ("save_weights_for_sampler", {"sampling_session_seq_id": 1, "kind": "inflight"}, "kind='inflight'"),
+    ("save_weights_for_sampler", {"path": "x", "kind": "inflight"}, "kind='inflight'"),
     ("load_weights", {"path": "tinker://a/b", "optimizer": True}, "is no checkpoint's path"),
     ("load_weights", {"path": "x", "optimizer": True, "weights_access_token": "y"}, "weights_access_token"),
 ]
@@ -400,6 +407,9 @@ def test_a_training_state_is_not_sampled_from_and_a_sampler_not_trained(tmp_path
         assert answer.status_code == 400 and "sample from what save_weights_for_sampler wrote" in answer.text
         for _ in range(2):  # as the SDK repeats it
             raw.post("create_sampling_session", **base, model_path=adapter)
+        other = {**base, "sampling_session_seq_id": 1, "model_path": adapter, "base_model": "other"}
+        answer = raw.http.post("create_sampling_session", json=other)
+        assert answer.status_code == 400 and "base_model 'other'" in answer.text
         other = {**base, "base_model": "demo/model"}  # of the same number
         answer = raw.http.post("create_sampling_session", json=other)
         assert answer.status_code == 400 and "of other weights" in answer.text
