@@ -240,6 +240,11 @@ class SavedModels:
         kept = [saved for saved in found if expired or not saved.expired]
         return sorted(kept, key=lambda saved: saved.created, reverse=True)
 
+    def last_state(self, run: str) -> Saved | None:
+        """The newest one that a training can go on from; None = there is none."""
+        found = self.all(run) if _NAME.fullmatch(run) else []
+        return next((saved for saved in found if saved.kind == TRAINING), None)
+
     def archive(self, saved: Saved, to: IO[bytes]) -> None:
         """A tar.gz of what it consists of."""
         with tarfile.open(fileobj=to, mode="w:gz", compresslevel=1) as tar:

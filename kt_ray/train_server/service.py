@@ -223,9 +223,13 @@ class TrainService:
         with self._lock:
             model = self._models.get(name or "")
             if model is None:
-                raise ApiError(
-                    404, f"there is no model '{(name or '')[:100]}', or no longer", code="model_not_found"
+                state = self.saved.last_state(name or "")
+                last = (
+                    "no state of this one is saved"
+                    if state is None
+                    else f"its last saved state is {state.path}"
                 )
+                raise self._gone("model", name, f"make another; {last}")
             self.hear(model.session.name)
             model.heard = datetime.now(UTC)
             return model
@@ -351,9 +355,7 @@ class TrainService:
         with self._lock:
             sampler = self._samplers.get(name or "")
             if sampler is None:
-                raise ApiError(
-                    404, f"there is no sampler '{(name or '')[:100]}', or no longer", code="sampler_not_found"
-                )
+                raise self._gone("sampler", name, "make another")
             self.hear(sampler.session)
             return sampler
 
@@ -457,6 +459,14 @@ class TrainService:
             if self._closing:
                 raise shutting_down()
             yield
+
+    def _gone(self, kind: str, name: str | None, remedy: str) -> ApiError:
+        return ApiError(
+            404,
+            f"there is no {kind} '{(name or '')[:100]}', or no longer: it ends with its session (after "
+            f"{self._idle:.0f} s without a word from its client) and with the server. To fix: {remedy}",
+            code=f"{kind}_not_found",
+        )
 
     def _check_base(self, name: str | None) -> None:
         if name != self.backend.base_model:

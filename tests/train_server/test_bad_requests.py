@@ -270,6 +270,7 @@ OTHERS: list[tuple[str, str, Any, int, str]] = [
     ("POST", "sessions/nobody/finish", {}, 410, "has ended, or never was"),
     ("POST", "get_info", {"model_id": "nobody"}, 404, "there is no model 'nobody'"),
     ("POST", "unload_model", {"model_id": "nobody"}, 404, "there is no model 'nobody'"),
+    ("POST", "get_info", {"model_id": "*"}, 404, "no state of this one is saved"),
     (
         "POST",
         "asample",

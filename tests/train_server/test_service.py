@@ -79,11 +79,10 @@ def test_the_end_of_a_session_frees_what_it_had(raw: Raw) -> None:
     assert "its session has ended" in raw.result(waits)["error"]
     backend = raw.server.backend
     until(lambda: not backend.models and not backend.samplers)
-    for path, body in (
-        ("session_heartbeat", {"session_id": raw.session}),
-        ("get_info", {"model_id": model}),
-    ):
-        assert raw.http.post(path, json=body).status_code in (404, 410)
+    assert raw.http.post("session_heartbeat", json={"session_id": raw.session}).status_code == 410
+    answer = raw.http.post("get_info", json={"model_id": model})
+    assert answer.status_code == 404
+    assert f"its last saved state is tinker://{model}/weights/stays" in answer.text
     assert raw.http.get(f"samplers/{sampler}").status_code == 404
     assert len(raw.server.service.saved.all()) == 1
 
