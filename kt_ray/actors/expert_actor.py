@@ -24,7 +24,7 @@ from kt_ray.actors.joined_calls import JoinedCalls
 from kt_ray.actors.specs import lent_experts
 from kt_ray.batch import PassSpec
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
-from kt_ray.experts.local_experts import Alloc, new_memory
+from kt_ray.experts.call_rows import Alloc, new_memory
 from kt_ray.experts.shared_experts import ExportedExperts
 from kt_ray.generate.requests import GenerationReport, SessionSpec
 from kt_ray.native.pages import HUGE_PAGES, SHARED_HUGE_PAGES
@@ -219,7 +219,7 @@ class ExpertActor(PlainActor):
     def _forward(
         self, layer: int, group: int, inputs: dict[str, list[Tensor]], alloc: Alloc, **how: Any
     ) -> dict[str, Tensor]:
-        joined = {name: self.experts.joined(name, inputs[name]) for name in ("ids", "weights", "keys")}
+        joined = {name: self.experts.rows.joined(name, inputs[name]) for name in ("ids", "weights", "keys")}
         ids_TK = self.experts.local_ids(layer, joined["ids"], self.plan.dims.num_experts)
         weights_TK, keys_T = joined["weights"], joined["keys"]
         y_TH = self.experts.forward(layer, group, inputs["x"], ids_TK, weights_TK, keys_T, alloc=alloc, **how)

@@ -9,8 +9,6 @@ Legend: T tokens, H hidden size, K experts per token, E local experts.
 from __future__ import annotations
 
 import functools
-import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -25,6 +23,7 @@ from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_e
 from kt_ray.checkpoint.index import check_unchanged
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.config.limits import INT8_BACKENDS
+from kt_ray.experts.call_rows import Alloc, CallRows, new_memory
 from kt_ray.experts.device_lane import LaneBackward, LaneForward, LaneInput, LaneSaved
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
 from kt_ray.experts.lane import Lane
@@ -48,29 +47,9 @@ from kt_ray.optim.optimizers import AdamStep, LoraOptimizer, state_kinds
 from kt_ray.pulse import beat
 
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
-Alloc = Callable[[Sequence[int], torch.dtype], Tensor]  # memory for a result, any content
 _SAVED: dict[str, SaveMode] = {"int8": "int8", "recompute": "recompute"}  # the engine's by the plan's word
 # What a backend of the rule quantises experts to while it reads them; the others take them as stored.
 _TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4", "W4A8": "int4"}
-
-
-def new_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-
-
-class Scratch:
-    """One tensor's memory, used again by the next: fresh pages would be touched in every call."""
-
-    def __init__(self) -> None:
-        self._memory = new_memory((0,), torch.uint8)
-
-    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Any content; what was returned before is overwritten."""
-        size = math.prod(shape) * dtype.itemsize
-        if self._memory.numel() < size:
-            self._memory = new_memory((0,), torch.uint8)  # gives the old one back first
-            self._memory = new_memory((size,), torch.uint8)
-        return self._memory[:size].view(dtype).view(tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -134,8 +113,7 @@ class LocalExperts:
         self.weight_bytes = 0
         self.huge_pages = True  # whether loaded weights have them, as far as that is known
         self._local_ids: dict[int, Tensor] = {}  # layer -> local id by global one
-        self._exact = Scratch()  # y or dx before it is rounded
-        self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
+        self.rows = CallRows(self.engine, spec.answers)
         self._grads: dict[int, ExpertLora] = {}
         self._adapters: dict[bool | str, _KeptLora] = {}  # by name
         self._dropped: list[_KeptLora] = []  # memory of copies that were kept
@@ -420,8 +398,8 @@ class LocalExperts:
             self.counters.lane_slots += sum(counts[e] for e in there)
         saved: Saved | None = None
         try:
-            x_TH = self.joined("x", x, lane_x)
-            y_TH = self._result(shape, alloc)
+            x_TH = self.rows.joined("x", x, lane_x)
+            y_TH = self.rows.result(shape, alloc)
             if layer in self.weights:
                 weights = self.weights[layer]
                 y_TH, saved = self.engine.forward(
@@ -448,39 +426,9 @@ class LocalExperts:
             of_lane = tuple(part.saved for part in parts if part.saved is not None)
             self._kept[layer, group] = _Kept(saved, of_lane, lane_x, sum(counts), ids_TK.shape)
         self._count(layer, counts)
-        y_TH = self._answer(y_TH, alloc)
+        y_TH = self.rows.answer(y_TH, alloc)
         self.counters.forward_seconds += time.monotonic() - start
         return y_TH
-
-    def joined(self, name: str, parts: Sequence[Tensor], kept: Tensor | None = None) -> Tensor:
-        """Parts [T_i, ...] of one of a call's tensors, one after another.
-
-        A single one is read where it lies: its sender leaves the memory alone until it has the answer.
-
-        Args:
-            kept: memory that is to have them as well, maybe rounded; None = nothing keeps them.
-        """
-        if kept is not None and kept.dtype == parts[0].dtype:
-            return self.engine.join(parts, kept)
-        whole = parts[0]
-        if len(parts) > 1:
-            shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-            whole = self.engine.join(parts, self._joined.setdefault(name, Scratch())(shape, whole.dtype))
-        if kept is not None and kept.dtype == torch.bfloat16:
-            self.engine.join([whole], kept)
-        elif kept is not None:
-            kept.copy_(whole)
-        return whole
-
-    def _result(self, shape: Sequence[int], alloc: Alloc) -> Tensor:
-        """Float32 memory for y or dx: where the answer lies, unless it is rounded on its way there."""
-        return (alloc if self.spec.answers == "float32" else self._exact)(shape, torch.float32)
-
-    def _answer(self, exact_TH: Tensor, alloc: Alloc) -> Tensor:
-        """y or dx as it is sent."""
-        if self.spec.answers == "float32":
-            return exact_TH
-        return self.engine.join([exact_TH], alloc(exact_TH.shape, torch.bfloat16))
 
     def _count(self, layer: int, counts: Sequence[int]) -> None:
         """A forward whose local experts have `counts` slots."""
@@ -520,9 +468,9 @@ class LocalExperts:
             pending = self.lane.backward(layer, kept.lane, dy, lora, input_grad=input_grad)
             self.counters.lane_slots += sum(len(part.routed.slots) for part in kept.lane)
         try:
-            dy_TH = self.joined("dy", dy)
+            dy_TH = self.rows.joined("dy", dy)
             tokens, hidden = dy_TH.shape
-            dx_TH = self._result((tokens, hidden if input_grad else 0), alloc)
+            dx_TH = self.rows.result((tokens, hidden if input_grad else 0), alloc)
             dw_TK = alloc(kept.shape, torch.float32)
             if kept.engine is not None:
                 weights = self.weights[layer]
@@ -555,7 +503,7 @@ class LocalExperts:
         self.counters.backward_slots += kept.slots
         if self.spec.activations == "recompute":
             self.counters.recomputed_slots += kept.slots
-        dx_TH = self._answer(dx_TH, alloc)
+        dx_TH = self.rows.answer(dx_TH, alloc)
         self.counters.backward_seconds += time.monotonic() - start
         return dx_TH, dw_TK
 
@@ -696,13 +644,6 @@ def _grad(parameter: torch.nn.Parameter) -> Tensor:
 
 def _alike(tensor: Tensor) -> Tensor:
     return allocate(tensor.shape, tensor.dtype)
-
-
-def bind_to_cpus(cpus: tuple[int, ...]) -> None:
-    """Restrict this process to `cpus` (those of them it may use), before anything is allocated."""
-    allowed = set(cpus) & os.sched_getaffinity(0)
-    if allowed:
-        os.sched_setaffinity(0, allowed)
 
 
 def _adapter(matrices: Mapping[str, Tensor], scale: float) -> ExpertLora:

@@ -75,3 +75,10 @@ def bound_compiled_products(*, tight: bool) -> None:
         tight and "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ
     ):  # its older name, which oneDNN reads as well
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+
+
+def bind_to_cpus(cpus: tuple[int, ...]) -> None:
+    """Restrict this process to `cpus` (those of them it may use), before anything is allocated."""
+    allowed = set(cpus) & os.sched_getaffinity(0)
+    if allowed:
+        os.sched_setaffinity(0, allowed)
