@@ -42,8 +42,8 @@ commas, equals signs or spaces needs quotes of its own: `'data.path="a,b.jsonl"'
 
 `resume=` reads the run's `config.yaml`, so nothing has to be typed again. A directory `checkpoints/step_…` of
 the run goes on from there, and sets later ones aside as `superseded_step_…`: another run may begin with them.
-`run.name=NEW` begins a new run with the newest checkpoint, or the named one. Secrets are not in `config.yaml`:
-one that is needed has to be given again.
+`run.name=NEW` begins a new run with the newest checkpoint, or the named one. Secrets are not in
+`config.yaml`: one that is needed has to be given again.
 
 The column *default* is the schema's. An option may set another value (`model=demo` selects
 `optim=demo trainer=demo`); `--cfg job` shows what applies.

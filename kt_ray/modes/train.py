@@ -364,8 +364,8 @@ def _train(
     kept = best_so_far(prepared, rundir) if resume and config.trainer.save_best else None
     known = [(step, sign * value) for step, value in _evaluations(rundir, figure, first_step)]
     # What was measured before does not count here: by another run, over other rows, or where no checkpoint is
-    # marked for it, or a worse one: the driver died between the two. The state that this begins with may be the
-    # best.
+    # marked for it, or a worse one: the driver died between the two. The state that this begins with may be
+    # the best.
     unmarked = kept is None or (recorded is not None and sign * recorded < kept[1])
     fresh = not rundir.continued or (config.trainer.save_best and unmarked)
     # What the command has done so far counts from its own start, whichever driver did it.
