@@ -160,6 +160,11 @@ class Raw:
             base_model="demo/model",
         )["sampling_session_id"]
 
+    def sampler_of(self, path: str, number: int) -> str:
+        """A session's sampler of saved weights."""
+        session = {"session_id": self.session, "sampling_session_seq_id": number}
+        return self.post("create_sampling_session", **session, model_path=path)["sampling_session_id"]
+
     def sample(self, sampler: str, number: int, **more: Any) -> Any:
         return self.post(
             "asample",

@@ -104,12 +104,7 @@ def test_nameless_samplers_beyond_the_limit_are_lost_and_say_so(tmp_path: Path) 
             samplers.append(raw.result(raw.post("save_weights_for_sampler", **body))["sampling_session_id"])
         assert set(server.backend.samplers) == set(samplers[1:])
         assert "no longer kept" in raw.result(raw.sample(samplers[0], 0))["error"]
-        saved = raw.post(
-            "create_sampling_session",
-            session_id=raw.session,
-            sampling_session_seq_id=7,
-            model_path=named["path"],
-        )["sampling_session_id"]
+        saved = raw.sampler_of(named["path"], 7)
         for number, sampler in enumerate((saved, samplers[2], saved)):
             assert isinstance(raw.result(raw.sample(sampler, number)), bytes)
         assert len(server.backend.samplers) == 2
@@ -168,12 +163,7 @@ def test_no_more_samplers_than_planned_although_all_are_waited_for(tmp_path: Pat
         named = raw.result(
             raw.post("save_weights_for_sampler", model_id=model, seq_id=next(numbers), path="n")
         )
-        from_file = raw.post(
-            "create_sampling_session",
-            session_id=raw.session,
-            sampling_session_seq_id=9,
-            model_path=named["path"],
-        )["sampling_session_id"]
+        from_file = raw.sampler_of(named["path"], 9)
         most = 0
 
         def watched(change: Callable[..., None]) -> Callable[..., None]:
