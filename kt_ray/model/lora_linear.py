@@ -1,7 +1,13 @@
-"""LoRA of a bfloat16 linear layer on a GPU, which passes over its input and output only to multiply.
+"""LoRA of a linear layer, of one adapter or of several trainings', in few passes over its input and output.
 
-PEFT's path widens x to float32, and makes B A x, its scaled copy and the sum with y in float32: 20 bytes per
-element of x and y forward and 40 backward. Here A, B and what lies between them enter bfloat16 products as
+PEFT's path widens x to float32, and makes B A x, its scaled copy and the sum with y in float32, each with a
+node of autograd that keeps them: 20 bytes per element of x and y forward and 40 backward.
+
+**In float32** (`WideFunction`; on a CPU, and of float32 layers): one node, which widens x and dy for the
+products and keeps neither. y and dx get the adapter's part in place, and are rounded once. Where the scale is
+a power of two, y has PEFT's bits.
+
+**In parts** (`PartsFunction`; bfloat16 on a GPU): A, B and what lies between them enter bfloat16 products as
 two numbers, the rounded value and the rounded remainder, together 16 bits of mantissa. Products sum in
 float32, and one of them adds the adapter's part to y, which is rounded once.
 
@@ -68,20 +74,19 @@ class LoraLinear(peft.tuners.lora.Linear):
             answer: Tensor = super().forward(x, *args, **kwargs)
             return answer
         (name,) = self.active_adapters
-        scale = self.scaling[name]
-        if not multiplies_in_parts(x):
-            if not self.shares:
-                return super().forward(x)
-            sides = [side for share in self.shares for side in (share.a, share.b)]
-            return SharesFunction.apply(x, scale, self.base_layer, self.multiplies, self._sizes(x), *sides)
+        scale, sizes = self.scaling[name], self._sizes(x)
         pairs: list[Any] = [(share.a, share.b) for share in self.shares]
+        pairs = pairs or [(self.lora_A[name].weight, self.lora_B[name].weight)]
+        if not multiplies_in_parts(x):
+            sides = [side for a, b in pairs for side in (a, b if self.rows == _ALL else b[self.rows])]
+            return WideFunction.apply(x, scale, self.base_layer, self.multiplies, self.rows, sizes, *sides)
         adapters = []
-        for a, b in pairs or [(self.lora_A[name].weight, self.lora_B[name].weight)]:
+        for a, b in pairs:
             parts = self._parts(a, b, scale)
             if self.rows != _ALL:
                 b, parts = b[self.rows], Parts(parts.a, parts.b[:, self.rows])
             adapters.append((a, b, parts))
-        return with_adapters(x, adapters, scale, self.base_layer, self.multiplies, self.rows, self._sizes(x))
+        return with_adapters(x, adapters, scale, self.base_layer, self.multiplies, self.rows, sizes)
 
     def _sizes(self, x: Tensor) -> list[int]:
         """How many of an input's rows [.., K] each adapter has: the batch's rows come first in its shape."""
@@ -124,11 +129,11 @@ def with_adapters(
     """
     sides = [side for a, b, _ in adapters for side in (a, b)]
     parts, sizes = [parts for *_, parts in adapters], list(sizes) or [x.numel() // x.shape[-1]]
-    y: Tensor = LoraFunction.apply(x, scale, base, multiplies, rows, sizes, parts, *sides)
+    y: Tensor = PartsFunction.apply(x, scale, base, multiplies, rows, sizes, parts, *sides)
     return y
 
 
-class LoraFunction(torch.autograd.Function):
+class PartsFunction(torch.autograd.Function):
     """See `with_adapters`. Keeps x and A x for backward, and the parts of A and B."""
 
     @staticmethod
@@ -176,41 +181,52 @@ class LoraFunction(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape), *(None,) * 6, *of_sides
 
 
-class SharesFunction(torch.autograd.Function):
-    """base(x) + scale B A x for several adapters, as PEFT has it for one: products of A and B in float32.
-    sizes: how many of x's rows each adapter has; sides: A and B of each."""
+class WideFunction(torch.autograd.Function):
+    """base(x) + scale B A x with products of A and B in float32, x [.., K] and the result [.., N] in the type
+    of the layer. Keeps x and A x for backward.
+
+    multiplies, rows: see `LoraLinear`. sizes: how many of x's rows each adapter has; sides: A [r, K] and B
+    [N, r] of each.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: float, base: nn.Module, multiplies: bool, sizes: list[int], *sides: Tensor
+        ctx: Any,
+        x: Tensor,
+        scale: float,
+        base: nn.Module,
+        multiplies: bool,
+        rows: slice,
+        sizes: list[int],
+        *sides: Tensor,
     ) -> Tensor:
         y: Tensor = base(x)
-        wide = _rows(x).to(sides[0].dtype).split(sizes)
-        kept = [rows @ a.T for rows, a in zip(wide, sides[::2], strict=True)]
+        wide = _shared(_rows(x).to(sides[0].dtype), sizes)
+        kept = [torch.mm(own, a.t()).mul_(scale) for own, a in zip(wide, sides[::2], strict=True)]
+        if multiplies:
+            for out, h, b in zip(_shared(_rows(y), sizes), kept, sides[1::2], strict=True):
+                out.add_(torch.mm(h, b.t()))
         ctx.save_for_backward(x, *kept, *sides)
-        ctx.scale, ctx.base, ctx.sizes = scale, base, sizes
-        if not multiplies:
-            return y
-        total = _rows(y).to(sides[0].dtype, copy=True)
-        for out, h, b in zip(total.split(sizes), kept, sides[1::2], strict=True):
-            out.addmm_(h, b.T, alpha=scale)
-        return total.to(y.dtype).view(y.shape)
+        ctx.scale, ctx.base, ctx.rows, ctx.sizes = scale, base, rows, sizes
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sizes, scale = ctx.sizes, ctx.scale
-        x, kept, sides = ctx.saved_tensors[0], ctx.saved_tensors[1:], ctx.saved_tensors[1 + len(sizes) :]
+        (x, *saved), count = ctx.saved_tensors, len(sizes)
+        kept, sides = saved[:count], saved[count:]
         dy = _rows(grads[0])
-        dx = input_gradient(ctx.base, dy) if ctx.needs_input_grad[0] else None
-        wide, wide_dy = (_rows(t).to(sides[0].dtype).split(sizes) for t in (x, dy))
+        dx = input_gradient(ctx.base, dy, ctx.rows) if ctx.needs_input_grad[0] else None
+        outs = (None,) * len(sizes) if dx is None else _shared(dx, sizes)
+        wide, wide_dy = (_shared(_rows(t).to(sides[0].dtype), sizes) for t in (x, dy))
         of_sides: list[Tensor] = []
-        for number, (rows, own) in enumerate(zip(wide, wide_dy, strict=True)):
+        for number, (own, own_dy, out, h) in enumerate(zip(wide, wide_dy, outs, kept, strict=True)):
             a, b = sides[2 * number : 2 * number + 2]
-            dh = (own @ b).mul_(scale)
-            if dx is not None:
-                dx.split(sizes)[number].add_(dh @ a)
-            of_sides += [dh.T @ rows, (own.T @ kept[number]).mul_(scale)]
-        return None if dx is None else dx.view(x.shape), *(None,) * 4, *of_sides
+            dh = torch.mm(own_dy, b).mul_(scale)
+            if out is not None:
+                out.add_(torch.mm(dh, a))
+            of_sides += [torch.mm(dh.t(), own), torch.mm(own_dy.t(), h)]  # of which A x has the scale
+        return None if dx is None else dx.view(x.shape), *(None,) * 5, *of_sides
 
 
 def _rows(x: Tensor) -> Tensor:

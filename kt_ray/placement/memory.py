@@ -315,9 +315,9 @@ def layer_activation_bytes(
     """Bytes per token that autograd keeps while one layer is recomputed under grad."""
     element = ELEMENT_BYTES[dtype]
     linear = element * sum(n_in + n_out for _, n_in, n_out in dims.lora_in_out[layer])
-    # Its input and A x in float32; of a dropped input the mask besides, a byte per element.
-    each = 5 if drops(config) else 4
-    # DoRA keeps W x, B A x and its scaled sum besides.
+    # A x in float32. PEFT (of a dropped input, or with DoRA) keeps its input in float32 besides; of a dropped
+    # one the mask, a byte per element; with DoRA W x, B A x and its scaled sum.
+    each = 5 if drops(config) else 4 if config.lora.dora else 0
     dora = 12 if config.lora.dora else 0
     sizes = adapted(dims, config.lora, layer)
     if in_parts(config.lora, dtype, gpu=gpu):  # its input as it is, and A x in three numbers
@@ -345,17 +345,24 @@ def adapter_scratch_bytes(
 ) -> int:
     """Bytes per token of a micro-batch that the largest LoRA module of a layer needs for a moment.
 
-    In two parts (kt_ray/model/lora_linear.py) it needs the gradients of both sides, and what has the rank.
-    PEFT holds B A x, its scaled copy and the sum with the module's output at once, each in float32; backward
-    needs as much, or the gradients of both sides. With dropout the input in float32 is there meanwhile, or
-    before that three int32 per element of which the mask is computed.
+    In two parts (kt_ray/model/lora_linear.py) it needs the gradients of both sides, and what has the rank. In
+    float32 it needs x widened and B A x, which torch adds to y by two more copies; in backward x and dy
+    widened, and the same at dx. PEFT (with dropout or DoRA) holds B A x, its scaled copy and the sum with the
+    module's output at once, each in float32; backward needs as much, or the gradients of both sides. With
+    dropout the input in float32 is there meanwhile, or before that three int32 per element of which the mask
+    is computed.
     """
     sizes = adapted(dims, config.lora, layer)
     if in_parts(config.lora, dtype, gpu=gpu):
         return max((2 * (n_in + n_out) + 26 * rank for n_in, n_out, rank in sizes), default=0)
     if drops(config):
         return max((max(12 * n_out + 4 * n_in, 11 * n_in) for n_in, n_out, _ in sizes), default=0)
-    return max((max(12 * n_out, 4 * (n_in + n_out)) for n_in, n_out, _ in sizes), default=0)
+    if config.lora.dora:
+        return max((max(12 * n_out, 4 * (n_in + n_out)) for n_in, n_out, _ in sizes), default=0)
+    if dtype == "float32":
+        return max((4 * max(n_in, n_out) + 8 * rank for n_in, n_out, rank in sizes), default=0)
+    widened = (max(12 * n_out + 4 * n_in, 16 * n_in + 4 * n_out) + 8 * rank for n_in, n_out, rank in sizes)
+    return max(widened, default=0)
 
 
 def index_scratch_bytes(dims: ModelDims, row: int, layer: int, dtype: str) -> int:

@@ -397,12 +397,21 @@ def test_the_rest_is_pefts(everywhere: list[Any]) -> None:
     assert everywhere == []
 
 
-def test_the_cpu_keeps_pefts_bits() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_cpu_has_pefts_output(dtype: torch.dtype) -> None:
+    """y and the gradients of A and B to the bit, where the scale is a power of two. dx is rounded once, where
+    PEFT rounds both its parts."""
     import peft
 
-    layer, parameters = adapted(base_of("bias", 48, 40))
-    x = normal(3, 7, 48).bfloat16()
-    own = passed(layer, x, parameters)
+    layer, parameters = adapted(base_of("bias", 48, 40).to(dtype))
+    layer.q_proj.scaling["default"] = 2.0
+    x = normal(3, 7, 48).to(dtype)
+    y, dx, *own = passed(layer, x, parameters)
     layer.q_proj.__class__ = peft.tuners.lora.Linear
-    for found, want in zip(own, passed(layer, x, parameters), strict=True):
-        assert torch.equal(found, want)
+    want, twice, *pefts = passed(layer, x, parameters)
+    for found, of_peft in zip((y, *own), (want, *pefts), strict=True):
+        assert torch.equal(found, of_peft)
+    layer.double()
+    _, exact, *_ = passed(layer, x.double(), parameters)
+    error, of_peft = (float((gradient - exact).norm()) for gradient in (dx, twice))
+    assert error < 0.9 * of_peft if dtype == torch.bfloat16 else error <= 1e-6 * float(exact.norm())
