@@ -107,7 +107,7 @@ class PacedStage:
     def begin(
         self, spec: PassSpec, replica: int, experts: ExpertExchange, stages: StageExchange | None = None
     ) -> PacedLoop:
-        return PacedLoop(self.pace, spec, replica, experts, self._pool, self.spec.activations == "group")
+        return PacedLoop(self.pace, spec, replica, experts, self._pool, self.spec.activations)
 
     def zero_grad(self) -> None:
         pass
@@ -123,11 +123,13 @@ class PacedLoop:
         replica: int,
         experts: ExpertExchange,
         pool: Pool,
-        whole_groups: bool,
+        held: str,
     ) -> None:
         self.pace = pace
         self.recomputed = RecomputedRoutes()  # of which there are none
-        self._ahead = None if whole_groups else 1  # micro-batches that `recompute` computes again
+        # Micro-batches that `recompute`, and `backward`, compute again.
+        self._ahead = {"group": slice(None), "retain": slice(0)}.get(held, slice(1))
+        self._later = slice(0) if held in ("group", "retain") else slice(1, None)
         self.loss_sum = 0.0
         self._experts, self._train = experts, spec.kind == "train"
         self._seconds = {"attention": 0.0, "experts_wait": 0.0, "loss": 0.0}
@@ -161,15 +163,14 @@ class PacedLoop:
     def recompute(self, layer: int, group: int) -> None:
         if layer in self.pace.moe:
             self._experts.submit_backward(layer, group, self._tokens(layer, group)[3])
-        self._compute(self.pace.before[layer] + self.pace.after[layer], group, stop=self._ahead)
+        self._compute(self.pace.before[layer] + self.pace.after[layer], group, part=self._ahead)
 
     def backward(self, layer: int, group: int) -> None:
         if layer in self.pace.moe:
             begun = time.monotonic()
             self._experts.join_backward(layer, group)
             self._seconds["experts_wait"] += time.monotonic() - begun
-        if self._ahead is not None:  # the others are computed again now
-            self._compute(self.pace.before[layer] + self.pace.after[layer], group, start=self._ahead)
+        self._compute(self.pace.before[layer] + self.pace.after[layer], group, part=self._later)
         self._compute(self.pace.before[layer] + self.pace.after[layer], group)
 
     def losses(self) -> list[list[float]]:
@@ -188,9 +189,9 @@ class PacedLoop:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _count(self, group: int, start: int = 0, stop: int | None = None) -> int:
-        """Tokens of a group's micro-batches, from `start` to before `stop`."""
-        chosen = self._groups[group][start:stop]
+    def _count(self, group: int, part: slice = slice(None)) -> int:
+        """Tokens of a part of a group's micro-batches."""
+        chosen = self._groups[group][part]
         return sum(m.samples_N.numel() if m.rows is None else m.rows.numel() for m in chosen)
 
     def _compute(
@@ -198,10 +199,9 @@ class PacedLoop:
         seconds_per_token: float,
         group: int,
         term: str = "attention",
-        start: int = 0,
-        stop: int | None = None,
+        part: slice = slice(None),
     ) -> None:
-        seconds = seconds_per_token * self._count(group, start, stop)
+        seconds = seconds_per_token * self._count(group, part)
         time.sleep(seconds)
         self._seconds[term] += seconds
 

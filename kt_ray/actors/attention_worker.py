@@ -174,7 +174,7 @@ class AttentionWorker(PlainActor):
                 "driver and the workers of its host in one container, or set rule.replicas=1"
             )
         twice = [layer for layer, scale in self.stage.scales.items() if scale is None]
-        if held == "group" or not twice or self.part.replica:
+        if held in ("group", "retain") or not twice or self.part.replica:
             return notes
         return [
             *notes,

@@ -55,7 +55,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.transport": ("auto", "arena", "ray", "gloo"),
     "rule.experts.backend": ("auto", "AMXBF16", *QUANTISING_BACKENDS, "llamafile"),
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
-    "rule.activations": ("auto", "group", "micro_batch", "host", "ranges"),
+    "rule.activations": ("auto", "retain", "group", "micro_batch", "host", "ranges"),
     "rule.attention_output": ("auto", "retain", "recompute"),
     "rule.experts.activations": ("auto", "retain", "int8", "recompute"),
     "rule.experts.stream_to": ("auto", "actors", "workers"),

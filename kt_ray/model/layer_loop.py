@@ -9,12 +9,13 @@ shared expert overlaps with the routed ones; the join adds c·y. Backward submit
 recomputes the layer under grad meanwhile; one autograd.backward per micro-batch then takes dH, dX and dw
 together. What is recomputed meanwhile is the whole group, or only its first micro-batch: then the others
 follow one by one, when dX and dw are there, and one graph per group is held. Products whose outputs are
-known, or not needed, are not repeated (kt_ray.model.known_outputs).
+known, or not needed, are not repeated (kt_ray.model.known_outputs). Where graphs are retained, forward makes
+them, and nothing is recomputed.
 
 A layer that is not affine in y (kt_ray.model.layer_checks) cannot be finished from h_partial. Its forward
 stops at the hook, so the experts get their tokens as early as elsewhere, and the join runs the layer again
 with y. The recomputation takes y as a leaf, whose gradient is dy: for it every micro-batch is recomputed
-before dy is submitted, and those that are not held once more afterwards.
+before dy is submitted, and those that are not held once more afterwards. Retained is the graph of the join.
 
 Shapes: b rows of s positions, N = b·s, T valid tokens of a group, T_i of its micro-batch i, H hidden, K
 experts per token, V vocabulary. The hidden state between layers is [b, s, H], or [b, s, streams, H] with
@@ -77,7 +78,8 @@ class LayerLoop:
     """One replica's pass over one stage.
 
     shelf: where hidden states wait for backward; None = on the device. slots: of streamed layers.
-    whole_groups: `recompute` runs a whole group; else its first micro-batch, and `backward` the others.
+    retain: graphs of forward wait for backward. whole_groups: `recompute` runs a whole group; else its first
+        micro-batch, and `backward` the others.
     known: by layer, of which products a recomputed layer need not repeat. passed: what backward passes.
     adapters: which LoRA the layers use.
     """
@@ -107,6 +109,7 @@ class LayerLoop:
         watch: RouterWatch | None = None,
         shelf: HostShelf | None = None,
         slots: WeightSlots | None = None,
+        retain: bool = False,
         whole_groups: bool = True,
         known: Mapping[int, KnownOutputs] | None = None,
         passed: BackwardPart = ALL_LAYERS,
@@ -123,7 +126,7 @@ class LayerLoop:
         self.watch = watch
         self.shelf = shelf
         self.slots = slots or WeightSlots((), 0)
-        self.whole_groups = whole_groups
+        self.retain, self.whole_groups = retain, whole_groups
         self.known = known or {}
         self.passed = passed
         self._keep: Callable[[Tensor], Kept] = KeptOnDevice if shelf is None else shelf.keep
@@ -252,20 +255,27 @@ class LayerLoop:
         """Run a layer on every micro-batch of a group; submit its tokens if it has experts."""
         state = self.groups[group]
         hidden = require(state.hidden, "forward", layer, group)
-        if self.keeps(layer):
+        if self.keeps(layer) and not self.retain:
             state.layer_inputs[layer] = [self._keep(h) for h in hidden]
         context = self.model.experts.get(layer)
+        grown = self.retain and layer >= self.passed.inputs and self.train
         if context is None:
             with torch.no_grad(), self._recorded(layer, state), self.clock.device("attention"):
-                state.hidden = [self._run(layer, m, h) for m, h in zip(state.micro, hidden, strict=True)]
+                state.hidden = [
+                    self._grown(layer, state, m, h) if grown else self._run(layer, m, h)
+                    for m, h in zip(state.micro, hidden, strict=True)
+                ]
             return
         collected: list[tuple[Tensor, Tensor, Tensor]] = []
         affine = self.scales[layer] is not None
 
-        def handler(hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-            collected.append(valid_rows(state.micro[len(collected)], hidden_NH, ids_NK, weights_NK))
+        def asked(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+            collected.append((x_TH.detach(), ids_TK, weights_TK.detach()))
             if len(collected) == len(state.micro):
                 self._submit_forward(layer, group, collected)
+
+        def handler(hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+            asked(*valid_rows(state.micro[len(collected)], hidden_NH, ids_NK, weights_NK))
             if not affine:
                 raise _Stop
             return torch.zeros_like(hidden_NH)
@@ -277,7 +287,10 @@ class LayerLoop:
         with torch.no_grad(), recorded, context.handled_by(handler), timed:
             for micro, h in zip(state.micro, hidden, strict=True):
                 try:
-                    out.append(self._run(layer, micro, h))
+                    if grown and affine:
+                        out.append(self._grown(layer, state, micro, h, asked=asked))
+                    else:
+                        out.append(self._run(layer, micro, h))
                 except _Stop:
                     out.append(h)
                 if self.watch is not None and self.spec.routing and layer in self.watch.layers:
@@ -291,7 +304,7 @@ class LayerLoop:
 
     def _recorded(self, layer: int, state: GroupState) -> AbstractContextManager[None]:
         """Inside, what is kept of the layer's products is."""
-        if not self.keeps(layer) or layer not in self.known:
+        if self.retain or not self.keeps(layer) or layer not in self.known:
             return nullcontext()
         kept = state.known_outputs[layer] = []
         return self.known[layer].recorded(lambda output: kept.append(self._keep(output)))
@@ -302,7 +315,7 @@ class LayerLoop:
         ids = [part.to(torch.int32) for _, part, _ in collected]
         ids = ids or [torch.empty(0, model.top_k, dtype=torch.int32)]
         weights = [part for _, _, part in collected] or [torch.empty(0, model.top_k, dtype=torch.float32)]
-        if self.keeps(layer):
+        if self.keeps(layer) and not self.retain:
             state.routes[layer] = [Routes(*each) for each in zip(ids, weights, strict=True)]
         keys = [m.keys_T for m in state.micro] or [torch.empty(0, dtype=torch.int64)]
         # In the middle of the layer: without overlap the answer is awaited here.
@@ -323,11 +336,14 @@ class LayerLoop:
                     add_answers(*each, scale) for each in zip(state.micro, hidden, parts, strict=True)
                 ]
                 return
-            if self.keeps(layer):
+            if self.keeps(layer) and not self.retain:
                 state.expert_outputs[layer] = list(parts)
             context = self.model.experts[layer]
             state.hidden = []
             for micro, h, y_TH in zip(state.micro, hidden, parts, strict=True):
+                if self.retain and self.keeps(layer):
+                    state.hidden.append(self._grown(layer, state, micro, h, y_TH))
+                    continue
                 with context.handled_by(answer_with(micro, y_TH)):
                     state.hidden.append(self._run(layer, micro, h))
 
@@ -335,14 +351,13 @@ class LayerLoop:
 
     def recompute(self, layer: int, group: int) -> None:
         """Submit dy, and run the layer again under grad: for the whole group, or its first micro-batch; not
-        where only its experts train, and nothing below."""
+        where its graphs are retained, nor where only its experts train, and nothing below."""
         state = self.groups[group]
         grads = require(state.grads, "recompute", layer, group)
         self.slots.hold(layer)
-        state.graphs[layer] = []
         ahead = 0 if layer < self.passed.inputs else len(state.micro) if self.whole_groups else 1
         scale = self.scales.get(layer)
-        if ahead or scale is None:
+        if not self.retain and (ahead or scale is None):
             self._fetch(layer, state, 0)
         if layer in self.model.experts:
             if scale is None:  # dy is the gradient at y, so every graph is needed now
@@ -353,13 +368,19 @@ class LayerLoop:
                 return
             dy = [m.take(g.reshape(-1, g.shape[-1])).float() for m, g in zip(state.micro, grads, strict=True)]
             self._submit_backward(layer, group, dy, scale)
-        state.graphs[layer] = [self._recomputed(layer, group, i) for i in range(len(state.micro[:ahead]))]
+        if not self.retain:
+            state.graphs[layer] = [self._recomputed(layer, group, i) for i in range(len(state.micro[:ahead]))]
 
     def _leaf_gradient(self, layer: int, group: int, number: int, grad: Tensor, *, keep: bool) -> Tensor:
         """dy of a micro-batch of a layer that is not affine; keep: its graph is one of those held."""
-        graph = self._recomputed(layer, group, number)
-        if keep:
-            self.groups[group].graphs[layer].append(graph)
+        state = self.groups[group]
+        if self.retain:
+            graph, keep = state.graphs[layer][number], True
+            self._use(layer, state.micro[number])
+        else:
+            graph = self._recomputed(layer, group, number)
+            if keep:
+                state.graphs.setdefault(layer, []).append(graph)
         assert graph.y_TH is not None
         with self.clock.device("attention"):
             return torch.autograd.grad(graph.out, graph.y_TH, grad, retain_graph=keep)[0]
@@ -368,33 +389,65 @@ class LayerLoop:
         """The graph of a micro-batch's layer."""
         state = self.groups[group]
         micro, outputs = state.micro[number], state.known_outputs.get(layer)
-        h = state.layer_inputs[layer][number].take().detach().requires_grad_(layer > self.passed.lowest)
+        h = state.layer_inputs[layer][number].take()
         known = self.known.get(layer, KnownOutputs()).given(outputs[number].take() if outputs else None)
         self._fetch(layer, state, number + 1)
-        graph = Graph(h, h, taken=micro.handed.leaves(layer, self.passed.inputs))
-        context = self.model.experts.get(layer)
-        if context is None:
-            with torch.enable_grad(), known, self.clock.device("attention"):
-                graph.out = self._called(layer, micro, graph)
-            return graph
-        if layer in state.expert_outputs:
-            graph.y_TH = state.expert_outputs[layer][number].detach().requires_grad_()
-        ids = torch.empty(0)
+
+        def asked(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+            again = Routes(ids_TK, weights_TK.detach())
+            self.recomputed.compare(layer, group, state.routes[layer][number], again)
+
+        y_TH = state.expert_outputs[layer][number] if layer in state.expert_outputs else None
+        with known:
+            return self._grow(layer, micro, h, y_TH, asked)
+
+    def _grow(
+        self,
+        layer: int,
+        micro: MicroState,
+        h: Tensor,
+        y_TH: Tensor | None,
+        asked: Callable[[Tensor, Tensor, Tensor], None] | None,
+    ) -> Graph:
+        """The graph of a layer's call on a micro-batch.
+
+        Args:
+            y_TH: what its experts gave, where dy is the gradient at it; None = zeros in its place.
+            asked: gets what its experts are asked, [T_i, H], [T_i, K] and [T_i, K].
+        """
+        leaf = h.detach().requires_grad_(layer > self.passed.lowest)
+        graph = Graph(leaf, leaf, taken=micro.handed.leaves(layer, self.passed.inputs))
+        graph.y_TH = None if y_TH is None else y_TH.detach().requires_grad_()
 
         def handler(hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-            nonlocal ids
-            graph.x_TH, ids, graph.weights_TK = valid_rows(micro, hidden_NH, ids_NK, weights_NK)
+            graph.x_TH, ids_TK, graph.weights_TK = valid_rows(micro, hidden_NH, ids_NK, weights_NK)
+            if asked is not None:
+                asked(graph.x_TH, ids_TK, graph.weights_TK)
             if graph.y_TH is None:
                 return torch.zeros_like(hidden_NH)
             return answer_with(micro, graph.y_TH)(hidden_NH, ids_NK, weights_NK)
 
-        with torch.enable_grad(), known, context.handled_by(handler), self.clock.device("attention"):
+        context = self.model.experts.get(layer)
+        handled = nullcontext() if context is None else context.handled_by(handler)
+        with torch.enable_grad(), handled, self.clock.device("attention"):
             graph.out = self._called(layer, micro, graph)
             graph.balance = self._balance(layer, micro)
-        assert graph.weights_TK is not None
-        again = Routes(ids, graph.weights_TK.detach())
-        self.recomputed.compare(layer, group, state.routes[layer][number], again)
         return graph
+
+    def _grown(
+        self,
+        layer: int,
+        state: GroupState,
+        micro: MicroState,
+        h: Tensor,
+        y_TH: Tensor | None = None,
+        asked: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    ) -> Tensor:
+        """A layer's output in forward, whose graph waits for backward. See `_grow`."""
+        graph = self._grow(layer, micro, h, y_TH, asked)
+        state.graphs.setdefault(layer, []).append(graph)
+        micro.handed.leave(layer, graph.left, lambda last, t: None)
+        return graph.out.detach()
 
     def _fetch(self, layer: int, state: GroupState, number: int) -> None:
         """Begin to bring back what a layer is recomputed from for the micro-batch of this number, if any."""
@@ -432,7 +485,7 @@ class LayerLoop:
         """A micro-batch's recomputed layer, whose LoRA is in use: autograd reads it from the parameters."""
         state = self.groups[group]
         self._use(layer, state.micro[number])
-        held = state.graphs[layer]
+        held = state.graphs.get(layer, [])
         return held.pop(0) if held else self._recomputed(layer, group, number)
 
     def _differentiated(
@@ -504,7 +557,10 @@ class LayerLoop:
         """One call of one layer on one micro-batch, in forward."""
         graph = Graph(hidden, hidden, taken=micro.handed.given(layer))
         out = self._called(layer, micro, graph)
-        micro.handed.leave(layer, graph.left, lambda last, t: self._keep(t) if self.keeps(last) else None)
+        kept = not self.retain
+        micro.handed.leave(
+            layer, graph.left, lambda last, t: self._keep(t) if kept and self.keeps(last) else None
+        )
         return out
 
     def _called(self, layer: int, micro: MicroState, graph: Graph) -> Tensor:
@@ -592,8 +648,10 @@ def require(tensors: list[Tensor] | None, op: str, layer: int, group: int) -> li
 def _not_finite(total: float, state: GroupState, group: int, spec: PassSpec) -> BadStep:
     """The error of a group whose loss is not finite, with the first layer whose kept input is not."""
     origin = "the head or the last layer"
-    for layer in sorted(state.layer_inputs):
-        if not all(bool(torch.isfinite(kept.take()).all()) for kept in state.layer_inputs[layer]):
+    inputs = {layer: [kept.take() for kept in own] for layer, own in state.layer_inputs.items()}
+    inputs |= {layer: [graph.h_in for graph in own] for layer, own in state.graphs.items()}
+    for layer in sorted(inputs):
+        if not all(bool(torch.isfinite(h).all()) for h in inputs[layer]):
             origin = f"layer {layer - 1} or before" if layer > 0 else "the embedding"
             break
     parts = [(i, part) for i, micro in enumerate(state.micro) for part in micro.batch.of_one_training]

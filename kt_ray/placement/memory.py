@@ -19,7 +19,8 @@ Attention worker with n layers:
                       layers hand to later ones (`Handed.bytes`), likewise, and of each kind one here
     workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32 where PEFT computes
                       it, its dropout masks, q/k/v): all groups of a layer are recomputed before the first is
-                      released, unless rule.activations has one micro-batch of each recomputed at a time; what
+                      released, unless rule.activations has one micro-batch of each recomputed at a time; with
+                      rule.activations=retain that of all layers is kept, and none is recomputed; what
                       a LoRA module or an index needs for a moment, of one micro-batch
                       (`adapter_scratch_bytes`, `index_scratch_bytes`). By ranges: range_memory.py;
                       T_r * data.max_length of attention masks, kept for the whole pass (`mask_bytes`)
@@ -469,7 +470,8 @@ def worker_items(
     unpacked += max((dora_bytes(dims, config, layer) for layer in own), default=0)
     gpu = worker.device != "cpu"
     # One layer of each kind: a plan asks for every layer of every layout that it compares.
-    kinds = {table.kinds[layer]: layer for layer in reversed(own)}.values()
+    of_kind = {table.kinds[layer]: layer for layer in reversed(own)}
+    kinds = of_kind.values()
     kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype, gpu=gpu) for layer in kinds}
     scratch = {
         layer: max(
@@ -478,6 +480,8 @@ def worker_items(
         )
         for layer in kinds
     }
+    if load.retained:  # and each layer's output, which is counted as a hidden state
+        kept += load.replica * sum(kept_by_layer[of_kind[table.kinds[layer]]] for layer in passed)
     at_once: dict[int, float] = {
         layer: load.recomputed * size + load.micro * scratch[layer] + load.replica * hidden * 8
         for layer, size in kept_by_layer.items()

@@ -91,7 +91,7 @@ def make_plan(
     else:
         plan = plan_of(None, stay)
     full = [budget for budget in plan.budgets if not budget.fits and not budget.is_socket]
-    if stay is None and full:
+    if stay is None and full and config.rule.activations != "retain":
         plan = _streamed(plan, full, choices or (None,), plan_of) or plan
     if full and not plan.fits and not generates(config):
         return _by_ranges(plan, dims, config, hardware, load, lane_rates) or plan
@@ -284,7 +284,15 @@ def _laid_out(
         chosen = Fit(1, held, budget_of(1, held), _cache_notes(dims, config))
     else:
         counts = range_counts(dims)
-        chosen = fit(config, budget_of, attention_kinds(config, dims, device), output_kinds(config), counts)
+        kinds = attention_kinds(config, dims, device, resident)
+        if resident is not None and kinds == ("retain",):
+            raise UserError(
+                "rule.activations=retain needs the weights of all layers in their places until backward",
+                where=f"rule.resident_layers={resident}",
+                required="rule.resident_layers=auto",
+                remedy="set rule.resident_layers=auto, or rule.activations=auto",
+            )
+        chosen = fit(config, budget_of, kinds, output_kinds(config), counts)
     notes += [*expert_notes, *chosen.notes, *_room_notes(hardware, chosen.memory)]
     if rule.gpu_memory != "auto" and all(budget.is_socket for budget in chosen.memory):
         notes.append(f"rule.gpu_memory={show(rule.gpu_memory)} changes nothing: no GPU is used")

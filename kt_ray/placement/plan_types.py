@@ -268,7 +268,8 @@ class Plan:
     micro_batch_rows: int = 1  # rows (pairs) of a micro-batch, all as long as data.max_length
     micro_batch_tokens: int | None = None  # positions that rows share by their lengths; None = they do not
     wave: int = 1  # micro-batches of a replica that pass the layers together
-    # "group", "micro_batch", "host" or "ranges": what attention workers hold for backward (rule.activations)
+    # "retain", "group", "micro_batch", "host" or "ranges": what attention workers hold for backward
+    # (rule.activations)
     activations: str = "group"
     head_ranges: int = 0  # with "ranges" as many of heads, in the place of all at once
     attention_output: str = "recompute"  # or "retain": whether it waits for backward (rule.attention_output)

@@ -248,7 +248,8 @@ def choice_text(choice: Choice) -> str:
     """ "2 stages x 1 replica, 2 groups, waves of 16 micro-batches, retain"."""
     layout = layout_text(choice.stages, choice.replicas, choice.hosts)
     groups = counted(choice.groups, "group")
-    held = choice.activations + ("" if choice.attention == "group" else f", {choice.attention}")
+    of_attention = {"group": "", "retain": ", layers retained"}
+    held = choice.activations + of_attention.get(choice.attention, f", {choice.attention}")
     held += f" of heads: {choice.ranges}" if choice.ranges else ""
     held += "" if choice.output == "retain" else ", attention output recomputed"
     groups += f", {choice.copies} copies of the experts" if choice.copies > 1 else ""

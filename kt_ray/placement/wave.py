@@ -73,6 +73,7 @@ def fit(
     kinds = [
         Held(of_experts, of_attention, output, count)
         for of_experts, output, of_attention in each
+        if of_attention != "retain" or output == outputs[0]  # which it holds anyway
         for count in (ranges if of_attention == "ranges" else (0,))
     ]
     largest = min(asked, micro) if isinstance(asked, int) else micro
@@ -100,18 +101,23 @@ def fit(
     return fitted(least, kind)
 
 
-def attention_kinds(config: Config, dims: ModelDims, device: str) -> tuple[str, ...]:
+def attention_kinds(
+    config: Config, dims: ModelDims, device: str, resident: int | None = None
+) -> tuple[str, ...]:
     """What attention workers may hold for backward, in the order in which it is preferred.
 
-    Where the hidden state has several streams, dy is known only once a layer is recomputed: one micro-batch
-    at a time would compute all of it twice. On the CPU host memory is what they hold in anyway.
+    On the CPU a recomputation takes the experts' cores, and host memory is what workers hold in anyway. A GPU
+    mostly recomputes while experts work: there simulated steps decide (kt_ray/timing/choose.py). Where the
+    hidden state has several streams, dy is known only once a layer is recomputed: one micro-batch at a time
+    would compute all of it twice. resident: `make_plan`'s; graphs would hold the slots of the other layers.
     """
     asked = config.rule.activations
     if asked != "auto":
         return (asked,)
+    retain = ("retain",) if device == "cpu" and resident is None else ()
     if dims.hidden_streams > 1:
-        return ("group",)
-    return ("group", "micro_batch") if device == "cpu" else ("group", "micro_batch", "host")
+        return (*retain, "group")
+    return (*retain, "group", "micro_batch") if device == "cpu" else ("group", "micro_batch", "host")
 
 
 def output_kinds(config: Config) -> tuple[str, ...]:
@@ -163,7 +169,7 @@ def _notes(
             f"rule.activations=ranges: attention goes by {kind.ranges} ranges of heads, all else by "
             f"{RANGE_TOKENS:,} tokens; what is as long as a row waits in host memory"
         )
-    if rule.activations == "auto" and kind.attention != "group":
+    if rule.activations == "auto" and kind.attention not in ("group", "retain"):
         more = need(kind._replace(attention="group"))
         notes.append(f"rule.activations=auto: {kind.attention}; with group the whole step {more}")
     if isinstance(rule.wave, int) and rule.wave > micro:

@@ -18,7 +18,8 @@ class Load:
 
     total: all replicas. replica: the largest replica. group: one group of all replicas. micro: one
     micro-batch. row: the longest row. recomputed: of a replica, whose recomputed layers are held at once.
-    on_host: whether hidden states wait for backward in host memory. outputs: whether attention's wait, too.
+    retained: whether nothing is computed again. on_host: whether hidden states wait for backward in host
+    memory. outputs: whether attention's wait beside them, too.
     """
 
     total: int
@@ -31,6 +32,7 @@ class Load:
     outputs: bool = False
     own_group: int = 0  # one group of the largest replica
     ranges: int = 0  # of heads, where layers go by ranges
+    retained: bool = False
 
     def of_copy(self, copies: int, replicas: int) -> Load:
         """The same with the most tokens that one of so many copies of the experts computes: of the replicas
@@ -65,9 +67,13 @@ def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
     # One micro-batch of each group, and the gradients while one is differentiated.
     at_once = rows if held.attention == "group" else min(rows, (groups + 1) * micro)
     group = min(total, group_rows * unit * replicas)
-    waiting = (held.attention in ("host", "ranges"), held.output == "retain")
+    retained = held.attention == "retain"
+    if retained:
+        at_once = 0
+    waiting = (held.attention in ("host", "ranges"), held.output == "retain" and not retained)
     own = (group_rows * unit, held.ranges)
-    return Load(total, rows * unit, group, micro * unit, row, at_once * unit, *waiting, *own)
+    sizes = (total, rows * unit, group, micro * unit, row, at_once * unit)
+    return Load(*sizes, *waiting, *own, retained)
 
 
 def part_of(tokens: int, part: float) -> int:

@@ -354,6 +354,7 @@ def _other_residents(best: _Candidate, shares: tuple[float, ...] = (0.0, 0.5)) -
     whole = waves_of(micro_batches(best.config), plan.wave) == 1 and plan.resident is None
     whole &= plan.stream_to != "workers"  # which fill the room with experts
     whole &= plan.activations not in ("host", "ranges")
+    whole |= plan.activations == "retain"  # whose graphs would hold the slots
     if best.asked.rule.resident_layers != "auto" or whole or plan.workers[0].device == "cpu":
         return
     layers = min(stop - start for start, stop in (worker.layers for worker in plan.workers))
@@ -398,11 +399,14 @@ def _other_activations(best: _Candidate) -> Iterator[Config]:
 
 def _other_attention(best: _Candidate) -> Iterator[Config]:
     """Smaller waves, of which attention workers hold more: a group's layers are computed again at once, while
-    the experts work, and hidden states need not be copied to the host and back. Where workers compute experts
-    these need the room that hidden states take."""
-    if best.asked.rule.activations == "auto":
-        for kind in ("group", "host") if best.plan.stream_to == "workers" else ("group",):
-            if kind != best.plan.activations:
+    the experts work, and hidden states need not be copied to the host and back; or of all layers, which are
+    then computed once. Where workers compute experts these need the room that hidden states take."""
+    plan = best.plan
+    if best.asked.rule.activations == "auto" and plan.activations != "retain":
+        to_host = ("host",) if plan.stream_to == "workers" else ()
+        whole = () if plan.resident is not None or plan.head_ranges else ("retain",)
+        for kind in ("group", *to_host, *whole):
+            if kind != plan.activations:
                 yield with_keys(best.config, {"rule.activations": kind})
 
 
@@ -411,6 +415,8 @@ def _other_output(best: _Candidate) -> Iterator[Config]:
     plan = best.plan
     whole = waves_of(micro_batches(best.config), plan.wave) == 1 and plan.resident is None
     whole &= plan.activations not in ("host", "ranges")
+    if plan.activations == "retain":  # which holds it anyway
+        return
     for output in output_kinds(best.config):
         if output != plan.attention_output and not (whole and output == "recompute"):
             yield with_keys(best.config, {"rule.attention_output": output})

@@ -124,12 +124,16 @@ class PlanDurations:
         if ranges:  # each micro-batch is recomputed when its gradients are there
             parts = [] if kind == "recompute" else parts
             parts += [("recompute", m) for m in group] if kind == "backward" else []
+        elif self.plan.activations == "retain":
+            parts = [] if kind == "recompute" else parts
         elif self.plan.activations != "group":  # backward recomputes all but the first micro-batch
             parts = parts[:1] if kind == "recompute" else parts
             parts += [("recompute", m) for m in group[1:]] if kind == "backward" else []
         for part, m in parts:
             retained = self.plan.attention_output == "retain" and not ranges
-            one, two = self._counted(part, layer, m, self.device, self.host, retained=retained)
+            grown = self.plan.activations == "retain" and layer >= self.plan.backward.lowest
+            held = {"retained": retained, "grown": grown}
+            one, two = self._counted(part, layer, m, self.device, self.host, **held)
             factor = self._correction(part, layer, m)
             before, after = before + one * factor, after + two * factor
         if ranges:  # experts get tokens from the end of the layer
@@ -155,11 +159,20 @@ class PlanDurations:
         return copied + seconds(again, self.device, self.host, self.plan.dtype, m.rows * m.width)
 
     def _counted(
-        self, kind: str, layer: int, m: Micro, device: DeviceRate, host: DeviceRate, *, retained: bool = False
+        self,
+        kind: str,
+        layer: int,
+        m: Micro,
+        device: DeviceRate,
+        host: DeviceRate,
+        *,
+        retained: bool = False,
+        grown: bool = False,
     ) -> tuple[float, float]:
         """One micro-batch's seconds until the experts get their tokens, and after that, by layer_work.py.
 
-        retained: whether the recomputation has attention's output; layers are measured without.
+        retained: whether the recomputation has attention's output; layers are measured without. grown:
+            whether forward makes the graph.
         """
         plan, dtype, work = self.plan, self.plan.dtype, self.layers[layer]
         positions = m.rows * m.width
@@ -167,11 +180,14 @@ class PlanDurations:
             begun = Counts(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
             return seconds(begun, device, host, dtype, positions), 0.0
         if kind in ("forward", "recompute"):
-            grad = kind == "recompute"
-            first, rest = work.recompute(m.rows, m.width, retained) if grad else work.forward(m.rows, m.width)
+            again = kind == "recompute"
+            first, rest = (
+                work.recompute(m.rows, m.width, retained) if again else work.forward(m.rows, m.width)
+            )
+            grad = again or grown
             one = seconds(first, device, host, dtype, positions, grad=grad)
             two = seconds(rest, device, host, dtype, positions, grad=grad)
-            return (0.0, one + two) if grad else (one, two)
+            return (0.0, one + two) if again else (one, two)
         if kind == "backward":
             through = work.backward(m.rows, m.width)
             return 0.0, seconds(through, device, host, dtype, positions, back=True)

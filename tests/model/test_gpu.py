@@ -50,7 +50,7 @@ def test_parity(checkpoint: Callable[..., Path], family: str, cuts: tuple[int, .
 def test_hidden_states_come_back_from_the_host(checkpoint: Callable[..., Path], family: str) -> None:
     """The same bits on the card, whatever is recomputed when and wherever hidden states wait."""
     found = {}
-    for kind in ("group", "micro_batch", "host"):
+    for kind in ("retain", "group", "micro_batch", "host"):
         lora = LoraConfig(rank=4, dropout=0.1)
         reference, stages = ready(checkpoint(family), lora, (0, 3), device="cuda:0", activations=kind)
         spec = pass_spec(ROWS, groups=2, micro=1, step=3)
@@ -59,7 +59,7 @@ def test_hidden_states_come_back_from_the_host(checkpoint: Callable[..., Path], 
         assert again.loss == found[kind].loss
         for stage in stages:
             assert stage.shelf is None or stage.shelf._memory.is_pinned()
-    for kind in ("micro_batch", "host"):
+    for kind in ("retain", "micro_batch", "host"):
         assert found[kind].loss == found["group"].loss
         for name, grad in found["group"].grads.items():
             assert torch.equal(found[kind].grads[name].cpu(), grad.cpu()), name

@@ -85,6 +85,7 @@ def check(path: Path, stages: list[Stage], lowest: int = 0) -> None:
     [
         {"activations": "group", "attention_output": "retain"},
         {"activations": "micro_batch"},
+        {"activations": "retain"},
         exhaustive({"activations": "host"}),
         {"activations": "host", "attention_output": "retain"},
     ],

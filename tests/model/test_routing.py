@@ -31,7 +31,7 @@ LAYOUTS = {
         "rule=cpu_2workers_2sockets",
         "trainer.micro_batch_size=2",
     ],
-    "two replicas": ["rule=cpu_replicas_2"],
+    "two replicas, recomputed": ["rule=cpu_replicas_2", "rule.activations=group"],
     "ranges of heads": ["rule=cpu_1worker_1socket", "rule.activations=ranges"],
 }
 

@@ -10,6 +10,7 @@ import pytest
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, LoraConfig, RuleConfig
 from kt_ray.dims.config_json import dims_from_config
+from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for, nominal_hardware
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.generation_memory import within_server
@@ -161,6 +162,27 @@ def test_one_micro_batch_at_a_time_and_hidden_states_on_the_host() -> None:
     )
 
 
+def test_retained_layers_are_all_kept_and_none_is_computed_again() -> None:
+    """On one GPU of four, eight micro-batches of 1,024 tokens; attention's outputs are part of them."""
+    layers = {"layers": [16, 15, 15, 15], "wave": 8}
+    group, retain = (
+        items(v3_plan(activations=kind, attention_output=output, **layers), "cuda:1")
+        for kind, output in (("group", "recompute"), ("retain", "retain"))
+    )
+    each = [layer_activation_bytes(V3, make_config(), n, "bfloat16", gpu=True) for n in range(16, 31)]
+    assert retain["kept activations"] - group["kept activations"] == 8192 * sum(each)
+    assert retain["workspace"] < group["workspace"] / 4  # what a layer needs for a moment
+
+
+def test_retained_layers_need_their_weights_until_backward() -> None:
+    """A slot would get the next layer's before autograd reads it."""
+    with pytest.raises(UserError, match=r"rule\.resident_layers=3") as error:
+        v3_plan(activations="retain", resident_layers=3)
+    assert "set rule.resident_layers=auto" in str(error.value)
+    plan = make_plan(V3, make_config(rule={**FOUR_GPUS, "activations": "retain"}), make_hardware(gpus=4))
+    assert not plan.fits and plan.resident is None and plan.activations == "retain"
+
+
 def test_replicas_divide_the_tokens() -> None:
     config = make_config(rule={"replicas": 2}, trainer={"batch_size": 5, "micro_batch_size": 2})
     load = load_of(config, wave=2, groups=2)
@@ -244,7 +266,11 @@ def test_formats_and_dtype() -> None:
 def test_quantised_weights_may_stay_quantised() -> None:
     quantised = small_dims(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     plain, kept = (
-        make_plan(quantised, make_config(model={"keep_quantized": keep}), make_hardware())
+        make_plan(
+            quantised,
+            make_config(model={"keep_quantized": keep}, rule={"activations": "group"}),
+            make_hardware(),
+        )
         for keep in (False, True)
     )
     saved = sum(2 * q.params - q.bytes for q in quantised.quantised)
@@ -481,7 +507,8 @@ def test_remedies_name_the_format_that_fits() -> None:
 )
 def test_remedies_name_the_key_that_frees_memory_of_answers(keys: dict[str, Any], key: str) -> None:
     def planned(keys: dict[str, Any]) -> Config:
-        config = with_keys(make_config(trainer={"batch_size": 1}, data={"max_length": 4096}, **CHECKED), keys)
+        small = {"trainer": {"batch_size": 1}, "data": {"max_length": 4096}, "rule": {"activations": "group"}}
+        config = with_keys(make_config(**small, **CHECKED), keys)
         return within_server(config) if config.trainings else config
 
     dims = dataclasses.replace(small_dims(), context=0)
@@ -499,7 +526,7 @@ def test_remedies_combine_when_one_change_is_not_enough() -> None:
         **CHECKED,
     )
     smallest = make_config(
-        rule={"experts": {"activations": "recompute"}},
+        rule={"experts": {"activations": "recompute"}, "activations": "group"},
         trainer={"batch_size": 1, "micro_batch_size": 1},
         data={"max_length": 64},
     )

@@ -135,7 +135,8 @@ def test_attention_holds_what_needs_the_fewest_waves(capacity: int, expected: tu
 
 
 def test_what_attention_may_hold() -> None:
-    assert attention_kinds(config_of(8), DIMS, "cpu") == ("group", "micro_batch")
+    assert attention_kinds(config_of(8), DIMS, "cpu") == ("retain", "group", "micro_batch")
+    assert attention_kinds(config_of(8), DIMS, "cpu", resident=2) == ("group", "micro_batch")
     assert attention_kinds(config_of(8), DIMS, "cuda") == ("group", "micro_batch", "host")
     assert attention_kinds(config_of(8, activations="host"), DIMS, "cpu") == ("host",)
     streams = dataclasses.replace(DIMS, hidden_streams=4)  # everything would be computed twice

@@ -314,6 +314,23 @@ def test_smaller_waves_are_compared_where_attention_would_hold_less() -> None:
     assert fixed.activations == "group" and fixed.wave == held["group"].wave
 
 
+def test_layers_are_retained_where_a_card_has_the_room_and_is_the_limit() -> None:
+    """Long rows of a small model: attention takes longer than the experts."""
+    config = make_config(
+        rule={"activations": "auto", "stages": 1, "replicas": 1},
+        data={"max_length": 8192},
+        trainer={"batch_size": 4, "micro_batch_size": 1},
+    )
+    plan = choose_plan(V2_LITE, config, host(1, 140))
+    held = {choice.attention: choice.seconds for choice in plan.compared[::-1]}
+    assert plan.activations == "retain" and held["retain"] * GAIN < held["group"]
+    assert ", layers retained" in next(note for note in plan.notes if note.startswith("chosen by"))
+    again = choose_plan(V2_LITE, config, host(1, 140), before=plan.compared[0])
+    assert (again.activations, again.wave) == ("retain", plan.wave)
+    smaller = choose_plan(V2_LITE, config, host(1, 48))
+    assert smaller.activations == "group" and smaller.wave == plan.wave
+
+
 def test_half_a_wave_is_compared_where_a_larger_one_gives_something_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

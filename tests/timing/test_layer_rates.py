@@ -27,7 +27,10 @@ KINDS = ("forward", "recompute", "backward")
 
 
 def durations(layers: tuple[LayerRate, ...]) -> PlanDurations:
-    config, hardware = make_config(stages=1, groups=1, experts={"sockets": 1}), make_hardware()
+    config, hardware = (
+        make_config(rule={"activations": "group"}, stages=1, groups=1, experts={"sockets": 1}),
+        make_hardware(),
+    )
     plan = make_plan(small_dims("deepseek_v3"), config, hardware)
     rates = dataclasses.replace(nominal_rates(hardware), layers=layers)
     return PlanDurations(plan, config, rates, machine_of(plan))

@@ -214,6 +214,16 @@ def test_few_tokens_are_bound_by_memory() -> None:
     assert found.expert(0, 1, "forward", 64).beside == pytest.approx(expected, rel=0.01)
 
 
+def test_retained_layers_are_computed_once() -> None:
+    group = (Micro(4, 16, 64, 64),) * 2
+    again, once = (durations(rule={**ONE, "activations": kind}) for kind in ("group", "retain"))
+    submitted = once._submit("recompute", 128)
+    assert sum(once.attention("recompute", 1, group)) == submitted
+    assert sum(again.attention("recompute", 1, group)) > 2 * submitted
+    assert once.attention("backward", 1, group) == again.attention("backward", 1, group)
+    assert sum(once.attention("forward", 1, group)) >= sum(again.attention("forward", 1, group))
+
+
 def test_recomputing_experts_costs_gate_and_up_again() -> None:
     keep, again = (
         durations(rule={**ONE, "experts": {"sockets": 1, "activations": kind}})
@@ -228,7 +238,7 @@ def test_recomputing_experts_costs_gate_and_up_again() -> None:
 def test_no_gradient_at_the_experts_inputs_saves_gate_and_up() -> None:
     """Where only the experts of a layer train, and nothing below."""
     lora = {"layers": [1, 3], "target_modules": "none"}
-    found = durations(rule=ONE, lora=lora)
+    found = durations(rule={**ONE, "activations": "group"}, lora=lora)
     full, least = (found.expert(0, layer, "backward", 4096).beside for layer in (3, 1))
     products = found._kernel("backward", 8192, 2048, 4, 8) - found._kernel(
         "backward", 8192, 2048, 4, 8, products=0

@@ -31,6 +31,10 @@ LAYOUTS = {
     "micro-batches of rows of similar length": ["trainer.micro_batch_size=auto", "data.max_length=64"],
     "rows padded to multiples of 16": ["data.pad_to_multiple_of=16"],
     "recompute": ["rule.experts.activations=recompute"],
+    "layers retained, 2 stages, 2 replicas": [
+        *("rule.activations=retain", "rule.stages=2", "rule.replicas=2"),
+    ],
+    "layers recomputed": ["rule.activations=group"],
     "one micro-batch at a time": ["rule.activations=micro_batch"],
     "hidden states on the host, 2 stages, 2 replicas": [
         "rule.activations=host",
@@ -115,6 +119,7 @@ def test_what_attention_holds_changes_no_bit(tmp_path: Path, family: str) -> Non
     common = ["rule.groups=2", "trainer.micro_batch_size=2", "lora.dropout=0.1"]
     recomputed = "rule.attention_output=recompute"
     whole = curve(path, *common, "rule.activations=group", recomputed, stop=3)
+    assert curve(path, *common, "rule.activations=retain", stop=3) == whole
     for held in ("group", "micro_batch", "host"):
         for output in (recomputed, "rule.attention_output=retain"):
             assert curve(path, *common, f"rule.activations={held}", output, stop=3) == whole

@@ -32,6 +32,7 @@ LAYOUTS = {
     "recompute, one micro-batch at a time": [
         *("rule.experts.activations=recompute", "rule.activations=micro_batch"),
     ],
+    "layers retained": ["rule.activations=retain"],
     "hidden states on the host, streamed layers": ["rule.activations=host", "rule.resident_layers=0"],
     "ranges": ["rule.activations=ranges"],
     "a lane of the actors": ["rule.experts.stream=0.5", "rule.experts.lane_device=cpu"],
