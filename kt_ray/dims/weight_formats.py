@@ -107,8 +107,8 @@ def expert_storage(config: Mapping[str, Any], dtype: str, moe_layers: Iterable[i
     """
     if str(config.get("expert_dtype", "")).lower() in ("fp4", "mxfp4"):
         return MXFP4
-    if (quantization := _quantization(config)) and _is_mixed(quantization):
-        each = _expert_algorithms(quantization, moe_layers).values()
+    if _is_mixed(_quantization(config)):
+        each = _expert_algorithms(config, moe_layers).values()
         found = [_of_modelopt(algorithm) for algorithm in sorted(set[str]().union(*each))]
         # Of what is not read nobody knows the size: it counts as the largest.
         return max(found, key=lambda s: s.matrix_bytes(_MOST, _MOST), default=plain_storage(dtype))
@@ -117,8 +117,8 @@ def expert_storage(config: Mapping[str, Any], dtype: str, moe_layers: Iterable[i
 
 def plain_expert_layers(config: Mapping[str, Any], moe_layers: Iterable[int]) -> tuple[int, ...]:
     """MoE layers whose experts quantization_config excludes: they are stored in the plain type."""
-    if (quantization := _quantization(config)) and _is_mixed(quantization):
-        return tuple(n for n, own in _expert_algorithms(quantization, moe_layers).items() if not own)
+    if _is_mixed(_quantization(config)):
+        return tuple(n for n, own in _expert_algorithms(config, moe_layers).items() if not own)
     patterns = _excluded(config)
     if not patterns:
         return ()
@@ -221,7 +221,7 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
         if not _is_mixed(quantization):
             own = str(quantization.get("quant_algo") or "")
             return _of_modelopt(own) if own else plain_storage(dtype)
-        algorithms = _stated_algorithms(quantization, names)
+        algorithms = _stated_algorithms(*_quantized_layers(quantization), names)
         return _of_modelopt(algorithms[0]) if algorithms else plain_storage(dtype)
     return {"mxfp8": _MXFP8, "nvfp4": _NVFP4}.get(method, Storage(method))
 
@@ -237,33 +237,41 @@ def _is_mixed(quantization: Mapping[str, Any]) -> bool:
     return _method(quantization) == "modelopt" and own == "mixed_precision"
 
 
-def _quantized_layers(quantization: Mapping[str, Any]) -> dict[str, str]:
-    """ModelOpt's quant_algo by the names of modules, some of them with "*"."""
+def _quantized_layers(quantization: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """What ModelOpt says of modules by their names, tens of thousands of experts' among them, and those of
+    the names that have a "*"."""
     layers = quantization.get("quantized_layers")
-    said = layers.items() if isinstance(layers, Mapping) else ()
-    algorithms = ((name, own.get("quant_algo")) for name, own in said if isinstance(own, Mapping))
-    return {name: str(algorithm) for name, algorithm in algorithms if algorithm}
+    layers = layers if isinstance(layers, Mapping) else {}
+    return layers, [name for name in layers if "*" in name]
 
 
-def _stated_algorithms(quantization: Mapping[str, Any], names: list[str]) -> list[str]:
+def _algorithms(said: Iterable[Any]) -> list[str]:
+    """The quant_algo of each of them that states one."""
+    found = (own.get("quant_algo") for own in said if isinstance(own, Mapping))
+    return [str(algorithm) for algorithm in found if algorithm]
+
+
+def _stated_algorithms(layers: Mapping[str, Any], patterns: list[str], names: list[str]) -> list[str]:
     """Of modules of these names, or of what they lie in: by name, then by patterns."""
-    layers = _quantized_layers(quantization)
     parts = [name.split(".") for name in names]
     modules = [".".join(part[:n]) for part in parts for n in range(len(part), 0, -1)]
-    modules += [key for key in layers if "*" in key and any(fnmatchcase(name, key) for name in names)]
-    return [layers[name] for name in modules if name in layers]
+    modules += [key for key in patterns if any(fnmatchcase(name, key) for name in names)]
+    return _algorithms(layers[name] for name in modules if name in layers)
 
 
-def _expert_algorithms(quantization: Mapping[str, Any], moe_layers: Iterable[int]) -> dict[int, set[str]]:
-    """Of the routed experts of each layer, which may be named as one, or one by one."""
+def _expert_algorithms(config: Mapping[str, Any], moe_layers: Iterable[int]) -> dict[int, set[str]]:
+    """Of each layer's routed experts, named as one or one by one; empty where they are excluded."""
+    (layers, patterns), excluded = _quantized_layers(_quantization(config)), _excluded(config)
     routed: dict[str, set[str]] = {}  # by number of the layer, or a pattern of it
-    for name, algorithm in _quantized_layers(quantization).items():
+    for name, said in layers.items():
         if match := _ROUTED.search(name):
-            routed.setdefault(match["layer"], set()).add(algorithm)
+            routed.setdefault(match["layer"], set()).update(_algorithms([said]))
     found: dict[int, set[str]] = {}
     for layer in moe_layers:
-        own = (each for number, each in routed.items() if fnmatchcase(str(layer), number))
-        found[layer] = set(_stated_algorithms(quantization, _experts_of(layer))).union(*own)
+        found[layer] = set()
+        if not _names_match(excluded, layer, _EXPERT_NAMES):
+            found[layer].update(_stated_algorithms(layers, patterns, _experts_of(layer)))
+            found[layer].update(*(own for number, own in routed.items() if fnmatchcase(str(layer), number)))
     return found
 
 

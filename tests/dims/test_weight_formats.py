@@ -252,6 +252,28 @@ def test_each_layer_of_modelopt_as_it_says() -> None:
     assert dims.refusal and "stored as nvfp4_awq as modelopt packs them" in dims.refusal
     dims = small_dims("mixtral", quantization_config={**quantization, "quantized_layers": other})
     assert (dims.refusal, dims.expert_format) == (None, "bf16")
+    quantization["quantized_layers"] = {"model.layers.*.mlp.experts*": four}
+    dims = small_dims("mixtral", quantization_config={**quantization, "ignore": ["model.layers.1.*"]})
+    assert (dims.expert_format, dims.plain_expert_layers) == ("nvfp4", (1,))
+    dims = small_dims("mixtral", quantization_config={**quantization, "ignore": ["*.mlp.experts.*"]})
+    assert dims.expert_format == "bf16"
+
+
+def test_modelopts_list_of_experts_is_not_read_for_each_module_again() -> None:
+    """Else a plan of 60 layers with 256 experts, one by one, took half a minute."""
+
+    class Counted(dict[str, Any]):
+        read = 0
+
+        def get(self, *given: Any) -> Any:
+            Counted.read += 1
+            return super().get(*given)
+
+    names = [f"model.layers.{layer}.mlp.experts.{e}.up_proj" for layer in range(4) for e in range(100)]
+    layers = {name: Counted(quant_algo="NVFP4") for name in names}
+    quantization = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    assert small_dims("mixtral", quantization_config=quantization).expert_format == "nvfp4"
+    assert Counted.read <= 3 * len(names)
 
 
 def test_gptq_of_some_modules() -> None:
