@@ -83,9 +83,14 @@ _ROUNDED_FRACTION = re.compile(rf"[$€£¥]?{_DIGITS}\s*/\s*{_DIGITS}\s*(?:≈|
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\?[{}]")
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _HASHES = re.compile(r"####([^\n]*)")
+_ANSWER_IS = (
+    r"\banswers?\b(?: to (?:the|this|your) \w+)?[ \t*_]*"
+    r"(?:is|are|was|equals|(?:would|should|must|will) be|[:=])"
+)
+_NOT = r"[\s*_:]{0,9}(?:not|n['’]t)\b"
+_DENIED = re.compile(rf"{_ANSWER_IS}{_NOT}[^\w\n]{{0,9}}?(?:{_NUMBER.pattern})", re.IGNORECASE)
 _STATEMENT = re.compile(
-    r"(?:\banswers?\b(?: to (?:the|this|your) \w+)?[ \t*_]*"
-    r"(?:is|are|was|equals|(?:would|should|must|will) be|[:=])(?!\s*(?:not|n['’]t)\b)"
+    rf"(?:{_ANSWER_IS}(?!{_NOT})"
     r"|答案[*_]*(?:应该|应当|应)?[是为:]"
     # not "Answer 3 questions", nor "For the final answer, 3 is added"
     r"|\bfinal answer(?=[^\w(\[,.;]{1,4}\d)"
@@ -142,7 +147,7 @@ def stated_number(text: str) -> Number | None:
         line = _NEXT_LINE.match(text, statement.end())
         if line and not re.search(r"\w", statement[1]) and (number := _alone(line[1])):
             return number
-    numbers = _numbers(text)
+    numbers = _numbers(_DENIED.sub("", text))
     return numbers[-1] if numbers else None
 
 

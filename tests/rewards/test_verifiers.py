@@ -101,6 +101,8 @@ def test_answers_are_judged_one_by_one_until_a_signal_comes() -> None:
         ("The answer is 3, found in 6 steps.", 3, 1),
         ("The answer is not 5, it is 6.", 6, 1),
         ("The answer isn't 5 but 6", 5, 0),
+        ("It is 6. So the answer is **not** 5/7.", 6, 1),
+        ("The answer is: not $5", 5, 0),
         ("**Answer:** $1,234.50 for 2 people", 1234.5, 1),
         ("first 3, then 4.", 4, 1),
         (r"\boxed{1} then \boxed{x = \frac{1}{2}}", "1/2", 1),
