@@ -18,6 +18,7 @@ from kt_ray.data.turns import (
     SHAREGPT,
     answer_of,
     bad_row,
+    decoded,
     is_there,
     keys_of,
     kind,
@@ -31,7 +32,6 @@ from kt_ray.data.turns import (
     wrong,
 )
 from kt_ray.errors import UserError
-from kt_ray.parse import parse_json
 
 # What a row of each format looks like, for messages and documentation.
 FORMATS: dict[str, str] = {
@@ -177,10 +177,7 @@ class Parser:
         for name in _LISTS:
             value = result.get(name)
             if isinstance(value, str) and value.lstrip().startswith("["):
-                try:
-                    result[name] = parse_json(value)
-                except ValueError as error:
-                    raise wrong(name, value, where, "a list (as JSON)") from error
+                result[name] = decoded(value, where, name)
         if inner:
             for name in _TURNS & result.keys():
                 result[name] = _inner_keys(result[name], inner)

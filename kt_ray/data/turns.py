@@ -149,7 +149,7 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
     _check_place(role, given, before, where, place)
     content = _content(message.get(text_key), where, f"{place}.{text_key}", empty=bool(calls))
     if given == "function_call":
-        calls, content = _decoded(content, where, place), ""
+        calls, content = decoded(content, where, place), ""
     result = turn(role, content, where, place, calls=calls is not None)
     if calls is not None:
         if role != "assistant":
@@ -239,7 +239,7 @@ def turn(role: str, content: str, where: str, place: str, *, calls: bool = False
 
 def _listed(calls: Any, where: str, place: str) -> list[Any]:
     if isinstance(calls, str):
-        calls = _decoded(calls, where, f"{place}.tool_calls")
+        calls = decoded(calls, where, f"{place}.tool_calls")
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list) or not calls:
@@ -254,7 +254,7 @@ def _call(call: Any, where: str, place: str) -> dict[str, Any]:
         raise wrong(f"{place}.tool_calls", call, where, '{"function": {"name": …, "arguments": …}}')
     arguments = inner.get("arguments", inner.get("parameters"))
     if isinstance(arguments, str):  # OpenAI's API has "" where there are none
-        arguments = _decoded(arguments, where, f"{place}.tool_calls") if arguments.strip() else None
+        arguments = decoded(arguments, where, f"{place}.tool_calls") if arguments.strip() else None
     if arguments is not None and not isinstance(arguments, dict):
         raise wrong(f"{place}.tool_calls.arguments", arguments, where, "an object")
     _check_json(arguments, where, f"{place}.tool_calls.arguments")
@@ -270,7 +270,7 @@ def _call(call: Any, where: str, place: str) -> dict[str, Any]:
 def tools_of(given: Any, where: str) -> tuple[dict[str, Any], ...] | None:
     """The functions a row offers, each {"type": "function", "function": {...}}; None = none."""
     if isinstance(given, str):
-        given = _decoded(given, where, "tools") if given.strip() else None
+        given = decoded(given, where, "tools") if given.strip() else None
     if not given:
         return None
     if not isinstance(given, list):
@@ -299,9 +299,10 @@ def _check_json(value: Any, where: str, place: str) -> None:
         ) from error
 
 
-def _decoded(text: str, where: str, place: str) -> Any:
+def decoded(text: str, where: str, place: str) -> Any:
+    """What a row holds as JSON text."""
     try:
-        return parse_json(text)
+        return parse_json(text, unique=True)
     except ValueError as error:
         raise bad_row(f"{place} is not valid JSON", where, f"{error}: {text[:60]}", "JSON") from error
 

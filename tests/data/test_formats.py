@@ -135,6 +135,10 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         {"prompt": "[{'from': 'human', 'value': 'q'}]", "completion": "a"},
         ["prompt is a text that holds turns"],
     ),
+    "a key twice in a cell": (
+        {"messages": '[{"role": "user", "content": "q", "content": "r"}]'},
+        ["messages is not valid JSON", "key 'content' appears twice"],
+    ),
     "tools in a turn": (
         {
             "messages": [
