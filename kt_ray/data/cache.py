@@ -26,7 +26,7 @@ from kt_ray.data.row_types import Conversation
 if TYPE_CHECKING:
     from kt_ray.data.template import ChatEncoder
 
-VERSION = 11  # of the encoding: raise it when the same input gives other tokens
+VERSION = 12  # of the encoding: raise it when the same input gives other tokens
 WORTH = 2_000  # fewer rows are tokenised in about a second
 _ABANDONED = 24 * 3600  # seconds after which an unfinished file is one of a run that was killed
 Tokens = list[tuple[np.ndarray, np.ndarray]]  # ids and labels of each row

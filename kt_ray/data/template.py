@@ -348,7 +348,8 @@ class ChatEncoder(ChatTemplate):
             follows = text[stop:].lstrip()
             ending = next((token for token in self._special if follows.startswith(token)), "")
             ending = ending or self._ending(text[start:stop])
-        if not ending and self.openings:
+        # There no text ends with a token but with one of the row's own; calls may.
+        if self.openings and not (ending and messages[-1].get("tool_calls")):
             return self._with_opening(text, spans, "tool" if messages[-1].get("tool_calls") else "user")
         if not ending:
             self._note(_ENDLESS)

@@ -79,6 +79,13 @@ def test_an_answer_that_ends_with_a_special_token_of_its_own_changes_no_other_en
         assert trained(make_tokenizer(template), row) == ["Tilda." + END, last + END]
 
 
+def test_a_special_token_of_an_answers_own_is_no_end_where_the_next_turn_opens() -> None:
+    tokenizer = make_tokenizer(PLAIN.replace("<|im_end|>\\n", ""))
+    opening = "<|im_start|>"
+    ids, labels = ChatEncoder(tokenizer).encode(conversation("Who?", "Tilda.", "Where?", "Here." + END))
+    assert trained_texts(tokenizer, ids, labels) == ["Tilda." + opening, "Here." + END + opening]
+
+
 def test_a_header_that_a_template_marks_is_not_trained() -> None:
     """As Laguna's template, whose blocks take in the header that its prompts end with."""
     header = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
