@@ -63,7 +63,9 @@ def _other_key(key: str, word: str) -> str:
     """What to set where a loss of dpo is named as a stage, or a stage as its loss; "" = neither."""
     if key == "trainer.stage" and word in WORDS["preference.loss"]:
         return f"set trainer.stage=dpo preference.loss={word}"
-    return f"set trainer.stage={word}" if key == "preference.loss" and word in WORDS["trainer.stage"] else ""
+    if key == "preference.loss" and word in WORDS["trainer.stage"]:
+        return f"set trainer.stage={word} preference.loss={WORDS[key][0]}"
+    return ""
 
 
 def single_keys(config: Config) -> Iterator[Fault]:

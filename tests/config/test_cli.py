@@ -102,7 +102,10 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["trainer.resume=true"], ["trainer.resume=true", "str | null", "To fix"]),
     # wrong values
     (["trainer.stage=simpo"], ["trainer.stage=simpo", "set trainer.stage=dpo preference.loss=simpo"]),
-    (["trainer.stage=dpo", "preference.loss=orpo"], ["preference.loss=orpo", "set trainer.stage=orpo"]),
+    *(
+        (["trainer.stage=dpo", f"preference.loss={w}"], [f"set trainer.stage={w} preference.loss=sigmoid"])
+        for w in ("orpo", "dpo")
+    ),
     (["mode=plam"], ["mode=plam", "did you mean plan?", "set mode=plan"]),
     (["lora.rank=0"], ["lora.rank=0", "at least 1 and at most 256", "set lora.rank=8"]),
     (["lora.rank=512"], ["lora.rank=512", "at most 256", "set lora.rank=8"]),
