@@ -464,7 +464,8 @@ class TrainService:
         return ApiError(
             404,
             f"there is no {kind} '{(name or '')[:100]}', or no longer: it ends with its session (after "
-            f"{self._idle:.0f} s without a word from its client) and with the server. To fix: {remedy}",
+            f"{self._idle:.0f} s without a word from its client, {min(GONE, self._idle):.0f} s where another "
+            f"needs the room) and with the server. To fix: {remedy}",
             code=f"{kind}_not_found",
         )
 

@@ -83,6 +83,7 @@ def test_the_end_of_a_session_frees_what_it_had(raw: Raw) -> None:
     answer = raw.http.post("get_info", json={"model_id": model})
     assert answer.status_code == 404
     assert f"its last saved state is tinker://{model}/weights/stays" in answer.text
+    assert "after 600 s without a word from its client, 60 s where another needs the room" in answer.text
     assert raw.http.get(f"samplers/{sampler}").status_code == 404
     assert len(raw.server.service.saved.all()) == 1
 
