@@ -18,8 +18,9 @@ from functools import cached_property
 
 ROWS = (1, 4, 16, 64, 256)  # rows per expert at which experts are measured
 # Bytes that LoRA reads and writes per element of a linear layer's input and output, forward and backward:
-# by PEFT, and by kt_ray/model/lora_linear.py, which has bfloat16 on a GPU.
+# by PEFT (dropout, DoRA); by kt_ray/model/lora_linear.py in float32, and in parts (bfloat16 on a GPU).
 PEFT_BYTES = (20.0, 40.0)
+WIDE_BYTES = (19.0, 26.0)
 PARTS_BYTES = (3.0, 5.0)
 CAUSAL = 2.0  # all pairs of positions of a row over those of which the later sees the earlier
 NORM_BYTES = (38.0, 90.0)  # per element of an RMS norm in bfloat16 as transformers computes it, both ways
@@ -137,8 +138,8 @@ EXPERT_CURVES = ("forward", "backward", "forward_all", "backward_all")  # of an 
 class BlockRate:
     """Speed of what a decoder layer has beside matrix products, everything in it included."""
 
-    # adapter, adapter_backward: elements/s of a LoRA layer's own path (rank 8; on a CPU PEFT's, on a GPU that
-    # of bfloat16), forward and backward; its elements are the inputs and outputs of its linear layer
+    # adapter, adapter_backward: elements/s of a bfloat16 LoRA layer's path (rank 8; on a CPU in float32, on a
+    # GPU in parts), forward and backward; its elements are the inputs and outputs of its linear layer
     adapter: Figure
     adapter_backward: Figure
     # norm, norm_backward: elements/s of an RMS norm as transformers computes it (six passes forward)
@@ -182,7 +183,7 @@ class DeviceRate:
         def moving(size: float) -> Figure:
             return self.memory.scaled(1 / size, f"{size:g} bytes per element")
 
-        forward, backward = PEFT_BYTES if self.threads else PARTS_BYTES
+        forward, backward = WIDE_BYTES if self.threads else PARTS_BYTES
         blocks = self.blocks or BlockRate(
             adapter=moving(forward),
             adapter_backward=moving(backward),

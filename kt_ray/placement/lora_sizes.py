@@ -161,5 +161,5 @@ def check_layers(dims: ModelDims, lora: LoraConfig) -> None:
 
 
 def in_parts(lora: LoraConfig, dtype: str, *, gpu: bool) -> bool:
-    """Whether LoRA outside the routed experts takes the path of kt_ray/model/lora_linear.py."""
+    """Whether LoRA outside the routed experts takes the path in parts (kt_ray/model/lora_linear.py)."""
     return gpu and dtype == "bfloat16" and not lora.dropout and not lora.dora

@@ -23,14 +23,21 @@ from typing import NamedTuple
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.layer_params import HELD_BYTES, WRITTEN_OUT_NORMS, holds_scores, window_block
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.hardware.rates import FUSED_NORM_BYTES, NORM_BYTES, PARTS_BYTES, PEFT_BYTES, DeviceRate
+from kt_ray.hardware.rates import (
+    FUSED_NORM_BYTES,
+    NORM_BYTES,
+    PARTS_BYTES,
+    PEFT_BYTES,
+    WIDE_BYTES,
+    DeviceRate,
+)
 from kt_ray.placement.lora_sizes import in_parts, module_ranks
 from kt_ray.placement.memory import masked
 from kt_ray.placement.plan_types import Plan
 
 # Operations that are dispatched, forward and backward, views not counted (torch.profiler, on a CPU).
-LINEAR_OPS = (7.0, 11.0)  # a linear layer with LoRA by PEFT
-PARTS_OPS = (6.0, 13.0)  # by kt_ray/model/lora_linear.py, with gradients added up
+LINEAR_OPS = (7.0, 11.0)  # a linear layer with LoRA by PEFT, or by kt_ray/model/lora_linear.py in float32
+PARTS_OPS = (6.0, 13.0)  # in parts, with gradients added up
 KNOWN_OPS = 4.0  # of them forward where the output is known
 BARE_LINEAR_OPS = (1.0, 1.0)  # a linear layer alone
 LAYER_OPS = (120.0, 127.0)  # norms, rotary embedding, masks, residuals, attention itself
@@ -121,7 +128,7 @@ class LayerWork:
 
     @property
     def in_parts(self) -> bool:
-        """Whether LoRA takes kt_ray/model/lora_linear.py's path."""
+        """Whether LoRA takes kt_ray/model/lora_linear.py's path in parts."""
         return in_parts(self.lora, self.dtype, gpu=self.gpu)
 
     @property
@@ -234,8 +241,9 @@ class LayerWork:
             formed = 0.0 if back else n_in * (5.0 * n_out + n_in)
             elements += 3.0 * m * n_out
             product += 0.0 if back else 2.0 * rank * n_in * (n_in + n_out)
-        if self.gpu:  # whose rate is of the other path
-            elements *= PEFT_BYTES[back] / PARTS_BYTES[back]
+        of_rate = PARTS_BYTES if self.gpu else WIDE_BYTES  # the path that was measured
+        own = PEFT_BYTES if self.lora.dora or self.lora.dropout else WIDE_BYTES
+        elements *= own[back] / of_rate[back]
         return Counts(products=product, passes=formed, adapted=elements, operations=LINEAR_OPS[back])
 
     def _between(self, m: int, back: int) -> Counts:

@@ -127,20 +127,32 @@ def test_lora_in_two_parts_is_bytes_and_products() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "dtype"),
-    [({"dropout": 0.1}, "bfloat16"), ({}, "float32"), ({"dora": True, "experts": False}, "bfloat16")],
+    ("lora", "dtype", "sizes"),
+    [
+        ({"dropout": 0.1}, "bfloat16", (20, 40)),
+        ({}, "float32", (19, 26)),
+        ({"dora": True, "experts": False}, "bfloat16", (20, 40)),
+    ],
 )
-def test_other_lora_on_a_gpu_is_pefts(lora: dict[str, Any], dtype: str) -> None:
-    """20 and 40 bytes per element, as on a CPU."""
+def test_other_lora_on_a_gpu_is_as_on_a_cpu(lora: dict[str, Any], dtype: str, sizes: tuple[int, int]) -> None:
+    """By PEFT, or in float32: bytes per element over the device's memory."""
     dims, rates = small_dims("mixtral"), nominal_rates(make_hardware(gpus=1))
     assert rates.gpu is not None
     works = [LayerWork(dims, 1, make_config(lora=lora).lora, dtype, gpu=gpu) for gpu in (False, True)]
-    block = rates.gpu.block
-    for each, rate in (20, block.adapter), (40, block.adapter_backward):
-        cpu, gpu = (w.forward(1, 32)[0] if each == 20 else w.backward(1, 32) for w in works)
+    blocks = rates.cpu_one.block, rates.gpu.block
+    for back, each in enumerate(sizes):
+        cpu, gpu = (w.backward(1, 32) if back else w.forward(1, 32)[0] for w in works)
         other = {"adapted": 0, "passes": 0, "normed": 0, "operations": 0}  # elementwise work and kernels
         assert gpu._replace(**other) == cpu._replace(**other)
-        assert gpu.adapted / rate.value == pytest.approx(cpu.adapted * each / rates.gpu.memory.value)
+        own = [block.adapter_backward if back else block.adapter for block in blocks]
+        moved = [
+            counts.adapted / rate.value * device.memory.value
+            for counts, rate, device in zip((cpu, gpu), own, (rates.cpu_one, rates.gpu), strict=True)
+        ]
+        assert moved[0] == pytest.approx(moved[1])
+        elements = sum(n_in + n_out for _, n_in, n_out in dims.lora_in_out[1])
+        if not lora.get("dora"):
+            assert moved[0] == pytest.approx(32 * elements * each)
 
 
 def test_a_plan_knows_where_its_layers_run() -> None:
