@@ -48,6 +48,7 @@ class Job:
 RULES = {
     "kt_ray_ray": ["rule=auto", "rule.device=cpu", "cluster=ray", "cluster.address=local"],
     "kt_ray_local": ["rule=auto", "rule.device=cpu", "cluster=local"],
+    "kt_ray_recompute": ["rule=auto", "rule.device=cpu", "cluster=local", "rule.activations=group"],
     "kt_ray_ray_2x2": ["rule=cpu_2workers_2sockets", "cluster=ray", "cluster.address=local"],
 }
 

@@ -40,6 +40,7 @@ OURS = "kt_ray_ray"
 LABELS = {
     "kt_ray_ray": "LoRA on attention and every routed expert",
     "kt_ray_local": "as kt_ray_ray, in one process without Ray",
+    "kt_ray_recompute": "as kt_ray_local, every layer computed again in backward",
     "hf": "experts frozen, no LoRA on them (grouped_mm)",
     "hf_factored": "LoRA on the experts as thin grouped products",
     "peft": "LoRA on the experts by target_parameters: W + BA in every forward",

@@ -7,6 +7,7 @@ Model, rows, batches, LoRA rank, learning rates and CPUs are the same for all:
 
     kt_ray_ray      under Ray, on a local cluster of its own
     kt_ray_local    the same plan in one process, without Ray
+    kt_ray_recompute  kt_ray_local with every layer computed again in backward
     kt_ray_ray_2x2  under Ray with two pipeline stages and two expert actors (rule=cpu_2workers_2sockets)
     hf_factored     Hugging Face with LoRA on every expert, written in torch for speed (always runs: the
                     losses are held against it)
