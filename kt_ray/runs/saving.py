@@ -167,6 +167,7 @@ def save_checkpoint(
                     "lr": learning_rate(prepared.config.optim, step - 1, batches.total_steps)
                     if step
                     else None,
+                    "next_lr": learning_rate(prepared.config.optim, step, batches.total_steps),
                     "recent": [[x if math.isfinite(x) else None for x in pair] for pair in recent],
                 },
             )
@@ -202,24 +203,32 @@ def best_so_far(prepared: Prepared, rundir: RunDir) -> tuple[int, float] | None:
 
 
 def new_schedule(resume: ResumePoint, prepared: Prepared) -> str:
-    """A line for the user where the learning rate will jump up: a schedule is planned anew, or its options
-    were changed.
+    """A line for the user where the learning rate goes on otherwise than it was going to: a schedule is
+    planned anew, or its options were changed.
 
     Returns:
-        "" where it goes on as it was.
+        "" where it goes on as it was, or falls and an older checkpoint does not say how it would have.
     """
     optim, step, total = prepared.config.optim, resume.manifest.step, prepared.batches.total_steps
     state = resume.manifest.state
-    before, old = state.get("total_steps"), state.get("lr")
-    if before is None or not number_of_steps(optim.warmup, before) < step < total:
+    before, old, planned = state.get("total_steps"), state.get("lr"), state.get("next_lr")
+    if before is None or not 0 < step < total:
         return ""
     new = learning_rate(optim, step, total)
     old = old if isinstance(old, float) else learning_rate(optim, step - 1, before)
-    if new <= 1.2 * old:
+    if not isinstance(planned, float):  # an older checkpoint
+        rising = step < number_of_steps(optim.warmup, before)
+        planned = new if rising else min(old, new)
+    steps = f": it was planned over {before} steps, and now over {total}" if before != total else ""
+    if new < planned / 1.2:
+        return (
+            f"the learning rate goes from {old:.2g} at step {step} to {new:.2g} at step {step + 1}{steps}. "
+            f"As the run was it would have gone on with {planned:.2g} (optim.*)"
+        )
+    if new <= 1.2 * max(old, planned):
         return ""
-    planned = f": it was planned over {before} steps, and now over {total}" if before != total else ""
     return (
-        f"the learning rate jumps from {old:.2g} at step {step} to {new:.2g} at step {step + 1}{planned}. "
+        f"the learning rate jumps from {old:.2g} at step {step} to {new:.2g} at step {step + 1}{steps}. "
         "Another choice: a small constant rate, optim.schedule=constant optim.warmup=0 "
         f"optim.lr={max(old, 0.1 * new):.2g}"
     )

@@ -309,14 +309,24 @@ def test_a_schedule_that_begins_to_rise_again_is_said(
 
 
 @pytest.mark.parametrize(
-    ("lr", "total", "said"), [(1e-4, 400, ""), (1e-2, 40, "from 0.00058 at step 20 to 0.0054")]
+    ("lr", "total", "state", "said"),
+    [
+        (1e-4, 400, {}, ""),
+        (1e-2, 40, {}, "from 0.00058 at step 20 to 0.0054"),
+        (1e-3, 40, {"next_lr": 5.4e-4}, ""),
+        (1e-4, 40, {"next_lr": 5.4e-4}, "0.00058 at step 20 to 5.4e-05 at step 21. As the run was it would"),
+        (1e-3, 22, {"next_lr": 5.4e-4}, "to 2.2e-05 at step 21: it was planned over 40 steps"),
+        (1e-4, 400, {"next_lr": 1e-8, "total_steps": 20}, ""),  # it had come to its end
+    ],
 )
-def test_the_learning_rate_before_is_the_one_that_was_taken(lr: float, total: int, said: str) -> None:
+def test_the_learning_rate_before_is_the_one_that_was_taken(
+    lr: float, total: int, state: dict[str, Any], said: str
+) -> None:
     """Whatever optim.* is now."""
     prepared = types.SimpleNamespace(
         config=Config(optim=OptimConfig(lr=lr)), batches=types.SimpleNamespace(total_steps=total)
     )
-    state = {"total_steps": 40, "lr": 5.8e-4}
+    state = {"total_steps": 40, "lr": 5.8e-4, **state}
     manifest = Manifest(step=20, seed=0, data={}, model="m", fields={}, shards=(), state=state)
     line = new_schedule(ResumePoint(Path("x"), manifest), prepared)  # type: ignore[arg-type]
     assert said in line and bool(line) is bool(said)
