@@ -85,6 +85,11 @@ def test_a_run_is_resumed_amid_a_round_and_reported(
     manifest.write_text(
         manifest.read_text().replace('"lengths.py"', '"./lengths.py"')
     )  # of an earlier version
+    rows = Path("prompts.jsonl").read_text()
+    Path("prompts.jsonl").write_text(rows.replace('"answer": "', '"answer": "not '))
+    assert cli.main(["resume=runs/cut", "trainer.max_steps=4"]) == BAD_INPUT
+    assert "data (digest of the columns that the reward reads)" in capfd.readouterr().err
+    Path("prompts.jsonl").write_text(rows)
     Path("other").mkdir()
     with monkeypatch.context() as elsewhere:  # where the reward's file is not
         elsewhere.chdir("other")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import answer_remedy
 from kt_ray.placement.render import counted
+from kt_ray.rewards.reward import VERIFIERS
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.runs.memory_now import in_use
 from kt_ray.runs.model_hub import complete, published
@@ -100,9 +102,25 @@ class Prepared(PreparedModel):
         return _digest(self.data.train)
 
     @cached_property
+    def judged_digest(self) -> str:
+        """Of what the reward reads of the training rows; "" = the stage has none."""
+        return self._judged(self.data.train)
+
+    @cached_property
     def eval_digest(self) -> str:
-        """Of the held-out rows: losses over others cannot be compared."""
-        return _digest(self.data.eval)
+        """Of the held-out rows: losses over others, and rewards by other answers, cannot be compared."""
+        return _digest(self.data.eval) + self._judged(self.data.eval)
+
+    def _judged(self, rows: Sequence[Row]) -> str:
+        """Digest of the columns that the reward reads: a function of the user's may read any."""
+        if self.config.trainer.stage != policy_steps.STAGE:
+            return ""
+        digest = hashlib.sha256()
+        for row in rows:
+            columns = self.data.prompts[row.sample_id].columns
+            read = {"answer": columns.get("answer")} if self.config.reward in VERIFIERS else columns
+            digest.update(json.dumps(read, sort_keys=True, default=str).encode())
+        return digest.hexdigest()[:16]
 
 
 def _digest(rows: Sequence[Row | Pair]) -> str:

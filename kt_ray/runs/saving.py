@@ -109,9 +109,12 @@ def resume_point(prepared: Prepared, manifest: Manifest | None) -> ResumePoint |
     checkpoint = None if manifest is None else checkpoint_to_resume(prepared.config)
     if manifest is None or checkpoint is None:
         return None
-    if "reward" in (fields := manifest.fields):  # earlier versions wrote it as it was given
-        manifest = replace(manifest, fields={**fields, "reward": Path(str(fields["reward"])).name})
-    manifest.require(model=prepared.fingerprint, fields=_fields(prepared), where=str(checkpoint))
+    if "reward" in (before := manifest.fields):  # earlier versions wrote it as it was given
+        manifest = replace(manifest, fields={**before, "reward": Path(str(before["reward"])).name})
+    fields = _fields(prepared)
+    if _JUDGED not in manifest.fields:  # earlier versions did not write it
+        fields.pop(_JUDGED, None)
+    manifest.require(model=prepared.fingerprint, fields=fields, where=str(checkpoint))
     if manifest.step > prepared.batches.total_steps:
         raise UserError(
             "the checkpoint lies beyond the last step of this run",
@@ -317,6 +320,7 @@ def lora_of(part: LoraPart, lora: LoraConfig) -> LoraConfig:
     return replace(lora, rank=rank, alpha=alpha, experts=lora.experts and part.mlp)
 
 
+_JUDGED = "data (digest of the columns that the reward reads)"
 # Values of lora's keys that earlier versions did not have
 _UNSET = {"init": "default", "dora": False, "rank_pattern": None, "alpha_pattern": None, "layers": None}
 
@@ -338,6 +342,7 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
         "trainer.batch_size": config.trainer.batch_size,
         "data.shuffle": config.data.shuffle,
         "data (digest of the tokenised training rows)": prepared.rows_digest,
+        **({_JUDGED: prepared.judged_digest} if prepared.judged_digest else {}),
     }
 
 
