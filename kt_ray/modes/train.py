@@ -17,6 +17,7 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.checkpoint.housekeeping import forget_best, mark_best
 from kt_ray.checkpoint.manifest import Manifest
+from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.checkpoint_dirs import step_name
 from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
@@ -98,11 +99,12 @@ def _checked(config: Config, reward: Reward | None, began: float) -> int:
     if prepared.batches.prompts is not None:
         sampled = sampling(config, prepared.plan, rates, prepared.batches.prompts(0))
     _check_room(prepared, resume, step_seconds(config, prediction, sampled))
-    with (
-        contextlib.closing(RunDir.create(config, resume.directory if resume else None)) as rundir,
-        setup_logging(rundir.path / "train.log"),
-    ):
-        return _run(prepared, rundir, resume, prediction, sampled, rates, final, answering, began)
+    with contextlib.closing(RunDir.create(config, resume.directory if resume else None)) as rundir:
+        file = rundir.path / "train.log"
+        with writing("the run's log", file, remedy="move it away, or make it a file that you may write to"):
+            log = setup_logging(file)
+        with log:
+            return _run(prepared, rundir, resume, prediction, sampled, rates, final, answering, began)
 
 
 def _policy(prepared: Prepared) -> PreparedGeneration:

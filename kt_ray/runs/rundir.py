@@ -274,6 +274,7 @@ def refuse_taken(config: Config) -> None:
     for run in (named, checkpoint.parent.parent if checkpoint and named is None else None):
         if run is not None:
             require_free(run)
+            _refuse_directories(run)
     if named is not None and (checkpoint is None or not _continues(checkpoint, named, config)):
         _refuse_other_files(named)
         _refuse_trained(named, config)
@@ -371,6 +372,16 @@ def _fresh(root: Path, named: Path | None, config: Config) -> tuple[Path, RunLoc
         lock.release()
         raise
     return named, lock
+
+
+def _refuse_directories(run: Path) -> None:
+    if taken := next((run / name for name in _FILES if (run / name).is_dir()), None):
+        raise UserError(
+            "a directory lies where the run has a file",
+            where=str(taken),
+            required=f"a file, or nothing of the name {taken.name}",
+            remedy=f"move it away: mv {taken} {taken}.moved",
+        )
 
 
 def _refuse_other_files(named: Path) -> None:

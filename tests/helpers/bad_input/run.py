@@ -29,6 +29,12 @@ RUN: list[Case] = [
         lambda p: (p.run, p.tensor("lm_head.weight", lambda t: t + 1)),
     ),
     Case(
+        "a directory where the run's log was",
+        RESUME,
+        ["a directory lies where the run has a file", "{dir}/runs/done/train.log", "move it away"],
+        lambda p: ((p.run / "train.log").unlink(), (p.run / "train.log").mkdir()),
+    ),
+    Case(
         "resume with another rank",
         RESUME + " lora.rank=4",
         [
