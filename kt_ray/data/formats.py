@@ -58,6 +58,16 @@ COLUMNS = (
 _QUESTIONS = ("prompt", "completion", "text", "chosen", "rejected")
 _LIST_OF = {"messages": "messages", "sharegpt": "conversations"}  # format: key of its turns
 _LISTS = (*_LIST_OF.values(), "history")
+_PROMPTS = ("prompt", *_LISTS, "instruction", "input")
+# Keys that a format reads, beside system and tools; a reward reads any column of prompts.
+_READ: dict[str, tuple[str, ...]] = {
+    "alpaca": ("instruction", "input", "output", "history"),
+    "sharegpt": ("conversations",),
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "preference": (*_PROMPTS, "chosen", "rejected"),
+    "kto": (*_PROMPTS, "completion", "output", "label", "kto_tag"),
+}
 _TURNS = {*_LIST_OF.values(), "prompt", "completion", "chosen", "rejected"}  # which may be lists of turns
 
 
@@ -72,6 +82,7 @@ class Parser:
 
     Attributes:
         format: as given, or as the first row decided.
+        unread: columns that hold something and are not read, in the order in which they came.
     """
 
     def __init__(
@@ -80,6 +91,7 @@ class Parser:
         self.format = format
         self.guessed = format == "auto"
         self._first = ""  # the row that decided
+        self.unread: dict[str, None] = {}
         self.system = system
         self.hidden = {name for name, column in (columns or {}).items() if column is None}
         self.columns = {name: column for name, column in (columns or {}).items() if column is not None}
@@ -141,6 +153,10 @@ class Parser:
                     remedy=f"set data.format={self.format} or data.format={formats[0]}, whichever all rows "
                     "are meant to be, or name files of one format each in data.sources",
                 )
+        if self.format != "prompts":
+            known = ("text",) if self.format == "text" else (*_READ[self.format], "system", "tools")
+            new = (name for name, value in row.items() if name not in known and is_there(value))
+            self.unread |= dict.fromkeys(new)
         if self.format == "text":
             return Conversation((), sample_id, where, text=_raw(row, where))
         if seen := next((name for name in UNREAD if is_there(row.get(name))), None):

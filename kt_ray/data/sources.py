@@ -30,6 +30,7 @@ from kt_ray.data.row_types import Conversation
 from kt_ray.errors import UserError
 from kt_ray.parse import parse_json
 
+_MOST_NAMED = 8  # columns in a line of the report
 _BYTES_PER_TOKEN = 3  # of raw text, for a count that is rather too large
 
 
@@ -63,12 +64,15 @@ class SourceRows:
     format: str  # of its rows, as named or as detected
     rows: list[Conversation]  # conversations, sample_ids counted on from the source before
     left_out: str = ""  # which bad rows were left out
+    unread: Sequence[str] = ()  # columns that are not read
 
     def line(self) -> str:
         """One line of the report."""
         how = "detected" if self.source.format == "auto" else "as set"
         weight = f", weight {self.source.weight:g}" if self.source.weight != 1 else ""
-        return f"{self.source.name}: {len(self.rows):,} rows, format {self.format} ({how}){weight}"
+        first, more = ", ".join(self.unread[:_MOST_NAMED]), len(self.unread) - _MOST_NAMED
+        unread = f"; not read: {first}" + (f" and {more} more" if more > 0 else "") if first else ""
+        return f"{self.source.name}: {len(self.rows):,} rows, format {self.format} ({how}){weight}{unread}"
 
 
 def sources_of(data: DataConfig) -> list[Source]:
@@ -213,7 +217,8 @@ def read_sources(
                     raise  # what the rows are is not known: nothing can be said of the others
                 bad.add(fault)
         total += len(rows)
-        result.append(SourceRows(source, parser.format, rows, bad.settle(len(rows), source.name)))
+        left = bad.settle(len(rows), source.name)
+        result.append(SourceRows(source, parser.format, rows, left, [*parser.unread]))
     kinds: dict[str, Conversation] = {}
     for part in result:
         for conversation in part.rows:

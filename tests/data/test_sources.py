@@ -59,21 +59,25 @@ def test_sources_are_mixed_evenly() -> None:
 
 
 def test_each_source_has_its_own_options(tmp_path: Path) -> None:
-    chat = [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}] * 3
+    chat = [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}] * 2
+    others = dict.fromkeys(f"more{number}" for number in range(9)) | {"images": []}
+    chat = [chat[0] | others, chat[1] | dict.fromkeys(others, "x") | {"images": None, "tools": []}, chat[0]]
+    first = {"q": "x", "output": "a", "id": 7, "seen": None, "history": [], "from": "here"}
     data = DataConfig(
         system="shared",
         sources=[
             {
-                "path": file(tmp_path / "a.jsonl", [{"q": "x", "output": "a"}]),
-                "columns": {"instruction": "q"},
+                "path": file(tmp_path / "a.jsonl", [first]),
+                "columns": {"instruction": "q", "prompt": None},
             },
             {"path": file(tmp_path / "b.jsonl", chat), "weight": 2, "system": "own", "limit": 2},
         ],
     )
     parts = read_sources(sources_of(data))
     assert [part.line() for part in parts] == [
-        "a.jsonl: 1 rows, format alpaca (detected)",
-        "b.jsonl: 2 rows, format sharegpt (detected), weight 2",
+        "a.jsonl: 1 rows, format alpaca (detected); not read: id, from",
+        "b.jsonl: 2 rows, format sharegpt (detected), weight 2; not read: more0, more1, more2, more3, more4, "
+        "more5, more6, more7 and 1 more",
     ]
     rows = [row for part in parts for row in part.rows]
     assert [row.sample_id for row in rows] == [0, 1, 2]
