@@ -42,9 +42,8 @@ _TURN_OF = re.compile(rf"""(["'])(?:role|from)\1\s*:\s*(["'])(?:{"|".join(ROLES)
 FILL = "fill or delete that row"
 # names that files use for what the model thought before an answer
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# Names under which ms-swift's and Axolotl's files say whether an answer is trained; a number is no such mark.
-_MARKS = ("loss", "train", "training")
-_WEIGHTS = ("weight", "loss_scale")  # OpenAI's and ms-swift's names of a number that says so
+# Names under which files of OpenAI, ms-swift and Axolotl say whether an answer is trained.
+_MARKS = ("weight", "loss_scale", "loss", "train", "training")
 _PARTS = ("train_detail", "training_detail")  # Axolotl's names of which characters of a turn are trained
 # key of the role, key of the text
 OPENAI = ("role", "content")
@@ -169,15 +168,17 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
             what = f"{place}.{key} says which characters are trained: answers are trained whole here"
             remedy = 'delete the key, or give answers that are context only "weight": 0'
             raise bad_row(what, where, kind(message[key]), "answers that are trained whole or not", remedy)
-    marks = [mark for key in _MARKS if isinstance(mark := message.get(key), bool)]
-    for key in _WEIGHTS if role == "assistant" else ():
-        weight = message.get(key)
-        if weight is None or weight != weight:
+    marks = []
+    for key in _MARKS if role == "assistant" else ():
+        mark = message.get(key)
+        if not is_there(mark) and mark != 0:
             continue
-        if weight not in (0, 1):
-            raise wrong(f"{place}.{key}", weight, where, "0 (not trained) or 1")
-        marks.append(bool(weight))
-    if marks and role == "assistant":
+        if mark not in (0, 1):
+            what = f"{place}.{key} says neither that the answer is trained nor that it is not"
+            required = "0 or false (not trained), 1 or true"
+            raise bad_row(what, where, kind(mark), required, "correct the key, or delete it")
+        marks.append(bool(mark))
+    if marks:
         result["weight"] = int(all(marks))
     before.append(result)
 

@@ -411,7 +411,8 @@ def test_a_date_in_a_table_is_no_text_of_a_call() -> None:
         ({"loss": False}, 0),
         ({"train": False, "weight": None}, 0),
         ({"training": True}, 1),
-        ({"loss": 0.0}, None),
+        ({"loss": 0.0}, 0),
+        ({"train": 1, "loss": None, "training": ""}, 1),
         ({"loss_scale": 0.0}, 0),
         ({"loss_scale": 1, "weight": math.nan}, 1),
         ({"loss_scale": 1.0, "loss": False}, 0),
@@ -426,7 +427,9 @@ def test_an_answer_that_other_programs_do_not_train(marks: dict[str, Any], weigh
 
 def test_marks_that_train_a_part_of_an_answer_are_refused() -> None:
     for marks, message in (
-        ({"loss_scale": 0.5}, r"messages\[2\]\.loss_scale has the wrong type.*a number 0\.5; required 0"),
+        ({"loss_scale": 0.5}, r"messages\[2\]\.loss_scale says neither.*a number 0\.5; required 0 or false"),
+        ({"loss": 0.37}, r"messages\[2\]\.loss says neither.*a number 0\.37.*or delete it"),
+        ({"train": "no"}, r"messages\[2\]\.train says neither.*a string 'no'"),
         (
             {"train_detail": [{"begin_offset": 0, "train": False}]},
             r"train_detail says which characters.*line 1",
