@@ -52,6 +52,7 @@ _WRONG = (
     rf"[)\]*]*\s*(?:is (?:(?:an? |the )?(?:wrong|incorrect|false)|not (?:the )?(?:{_RIGHT}))|(?:是|项)?错)"
 )
 _DENIED = rf"[)\].:,*_`\"]*\s*(?i:(?:this|that|it)\s)?{_WRONG}"  # "A: This is wrong. B is correct."
+_QUESTION = re.compile(r"[^.!?。\n]*\?")  # "A or B? B."
 _END = r"(?!\w|['’]\w)"  # of an option's letter
 # Two options in one breath settle nothing. "B is wrong" says something else.
 _SECOND = (
@@ -99,7 +100,7 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     the kind "option B is correct"; a letter that begins the answer ("B", "(B)", "B. Paris", "**B**"), unless
     the options are listed (the first two begin lines, with a text) or it is called wrong; the only one that
     is called right ("B is correct"); a letter alone on the last line; the only option letter that stands
-    alone anywhere and is not denied; of more than two options "the incorrect option is B", which one asks
+    alone anywhere and is not denied, outside of the answer's own questions if it can; of more than two options "the incorrect option is B", which one asks
     for, too. Reasoning in <think> is left out. Options are capital letters; a small
     one counts only where the whole answer, or all behind "answer:" or "answer is", is that letter, or where
     it stands there in brackets. An article ("A cat") or "I" is no option.
@@ -134,12 +135,13 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
         return line[1]
     asked = [one for one in _found(text, _ASKED_FOR % known) if not _names_second(text[one.end(1) :], known)]
     text = re.sub(_CALLED_WRONG.replace("{known}", known), "", text)
-    denied = r"(?<!n't )(?<!not be )(?<!n't be )(?<!不是)(?<!不选)"
-    alone = {
-        match[1]
-        for match in re.finditer(rf"(?<![A-Za-z0-9'’]){denied}({known})(?![A-Za-z0-9'’]|-\w|{_WRONG})", text)
-        if not _is_word(text, match.end(1), match[1])
-    }
+    denied = r"(?<!either )(?<!\bnor )(?<!n't )(?<!not be )(?<!n't be )(?<!不是)(?<!不选)"
+
+    def named(text: str) -> set[str]:
+        found = re.finditer(rf"(?<![A-Za-z0-9'’]){denied}({known})(?![A-Za-z0-9'’]|-\w|{_WRONG})", text)
+        return {match[1] for match in found if not _is_word(text, match.end(1), match[1])}
+
+    alone = named(_QUESTION.sub("", text)) or named(text)
     if len(asked) == 1 and not alone and len(letters) > 2:
         return asked[0][1]
     return alone.pop() if len(alone) == 1 else None

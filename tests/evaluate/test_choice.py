@@ -108,6 +108,7 @@ ANSWERS = [
     # the only one
     ("It must be C", "C"),
     ("A good answer would be C", "C"),
+    *[(text, "B") for text in ("A or B? B.", "Is it A, B or C? I would say B", "A? No. B.", "Is it B?")],
     # reasoning does not count
     ("<think>the answer is A</think>B", "B"),
     ("<mm:think>the answer is A</mm:think>B", "B"),
@@ -119,7 +120,14 @@ ANSWERS = [
     ],
     *[
         (text, None)
-        for text in ("Not A or B", "Both A and B", "the answers are A and C", "选A或B", "A or B?")
+        for text in (
+            "Not A or B",
+            "Both A and B",
+            "the answers are A and C",
+            "选A或B",
+            "A or B?",
+            "Neither A nor C.",
+        )
     ],
     *[
         (text, None)
