@@ -114,11 +114,12 @@ def refuse_turns(text: str, where: str, name: str) -> None:
 
 def require_answer(messages: Sequence[Turn], where: str) -> None:
     """Refuse a conversation without a question, or whose last turn is no answer."""
-    if messages[-1]["role"] != "assistant":
+    last = messages[-1]["role"] if messages else "system"  # an empty one
+    if last != "assistant":
         raise UserError(
             "a conversation does not end with an answer",
             where=where,
-            observed=f"last role {messages[-1]['role']}",
+            observed=f"last role {last}",
             required="assistant",
             remedy="add the answer, or delete the trailing question",
         )
@@ -149,6 +150,8 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
     content = _content(message.get(text_key), where, f"{place}.{text_key}", empty=bool(calls))
     if given == "function_call":
         calls, content = decoded(content, where, place), ""
+    if role == "system" and not content.strip():
+        return  # as an empty "system" of the row
     result = turn(role, content, where, place, calls=calls is not None)
     if calls is not None:
         if role != "assistant":
@@ -230,7 +233,7 @@ def _content(value: Any, where: str, label: str, *, empty: bool) -> str:
 
 
 def turn(role: str, content: str, where: str, place: str, *, calls: bool = False) -> Turn:
-    """A message whose content may not be empty, unless it calls tools, is one's result or a system prompt."""
+    """A message; a question or an answer may not be empty, unless it calls tools."""
     if role in ("user", "assistant") and not calls and not content.strip():
         answer = "an answer is empty: nothing in it can be trained"
         what = answer if role == "assistant" else "a question is empty"

@@ -47,6 +47,9 @@ def test_a_default_system_prompt_goes_where_there_is_none() -> None:
     rows = chat(("user", "q"), ("assistant", "a")), chat(("system", "own"), ("user", "q"), ("assistant", "a"))
     assert [row[0] for row in turns(*rows, system="default")] == [("system", "default"), ("system", "own")]
     assert turns({**GOOD, "system": " "}, system="default")[0][0] == ("system", "default")
+    empty = chat(("system", " "), ("user", "q"), ("assistant", "a"))
+    assert turns(empty) == [[("user", "q"), ("assistant", "a")]]
+    assert turns({**empty, "system": "own"}, system="default")[0][0] == ("system", "own")
 
 
 @pytest.mark.parametrize("nothing", [None, math.nan, False, [], {}, 0])
@@ -100,6 +103,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "two systems": (chat(("system", "s"), ("system", "s")), ["roles are out of order", "required user"]),
     "a tool": (chat(("user", "q"), ("tool", "t")), ["roles are out of order", "found tool"]),
     "a stranger": (chat(("user", "q"), ("narrator", "t")), ["unknown role", "found narrator"]),
+    "an empty system prompt": (chat(("system", "")), ["does not end with an answer", "last role system"]),
     "no answer": (chat(("user", "q")), ["does not end with an answer", "last role user"]),
     "trailing question": (
         chat(("user", "q"), ("assistant", "a"), ("user", "q")),
