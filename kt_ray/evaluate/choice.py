@@ -100,10 +100,11 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     the kind "option B is correct"; a letter that begins the answer ("B", "(B)", "B. Paris", "**B**"), unless
     the options are listed (the first two begin lines, with a text) or it is called wrong; the only one that
     is called right ("B is correct"); a letter alone on the last line; the only option letter that stands
-    alone anywhere and is not denied, outside of the answer's own questions if it can; of more than two options "the incorrect option is B", which one asks
-    for, too. Reasoning in <think> is left out. Options are capital letters; a small
-    one counts only where the whole answer, or all behind "answer:" or "answer is", is that letter, or where
-    it stands there in brackets. An article ("A cat") or "I" is no option.
+    alone anywhere and is not denied, outside of the answer's own questions if it can; of more than two
+    options "the incorrect option is B", which one asks for, too. Reasoning in <think> is left out.
+    Options are capital letters; a small one counts only where the whole answer, or all behind "answer:"
+    or "answer is", is that letter, or where it stands there in brackets. An article ("A cat") or "I" is
+    no option.
     """
     text = _plain(without_thinking(text), keep_lines=True)
     known = _options(letters)

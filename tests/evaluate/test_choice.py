@@ -134,6 +134,7 @@ ANSWERS = [
         for text in ("A, C and D are wrong, not B", "The answer is (A) or (B).", "A: Paris\nB: Rome\nRome.")
     ],
     ("The answer cannot be A. So it is C", "C"),
+    ("Neither A nor C.", None),
     *[(text, None) for text in ("The answer is not A", "It isn't A", "答案不是A", "E", "<think>B, surely")],
 ]
 
