@@ -48,6 +48,9 @@ FORMATS: dict[str, str] = {
 # unless data.columns hides it. TRL hands the last one to the chat template.
 UNREAD = dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "only text is trained")
 UNREAD |= {"chat_template_kwargs": "a chat template writes all rows alike"}
+# ms-swift's names of a pair's other answer, or of all its turns
+_REJECTED = ("rejected_response", "rejected_messages")
+UNREAD |= dict.fromkeys(_REJECTED, "a pair is read as chosen and rejected")
 # Columns that data.columns may name. "answer" is what rewards read; "role" and "content" are the keys inside
 # a list of turns.
 COLUMNS = (
@@ -159,9 +162,15 @@ class Parser:
             self.unread |= dict.fromkeys(new)
         if self.format == "text":
             return Conversation((), sample_id, where, text=_raw(row, where))
-        if seen := next((name for name in UNREAD if is_there(row.get(name))), None):
+        seen = next((name for name in UNREAD if is_there(row.get(name))), None)
+        if seen and not (self.format == "prompts" and seen in _REJECTED):
             what = f"the row has {seen}: {UNREAD[seen]}"
             remedy = f"delete that row; data.columns={{{seen}:null}} trains such rows without them"
+            if seen in _REJECTED:
+                remedy = (
+                    f"read pairs with data.columns={{chosen:messages,rejected:{seen}}}, or answers alone "
+                )
+                remedy += f"with data.columns={{{seen}:null}}"
             raise bad_row(what, where, kind(row[seen]), "a row of text alone", remedy)
         tools = tools_of(row.get("tools"), where)
         if self.format == "prompts":
@@ -350,8 +359,12 @@ def _preference(row: dict[str, Any], where: str) -> list[list[Turn]]:
     for key in ("chosen", "rejected"):
         if row.get(key) is None:
             raise missing(key, row, where, FORMATS["preference"])
-    whole = all(role_of(row[key], 0) in ("system", "user") for key in ("chosen", "rejected"))
-    prompt = [] if whole else _prompt_of(row, where, "preference")
+    whole = [key for key in ("chosen", "rejected") if role_of(row[key], 0) in ("system", "user")]
+    prompt: list[Turn] = []
+    if len(whole) == 1 and not any(is_there(row.get(key)) for key in _PROMPTS):
+        prompt = _answered(row, [], where, whole[0])[:-1]
+    elif len(whole) < 2:
+        prompt = _prompt_of(row, where, "preference")
     chosen, rejected = (_answered(row, prompt, where, key) for key in ("chosen", "rejected"))
     if chosen == rejected:
         observed = repr(chosen[-1]["content"][:60])

@@ -31,9 +31,11 @@ ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
     "ipython": "tool",
 }
 # How turns begin that a table holds as text, JSON's or what Python prints of them, and what is in them.
@@ -148,7 +150,7 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
     role = ROLES.get(given, "") if isinstance(given, str) else ""
     _check_place(role, given, before, where, place)
     content = _content(message.get(text_key), where, f"{place}.{text_key}", empty=bool(calls))
-    if given == "function_call":
+    if given in ("function_call", "tool_call"):
         calls, content = decoded(content, where, place), ""
     if role == "system" and not content.strip():
         return  # as an empty "system" of the row

@@ -457,6 +457,21 @@ def test_rows_with_images_are_refused_unless_the_column_is_hidden(row: Any) -> N
     parse({"text": "A light.", "image": "a.jpg"}, "text")
 
 
+def test_pairs_of_ms_swift_are_read_as_pairs_or_refused() -> None:
+    """Else the better answer would be trained as if there were no other."""
+    row = {**chat(*QA), "rejected_response": "b"}
+    other = {**chat(*QA), "rejected_messages": chat(("user", "q"), ("assistant", "b"))["messages"]}
+    for given, name in ((row, "rejected_response"), (other, "rejected_messages")):
+        columns: dict[str, str | None] = {"chosen": "messages", "rejected": name}
+        with pytest.raises(UserError, match=rf"the row has {name}: .*\{{chosen:messages,rejected:{name}\}}"):
+            parse(given)
+        assert parse(given, columns={name: None})[0].kind == "sft"
+        found, _ = parse({**given, "system": "own"}, columns=columns)
+        assert [(m["role"], m["content"]) for m in found.messages] == [("system", "own"), *QA]
+        assert found.rejected == (*found.messages[:2], {"role": "assistant", "content": "b"})
+    assert parse(row, "prompts")[0].kind == "prompts"
+
+
 def test_tool_turns() -> None:
     row = {
         "messages": [
@@ -472,18 +487,19 @@ def test_tool_turns() -> None:
     assert found.messages[1]["tool_calls"][0]["function"] == {"name": "sum", "arguments": {"a": 1}}
     assert found.messages[3]["content"] == "Three."
     assert found.tools == tuple(TOOLS)
-    sharegpt = {
-        "conversations": [
-            {"from": "human", "value": "1 + 2?"},
-            {"from": "function_call", "value": '{"name": "sum", "arguments": {"a": 1}}'},
-            {"from": "observation", "value": "3"},
-            {"from": "gpt", "value": "Three."},
-        ],
-        "tools": '[{"name": "sum", "parameters": {}}]',
-    }
-    same, _ = parse(sharegpt)
-    assert same.tools == found.tools
-    assert same.messages[1]["tool_calls"][0]["function"] == found.messages[1]["tool_calls"][0]["function"]
+    for call, answer in (("function_call", "observation"), ("tool_call", "tool_response")):
+        sharegpt = {
+            "conversations": [
+                {"from": "human", "value": "1 + 2?"},
+                {"from": call, "value": '{"name": "sum", "arguments": {"a": 1}}'},
+                {"from": answer, "value": "3"},
+                {"from": "gpt", "value": "Three."},
+            ],
+            "tools": '[{"name": "sum", "parameters": {}}]',
+        }
+        same, _ = parse(sharegpt)
+        assert same.tools == found.tools
+        assert same.messages[1]["tool_calls"][0]["function"] == found.messages[1]["tool_calls"][0]["function"]
     row["messages"][1]["tool_calls"] = [{"function": {"name": "sum", "arguments": ""}}]  # type: ignore[index]
     assert parse(row)[0].messages[1]["tool_calls"][0]["function"] == {"name": "sum", "arguments": {}}
     row["messages"][1]["tool_calls"] = [{"function": {"name": "sum", "arguments": "{"}}]  # type: ignore[index]
