@@ -41,7 +41,7 @@ from kt_ray.placement.lane_share import (
     resident_by_layer,
     whole_experts,
 )
-from kt_ray.placement.lora_sizes import backward_of, expert_lora_params, expert_lora_share
+from kt_ray.placement.lora_sizes import expert_lora_params, expert_lora_share, lowest_kept
 from kt_ray.placement.plan_types import ExpertActorPlan, LanePlan
 
 Actors = tuple[ExpertActorPlan, ...]
@@ -316,7 +316,7 @@ def lane_lines(
     if lane is None:
         return
     width, inter, cuda = dims.expert_width, dims.expert_intermediate, lane.cuda
-    element, lowest = 4 if size.float32 else 2, backward_of(dims, config.lora).lowest
+    element, lowest = 4 if size.float32 else 2, lowest_kept(dims, config)
     buffers = lane_buffers(dims, config, lane, size, max(actor.counts(dims.moe_layers)))
     buffers += lane.held * size.largest
     for number, device in enumerate(lane.devices):

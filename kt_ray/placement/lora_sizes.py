@@ -9,10 +9,11 @@ from functools import cache
 
 from kt_ray.config.fields import show
 from kt_ray.config.lora_patterns import expert_lora, module_lora
-from kt_ray.config.schema import LoraConfig
+from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import MODEL_ROOTS
 from kt_ray.errors import UserError
+from kt_ray.placement.generation_memory import generates
 from kt_ray.placement.plan_types import BackwardPart
 
 
@@ -139,6 +140,13 @@ def backward_of(dims: ModelDims, lora: LoraConfig, outside: Collection[int] | No
     experts = expert_lora_layers(dims, lora)
     lowest = next((layer for layer in range(dims.num_layers) if has(layer) or layer in experts), 0)
     return BackwardPart(lowest, lowest + (lowest in experts and not has(lowest)))
+
+
+def lowest_kept(dims: ModelDims, config: Config) -> int:
+    """The lowest layer that keeps something for backward. None does without one: answers, losses of
+    mode=eval."""
+    forward = generates(config) or config.mode == "eval"
+    return dims.num_layers if forward else backward_of(dims, config.lora).lowest
 
 
 def check_layers(dims: ModelDims, lora: LoraConfig) -> None:

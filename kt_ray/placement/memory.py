@@ -26,7 +26,7 @@ Attention worker with n layers:
                       T_r * data.max_length of attention masks, kept for the whole pass (`mask_bytes`)
     logits            rows of one chunk * vocabulary * (b + 8), on the last stage
     staging           `worker_staging`
-Generation keeps caches in place of activations: `generation_memory`.
+Generation keeps caches in place of activations: `generation_memory`. Passes of mode=eval keep neither.
 LoRA is float32: 4 bytes for the weights, 4 for the gradients; AdamW's moments another 8; a copy that is the
 reference of a preference loss 4. Expert
 LoRA stays in its actor; the masters and moments of all other LoRA are held by worker 0.
@@ -58,10 +58,10 @@ from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.layer_table import layer_table
 from kt_ray.placement.lora_sizes import (
     adapted,
-    backward_of,
     expert_lora_layers,
     expert_lora_params,
     in_parts,
+    lowest_kept,
     trained_params,
 )
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
@@ -433,7 +433,7 @@ def worker_items(
     """Bytes of an attention worker by item; all on its device but those `ON_HOST`. hosts: with attention."""
     start, stop = worker.layers
     own = range(start, stop)
-    passed = range(max(start, backward_of(dims, config.lora).lowest), stop)  # by backward
+    passed = range(max(start, lowest_kept(dims, config)), stop)  # by backward
     element, hidden = ELEMENT_BYTES[dtype], dims.hidden_size
     first, last = worker.stage == 0, worker.stage == stages - 1
     table = layer_table(dims, config, dtype)
@@ -593,7 +593,7 @@ def _expert_actor(
     per_layer = count / len(dims.moe_layers)
     slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
     shape = engine_shape(dims, config.lora, isa, actor.backend)
-    lowest, with_lora = backward_of(dims, config.lora).lowest, expert_lora_layers(dims, config.lora)
+    lowest, with_lora = lowest_kept(dims, config), expert_lora_layers(dims, config.lora)
     of_layer = {
         own: own.saved(sent, load.total * slots_per_token * left.rows, actor.activations).values()
         for own in (shape, shape.without_lora)
@@ -601,7 +601,7 @@ def _expert_actor(
     kept = [
         size
         for layer in dims.moe_layers
-        if layer >= lowest and not generates(config)
+        if layer >= lowest
         for size in of_layer[shape if layer in with_lora else shape.without_lora]
     ]
     rows = load.group * slots_per_token * left.rows

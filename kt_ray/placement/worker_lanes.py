@@ -35,7 +35,7 @@ from kt_ray.placement.lane_plan import (
     lane_shares,
 )
 from kt_ray.placement.lane_share import LaneRates, whole_experts
-from kt_ray.placement.lora_sizes import backward_of, expert_lora_params
+from kt_ray.placement.lora_sizes import expert_lora_params, lowest_kept
 from kt_ray.placement.plan_types import ExpertActorPlan, LanePlan, WorkerPlan
 
 Workers = tuple[WorkerPlan, ...]
@@ -236,7 +236,7 @@ def worker_lane_lines(
     if lane is None:
         return
     width, element = dims.expert_width, 4 if size.float32 else 2
-    lowest = backward_of(dims, config.lora).lowest
+    lowest = lowest_kept(dims, config)
     own = sum(layer in dims.moe_layers and layer >= lowest for layer in range(*worker.layers))
     workspace = lane_buffers(dims, config, lane, size, experts)
     others = max(1, -(-size.total // max(1, size.group)) - 1)
