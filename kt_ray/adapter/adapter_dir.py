@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from kt_ray.adapter.adapter_file import is_turned
 from kt_ray.adapter.fused import write_fused
 from kt_ray.adapter.peft_config import (
     CONFIG,
@@ -169,7 +170,8 @@ def finish_adapter(
         raise ValueError(f"adapter tensors that two actors wrote: {some(twice)}")
     if adapter_form(layout.shapes, info) == "fused":
         source = {n.removeprefix(PREFIX): t for n, t in read_header(path / _PARTIAL).items()}
-        write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, interleaved=is_interleaved(info.model_type))
+        order = {"interleaved": is_interleaved(info.model_type), "turned": is_turned(info.model_type)}
+        write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, **order)
         os.replace(path / f"{_PARTIAL}.fused", path / _PARTIAL)
     config = adapter_config(layout.shapes, info, modules)
     write_atomic(path / CONFIG, json.dumps(config, indent=2) + "\n")

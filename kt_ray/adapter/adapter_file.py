@@ -63,7 +63,7 @@ _TYPES = ("F32", "BF16", "F16", "F64")
 _OLD_PEFT = re.compile(r"0\.(18\.|19\.0)")
 # Families whose parameters transformers keeps as [E, in, out] (qwen3_vl_moe: before its version 5).
 _INPUT_FIRST = ("aria", "gpt_oss", "llama4", "qwen3_vl_moe")
-_UNTOLD = "llama4"  # whose class does not tell PEFT so (is_transposed): 0.19.0 and all later take A for B
+_UNTOLD = "llama4"  # whose class does not tell PEFT so (is_transposed)
 _OLD_WEIGHTS = "adapter_model.bin"
 _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
 
@@ -73,36 +73,50 @@ class Pair:
     """A and B of one module: W + scale * B A."""
 
     module: str
-    a: TensorInfo  # [r, in]; fused [E*r, in]
-    b: TensorInfo  # [out, r]; fused [out, r*E]
+    a: TensorInfo  # [r, in]; fused [E*r, in]; turned [E*r, out]
+    b: TensorInfo  # [out, r]; fused [out, r*E]; turned [in, r*E]
     rank: int
     scale: float  # alpha / r (rsLoRA: alpha / sqrt(r))
     experts: int = 0  # E of a fused pair
     magnitude: TensorInfo | None = None  # [out], DoRA: norms of the rows of the result
+    turned: bool = False  # fused: `a` holds B turned round, `b` A (`is_turned`)
 
     @property
     def out_features(self) -> int:
-        return self.b.shape[0]
+        return self.a.shape[1] if self.turned else self.b.shape[0]
 
     @property
     def in_features(self) -> int:
-        return self.a.shape[1]
+        return self.b.shape[0] if self.turned else self.a.shape[1]
 
     def factors(self, expert: int = 0) -> tuple[Tensor, Tensor]:
         """A [r, in] and B [out, r], float32; of one expert where the pair is fused."""
         if not self.experts:
             return read_tensor(self.a).float(), read_tensor(self.b).float()
         a = read_tensor(self.a.rows(expert * self.rank, (expert + 1) * self.rank)).float()
-        return a, self.stacked_b()[:, :, expert].float()
+        b = self._stacked()[:, :, expert].float()
+        return (b.T.contiguous(), a.T.contiguous()) if self.turned else (a, b)
 
     def stacked_b(self) -> Tensor:
         """B of a fused pair as [out, r, E]."""
-        return _whole(self.b, self.b.file.stat().st_mtime_ns).view(self.out_features, self.rank, self.experts)
+        if self.turned:
+            return read_tensor(self.a).view(self.experts, self.rank, -1).permute(2, 1, 0)
+        return self._stacked()
+
+    def _stacked(self) -> Tensor:
+        """`b` of a fused pair as [rows, r, E]."""
+        return _whole(self.b, self.b.file.stat().st_mtime_ns).view(-1, self.rank, self.experts)
 
     def delta(self, expert: int = 0) -> Tensor:
         """scale * B A, [out, in], float32."""
         a, b = self.factors(expert)
         return self.scale * (b @ a)
+
+
+def is_turned(model_type: str) -> bool:
+    """Whether PEFT takes the parameters of a family's experts, [E, in, out], for [E, out, in] (0.19.0 and all
+    later): A [E*r, out] and B [in, r*E] then hold B and A turned round."""
+    return model_type.removesuffix("_text") == _UNTOLD
 
 
 @lru_cache(maxsize=8)  # gate_up and down of the layers that several threads are at
@@ -273,48 +287,54 @@ class Lora:
     def _add_fused(
         self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]], model_type: str
     ) -> None:
-        self._refuse_turned(prefix, wrappers, model_type)
-        for role, module in self._roles(prefix, wrappers).items():
+        turned = self._is_turned(prefix, wrappers, model_type)
+        for role, module in self._roles(prefix, wrappers, turned).items():
             a, b = wrappers[module]
             named = f"{prefix}.{role}_proj"
             count = a.shape[0] // self._setting(named)[0]
-            self.fused[prefix, role] = self._pair(module, a, b, named, count)
+            self.fused[prefix, role] = replace(self._pair(module, a, b, named, count), turned=turned)
 
-    def _refuse_turned(
+    def _is_turned(
         self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]], model_type: str
-    ) -> None:
-        """Refuse A and B in each other's place: by the shapes of two, or by the PEFT that wrote one."""
+    ) -> bool:
+        """Whether A and B have each other's place: by the shapes of two, or by the PEFT that wrote one.
+
+        Raises:
+            UserError: they have, and the family is none of `is_turned`.
+        """
         version = str(self.config.get("peft_version") or "")
         first_is_input = model_type.removesuffix("_text") in _INPUT_FIRST  # there 0.18 was right
-        turned = bool(model_type and _OLD_PEFT.match(version))
-        turned = turned and not (first_is_input and version.startswith("0.18."))
-        late = bool(version) and not _OLD_PEFT.match(version)
-        turned = turned or (late and model_type.removesuffix("_text") == _UNTOLD)
+        old = bool(_OLD_PEFT.match(version))
+        turned = old and bool(model_type) and not (first_is_input and version.startswith("0.18."))
+        turned = turned or (not old and is_turned(model_type))
         sizes = [(a.shape[1], b.shape[0]) for a, b in wrappers.values()]
         for (a, b), (a2, b2) in permutations(sizes) if len(sizes) == 2 else ():  # of gate_up, and of down
             if (a, b) == (b2, 2 * a2):
                 turned = False
             elif (a, b) == (2 * b2, a2):
                 turned = True
-        if turned:
-            whose = "them of Llama4, whose parameters are [E, in, out]" if late else "them before 0.19.1"
+        if turned and not is_turned(model_type) and (old or model_type):
             raise damaged(
-                f"adapter's fused expert matrices A and B have each other's place, as PEFT stores {whose}",
+                "adapter's fused expert matrices A and B have each other's place, as PEFT stores them before "
+                "0.19.1",
                 f"{self.path}, {prefix}",
                 "; ".join(f"{m} A {list(a.shape)}, B {list(b.shape)}" for m, (a, b) in wrappers.items())
                 + (f"; peft_version {version}" if version else ""),
                 "A [E*r, in] and B [out, r*E]",
-                "merge it with the PEFT that wrote it (merge_and_unload)"
-                + ("" if late else ", or train it again"),
+                "merge it with the PEFT that wrote it (merge_and_unload), or train it again",
             )
+        return turned
 
-    def _roles(self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]]) -> dict[str, str]:
+    def _roles(
+        self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]], turned: bool
+    ) -> dict[str, str]:
         """Which wrapper adapts gate_up (or up) and which down: by shapes, or the only one configured."""
         if len(wrappers) == 2:
             for first, down in (sorted(wrappers, reverse=True), sorted(wrappers)):
-                (a, b), (a2, b2) = wrappers[first], wrappers[down]
-                inner = {2 * a2.shape[1]: "gate_up", a2.shape[1]: "up"}.get(b.shape[0])
-                if a.shape[1] == b2.shape[0] and inner is not None:
+                sizes = [(a.shape[1], b.shape[0]) for a, b in (wrappers[first], wrappers[down])]
+                (n_in, n_out), (n_in2, n_out2) = [s[::-1] for s in sizes] if turned else sizes
+                inner = {2 * n_in2: "gate_up", n_in2: "up"}.get(n_out)
+                if n_in == n_out2 and inner is not None:
                     return {inner: first, "down": down}
         elif len(wrappers) == 1:
             # As PEFT compares: targets are ends of parameters' names, and may be other layers'.

@@ -4,7 +4,8 @@ PEFT adapts a fused parameter W [E, out, in] by A [E*r, in] (row e*r + j) and B 
 (column j*E + e). gate and up share one parameter, so kt_ray writes their adapters as one of rank 2r: A is
 gate's rows over up's, B is block-diagonal. In an adapter that PEFT trained, gate and up may both use all of
 A. Experts without a gate keep up at rank r. B's columns of different experts lie next to each other, so
-actors cannot write them by byte range; the fused file is made from the per-expert one, layer by layer.
+actors cannot write them by byte range; the fused file is made from the per-expert one, layer by layer. Of
+Llama 4 both are turned round and change places: A [E*r, out] holds B, and B [in, r*E] holds A.
 
 Legend: E experts, r rank, I intermediate size, H hidden size.
 """
@@ -45,15 +46,24 @@ def fuse_gate_up(gate: list[Factors], up: list[Factors], *, interleaved: bool = 
     return fuse_down(both)
 
 
+def turn(a: Tensor, b: Tensor, experts: int) -> Factors:
+    """A [E*r, in], B [out, r*E] -> B as [E*r, out], A as [in, r*E]."""
+    rows, columns = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts)
+    return columns.permute(2, 1, 0).flatten(0, 1), rows.permute(2, 1, 0).flatten(1)
+
+
 _Modules = dict[str, dict[tuple[str, int], str]]  # "...experts" -> (projection, expert) -> module
 
 
-def write_fused(source: Mapping[str, TensorInfo], target: Path, prefix: str, *, interleaved: bool) -> None:
+def write_fused(
+    source: Mapping[str, TensorInfo], target: Path, prefix: str, *, interleaved: bool, turned: bool
+) -> None:
     """Write the fused form of a per-expert adapter, `prefix` ("base_model.model.") before every key.
 
     Args:
         source: name (without `prefix`) -> place in the per-expert file.
         interleaved: order of gate and up rows in the model's parameter.
+        turned: A and B turned round, in each other's place.
     """
     modules: _Modules = {}
     rest: list[str] = []
@@ -70,18 +80,16 @@ def write_fused(source: Mapping[str, TensorInfo], target: Path, prefix: str, *, 
         assert len(names) == E * (wide + 1), f"{path}: the fused form needs every expert"
         up_a, up_b = (source[f"{names['up', 0]}.lora_{half}.weight"] for half in "AB")
         (r, H), (I, _) = up_a.shape, up_b.shape
-        shapes = {
-            "base_layer.lora_A": (E * wide * r, H),
-            "base_layer.lora_B": (wide * I, wide * r * E),
-            "lora_A": (E * r, I),
-            "lora_B": (H, r * E),
-        }
+        shapes: dict[str, tuple[int, int]] = {}
+        for key, rank, n_in, n_out in (("base_layer.lora", wide * r, H, wide * I), ("lora", r, I, H)):
+            a, b = (n_out, n_in) if turned else (n_in, n_out)
+            shapes |= {f"{key}_A": (E * rank, a), f"{key}_B": (b, rank * E)}
         entries += [(f"{prefix}{path}.{key}.weight", up_a.dtype, shape) for key, shape in shapes.items()]
-    write_safetensors(target, entries, _fused_values(source, modules, rest, interleaved))
+    write_safetensors(target, entries, _fused_values(source, modules, rest, interleaved, turned))
 
 
 def _fused_values(
-    source: Mapping[str, TensorInfo], modules: _Modules, rest: list[str], interleaved: bool
+    source: Mapping[str, TensorInfo], modules: _Modules, rest: list[str], interleaved: bool, turned: bool
 ) -> Iterator[Tensor]:
     for name in rest:
         yield read_tensor(source[name])
@@ -91,10 +99,11 @@ def _fused_values(
             a, b = (read_tensor(source[f"{module}.lora_{half}.weight"]) for half in "AB")
             pairs.setdefault(projection, []).append((a, b))
         if "gate" in pairs:
-            yield from fuse_gate_up(pairs["gate"], pairs["up"], interleaved=interleaved)
+            inner = fuse_gate_up(pairs["gate"], pairs["up"], interleaved=interleaved)
         else:
-            yield from fuse_down(pairs["up"])
-        yield from fuse_down(pairs["down"])
+            inner = fuse_down(pairs["up"])
+        for fused in (inner, fuse_down(pairs["down"])):
+            yield from turn(*fused, len(pairs["up"])) if turned else fused
 
 
 @dataclass(frozen=True)

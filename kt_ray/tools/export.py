@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from kt_ray.adapter.adapter_file import Lora, Pair
-from kt_ray.adapter.fused import Factors, FusedLayer, fuse_down, fuse_gate_up
+from kt_ray.adapter.adapter_file import Lora, Pair, is_turned
+from kt_ray.adapter.fused import Factors, FusedLayer, fuse_down, fuse_gate_up, turn
 from kt_ray.adapter.peft_config import (
     CONFIG,
     PREFIX,
@@ -143,8 +143,8 @@ def merged_by_peft(adapter: str | Path, base: str | Path | None = None) -> bool:
 def _item(pair: Pair, module: str = "", pattern: str = "") -> Item:
     """A pair as it is; `module`: under another name."""
     make: Callable[[], Factors] = lambda: (read_tensor(pair.a), read_tensor(pair.b))  # noqa: E731
-    a, b = (pair.a.shape[0], pair.in_features), (pair.out_features, pair.b.shape[1])
-    return Item(module or pair.module, pair.rank, pair.scale, a, b, make, pattern)
+    (a, a2), (b, b2) = pair.a.shape, pair.b.shape
+    return Item(module or pair.module, pair.rank, pair.scale, (a, a2), (b, b2), make, pattern)
 
 
 def _base(lora: Lora, base: str | Path | None) -> Path | None:
@@ -205,11 +205,11 @@ def _fused_items(lora: Lora, model_type: str, count: int) -> list[Item]:
         module = f"{prefix}.base_layer" if role != "down" and (prefix, "down") in lora.fused else prefix
         items.append(_item(pair, module, f"{prefix}.{role}_proj"))
     for prefix in dict.fromkeys(p for p, _, _ in lora.experts):
-        items += _fuse(lora, prefix, is_interleaved(model_type), count)
+        items += _fuse(lora, prefix, model_type, count)
     return items
 
 
-def _fuse(lora: Lora, prefix: str, interleaved: bool, count: int) -> list[Item]:
+def _fuse(lora: Lora, prefix: str, model_type: str, count: int) -> list[Item]:
     gated = any(p == prefix and role == "gate" for p, _, role in lora.experts)
     keys = [(prefix, e, p) for e in range(count) for p in (PROJECTIONS if gated else PROJECTIONS[1:])]
     missing = [f"{prefix}.{e}.{LEAVES[p]}" for _, e, p in keys if (prefix, e, p) not in lora.experts]
@@ -232,20 +232,17 @@ def _fuse(lora: Lora, prefix: str, interleaved: bool, count: int) -> list[Item]:
     def inner() -> Factors:
         if not gated:
             return fuse_down(pairs("up"))
-        return fuse_gate_up(pairs("gate"), pairs("up"), interleaved=interleaved)
+        return fuse_gate_up(pairs("gate"), pairs("up"), interleaved=is_interleaved(model_type))
 
-    a, b, base = (count * wide * rank, H), (wide * I, wide * rank * count), f"{prefix}.base_layer"
+    def item(module: str, role: str, r: int, n_in: int, n_out: int, make: Callable[[], Factors]) -> Item:
+        if is_turned(model_type):
+            n_in, n_out, plain = n_out, n_in, make
+            make = lambda: turn(*plain(), count)  # noqa: E731
+        return Item(module, r, scale, (count * r, n_in), (n_out, r * count), make, f"{prefix}.{role}_proj")
+
     return [
-        Item(base, wide * rank, scale, a, b, inner, f"{prefix}.{'gate_up' if gated else 'up'}_proj"),
-        Item(
-            prefix,
-            rank,
-            scale,
-            (count * rank, I),
-            (H, rank * count),
-            lambda: fuse_down(pairs("down")),
-            f"{prefix}.down_proj",
-        ),
+        item(f"{prefix}.base_layer", "gate_up" if gated else "up", wide * rank, H, wide * I, inner),
+        item(prefix, "down", rank, I, H, lambda: fuse_down(pairs("down"))),
     ]
 
 

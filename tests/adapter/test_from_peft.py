@@ -185,7 +185,8 @@ def test_what_is_an_adapter_otherwise(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", [f"{family}{end}" for family in TEXT_ALONE for end in ("", "_text")])
 def test_names_inside_the_multimodal_model(tmp_path: Path, family: str) -> None:
     """PEFT's adapter of the class around the text model; its patterns name modules as that class does."""
-    layer = "model.language_model.layers.3"
+    inside = "language_model.model" if family.startswith("llama4") else "model.language_model"
+    layer = f"{inside}.layers.3"
     tensors = lora({f"{layer}.self_attn.q_proj": (16, 16), f"{layer}.mlp.experts.5.up_proj": (24, 16)})
     tensors |= {f"{layer}.mlp.experts.base_layer.lora_A.weight": values(8, 16)}
     tensors |= {f"{layer}.mlp.experts.base_layer.lora_B.weight": values(48, 8)}
@@ -215,9 +216,11 @@ def test_names_inside_the_multimodal_model(tmp_path: Path, family: str) -> None:
         ({"gate_up": (48, 48)}, "0.18.1", "gpt_oss", None),
         ({"down": (24, 16)}, "0.18.1", "aria_text", None),
         ({"down": (48, 48)}, "0.19.0", "gpt_oss", r"as PEFT stores them before 0\.19\.1.*or train it again"),
-        ({"gate_up": (48, 16), "down": (16, 24)}, "0.21.2", "", r"as PEFT stores them of Llama4.*unload\)$"),
-        ({"down": (48, 48)}, "0.21.2", "llama4_text", r"as PEFT stores them of Llama4"),
-        ({"down": (48, 48)}, "0.18.0", "llama4_text", None),
+        ({"gate_up": (48, 16), "down": (16, 24)}, "0.21.2", "", "turned"),  # the base is looked up later
+        ({"gate_up": (48, 16), "down": (16, 24)}, None, "llama4_text", "turned"),
+        ({"down": (16, 24)}, "0.21.2", "llama4_text", "turned"),
+        ({"gate_up": (16, 48), "down": (24, 16)}, "0.18.0", "llama4_text", None),
+        ({"down": (24, 16)}, "0.18.0", "llama4_text", None),
     ],
 )
 def test_fused_experts_of_old_peft(
@@ -231,8 +234,12 @@ def test_fused_experts_of_old_peft(
         tensors[f"{module}.lora_B.weight"] = values(rows, 2 * 4)
     targets = [f"experts.{role}_proj" for role in sizes]
     directory = save_adapter(tmp_path / "a", tensors, r=2, target_parameters=targets, peft_version=version)
-    with pytest.raises(UserError, match=refused) if refused else nullcontext():
-        Lora.open(directory, family)
+    with pytest.raises(UserError, match=refused) if refused not in (None, "turned") else nullcontext():
+        fused = Lora.open(directory, family).fused
+        assert {pair.turned for pair in fused.values()} == {refused == "turned"}
+        for (_, role), pair in fused.items():
+            inner, outer = (24, 16) if role == "down" else (16, 48)
+            assert sizes[role] == (48, 48) or (pair.in_features, pair.out_features) == (inner, outer)
 
 
 def test_another_adapter_in_the_place_of_one_that_was_read(tmp_path: Path) -> None:
