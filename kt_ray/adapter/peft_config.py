@@ -53,7 +53,7 @@ _RENAMED: dict[str, tuple[str, str, str, str]] = {
     "unlimited_ocr": _INSIDE,
 }
 # Families that train as the text model alone, from the files of the multimodal one.
-TEXT_ALONE = ("dots3_note", "qwen3_5_moe")
+TEXT_ALONE = ("dots3_note", "llama4", "qwen3_5_moe")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def module_name(stored: str, model_type: str) -> str:
 
 def outside(module: str) -> str:
     """A module's name in the text model alone, out of its name in the multimodal model around it."""
-    return re.sub(_INSIDE[0], _INSIDE[1], module)
+    return re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", module)
 
 
 def peft_expert_leaves(model_type: str) -> frozenset[str]:
@@ -260,6 +260,7 @@ TESTED = frozenset(
         *("glm5_next_text", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
         *("gemma4_text", "hy_v4", "mistral_large4_text"),
         *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "inkling_text", "jamba", "kimi_linear", "kolibri1"),
+        "llama4_text",
         *("laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text"),
         *(
             "mistral4",

@@ -73,6 +73,8 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
 
 def _window(keys: Keys, layer: int) -> int:
     """Keys that a query of this layer meets at most; 0 = all before it."""
+    if keys.family == "llama4_text":
+        return _chunk(keys, layer)
     window, types = keys.config.get("sliding_window"), keys.listed("layer_types")
     if not isinstance(window, int) or not keys.flag("use_sliding_window", True):
         return 0
@@ -83,6 +85,18 @@ def _window(keys: Keys, layer: int) -> int:
     else:
         slides = keys.family in ("mixtral", "phimoe")
     return window if slides else 0
+
+
+def _chunk(keys: Keys, layer: int) -> int:
+    """Llama 4: rotating layers look at one chunk of the row."""
+    types, rotating = keys.listed("layer_types"), keys.listed("no_rope_layers")
+    if types is not None:
+        chunked = types[layer : layer + 1] == ["chunked_attention"]
+    elif rotating is not None:
+        chunked = bool(rotating[layer : layer + 1] and rotating[layer])
+    else:
+        chunked = (layer + 1) % keys.size("no_rope_layer_interval", default=4) != 0
+    return keys.size("attention_chunk_size", default=8192) if chunked else 0
 
 
 def _block_indexer(keys: Keys, layer: int, parts: LayerParts) -> None:

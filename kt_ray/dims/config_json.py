@@ -278,6 +278,8 @@ def _refusal(keys: Keys, missing: str | None, latent: int) -> str | None:
     elif activation not in known:
         kind = f"experts with the activation {activation!r}{' without a gate' if ungated else ''}"
         reasons.append(f"{kind} are not computed (known: {', '.join(known)}); {_OTHER_FAMILY}")
+    if family == "llama4_text" and keys.size(*_TOP_K) != 1:
+        reasons.append(f"experts of {family} are trained with num_experts_per_tok 1 only; {_OTHER_FAMILY}")
     if latent:
         width = f"experts on a projected width ({latent} of {keys.size('hidden_size')})"
         reasons.append(f"{width} are not trained; {_OTHER_FAMILY}")

@@ -20,7 +20,7 @@ UNCOMPUTED = {
     "step3p7": "experts that clamp after silu are not computed",
 }
 # Families with experts that transformers 5 does not hand to its experts interface.
-UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe", "llama4", "llama4_text", "longcat_flash"))
+UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe", "longcat_flash"))
 
 # Families that neither transformers nor kt_ray.model.attention has "sdpa" attention for: they run "eager",
 # which holds all scores.
@@ -28,6 +28,9 @@ WITHOUT_SDPA = frozenset(("deepseek_ref", "deepseek_v4", "hy_v4", "inkling2_text
 # Of these the ones that transformers has it for, with a bias of pairs that is learned: under grad torch then
 # takes another kernel than in forward, and a recomputed layer would not be the same to the bit.
 LEARNED_BIAS = frozenset(("inkling_text",))
+
+# Families whose windows are chunks of the row: their masks are made whole.
+CHUNKED = frozenset(("llama4_text",))
 
 # Families whose norms torch has no single kernel for: weights of 1 + w, or mean and variance.
 WRITTEN_OUT_NORMS = frozenset(
@@ -98,12 +101,13 @@ def layer_parts(keys: Keys, layer: int, moe: bool) -> LayerParts:
     hidden = keys.size("hidden_size")
     # input and post-attention norms; PhiMoE's have a bias, Gemma 4 has two more
     parts.dense += (4 if keys.family in ("gemma4_text", "phimoe") else 2) * hidden
+    mlp = "feed_forward" if keys.family == "llama4_text" else "mlp"
     if moe:
-        _moe_mlp(keys, parts)
+        _moe_mlp(keys, parts, mlp)
     else:
         fused = keys.family == "minimax_m3_vl_text"
         names = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", "ffn_hidden_size")
-        _gated_mlp(parts, "mlp", hidden, keys.size(*names), fused)
+        _gated_mlp(parts, mlp, hidden, keys.size(*names), fused)
     return parts
 
 
@@ -121,6 +125,8 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
     chosen = keys.listed("moe_layers")
     if chosen is not None:  # llama4
         return layer in chosen
+    if keys.config.get("interleave_moe_layer_step"):
+        return (layer + 1) % keys.size("interleave_moe_layer_step") == 0
     if keys.family == "jamba" or keys.config.get("expert_layer_period"):
         offset = keys.size("expert_layer_offset", default=1, least=0)
         return layer % keys.size("expert_layer_period", default=2) == offset
@@ -199,8 +205,8 @@ def _gated_mlp(parts: LayerParts, name: str, hidden: int, intermediate: int, fus
     parts.linear(f"{name}.down_proj", intermediate, hidden)
 
 
-def _moe_mlp(keys: Keys, parts: LayerParts) -> None:
-    """Router and shared experts of a MoE layer."""
+def _moe_mlp(keys: Keys, parts: LayerParts, mlp: str) -> None:
+    """Router and shared experts of a MoE layer, whose module is `mlp`."""
     hidden, experts = keys.size("hidden_size"), num_experts(keys)
     if keys.family == "hunyuan_v1_moe":
         _gated_mlp(parts, "mlp.shared_mlp", hidden, keys.size("intermediate_size"))
@@ -218,11 +224,14 @@ def _moe_mlp(keys: Keys, parts: LayerParts) -> None:
     if not shared:
         counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
         shared = keys.size(*counts, default=0, least=0) * expert_intermediate(keys)
+    if keys.family == "llama4_text":
+        shared = expert_intermediate(keys)
     if not shared:
         return
     gated = keys.family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
     fused = keys.family == "minimax_m3_vl_text"
-    _gated_mlp(parts, "mlp.shared_expert" if gated else "mlp.shared_experts", hidden, shared, fused)
+    one = gated or keys.family == "llama4_text"
+    _gated_mlp(parts, f"{mlp}.shared_expert" if one else f"{mlp}.shared_experts", hidden, shared, fused)
     parts.dense += hidden if gated else 0  # shared_expert_gate
 
 

@@ -21,6 +21,7 @@ from kt_ray.parse import read_json
 
 _STATE = "layers that carry a state from token to token"
 _GROUPS = "attention over groups of neighbouring tokens"
+_CHUNKS = "attention over chunks, and queries scaled by positions, that count from the row's start"
 _MASKS = "attention masks that transformers makes without looking at positions"
 OBSTACLES: dict[str, str] = {
     "afmoe": _MASKS,
@@ -38,6 +39,8 @@ OBSTACLES: dict[str, str] = {
     "jamba": f"Mamba: {_STATE}",
     "kimi_linear": f"delta attention: {_STATE}",
     "lfm2_moe": f"short convolutions: {_STATE}",
+    "llama4": _CHUNKS,
+    "llama4_text": _CHUNKS,
     "minimax": f"lightning attention: {_STATE}",
     "minimax_m3_vl_text": f"sparse attention by key blocks: {_GROUPS}",
     "nemotron_h": f"Mamba: {_STATE}",

@@ -70,7 +70,10 @@ def _kind(layer: Any) -> tuple[type, int]:
 
 
 def can_join(config: Any) -> bool:
-    """Whether rows of this model can share a cache: every layer's is of a kind that `join` knows."""
+    """Whether rows of this model can share a cache: every layer's is of a kind that `join` knows, and none
+    takes the columns before a token, padding included, for its position (Llama 4's scale of queries)."""
+    if getattr(config, "attn_temperature_tuning", False):
+        return False
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
     joinable = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)

@@ -17,7 +17,7 @@ from torch import nn
 
 from kt_ray.checkpoint.names import ALIASES
 from kt_ray.errors import UserError
-from kt_ray.model import attention, layer_calls
+from kt_ray.model import attention, layer_calls, llama4
 from kt_ray.parse import read_json
 
 _NESTED = ("text_config", "thinker_config")  # of multimodal configurations, outermost last
@@ -129,9 +129,13 @@ def build_causal(
             if "attention" in str(error).lower() or attn_implementation in str(error)
             else "correct config.json (take it from the model's release), or choose another model",
         ) from error
-    prefix = causal.base_model_prefix if config is family.config else _decoder(causal)
-    base = dict(causal.named_modules()).get(prefix) if prefix else None
-    return causal, base, prefix
+    if family.text_type == "llama4_text":
+        llama4.dispatch(causal, family.config)
+    prefix, modules = causal.base_model_prefix, dict(causal.named_modules())
+    # Llama 4's text class has the multimodal one's prefix.
+    if config is not family.config or prefix not in modules:
+        prefix = _decoder(causal)
+    return causal, modules.get(prefix) if prefix else None, prefix
 
 
 def drop_towers(causal: Any, prefix: str) -> None:

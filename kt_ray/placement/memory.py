@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.dims.layer_params import HELD_BYTES, MASKS_PADDING, holds_scores
+from kt_ray.dims.layer_params import CHUNKED, HELD_BYTES, MASKS_PADDING, holds_scores
 from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.machine import Hardware, gpu_name, socket_name
@@ -334,7 +334,7 @@ def layer_activation_bytes(
         window = dims.pair_widths[layer][1] if dims.pair_widths else 0
         # torch adds a mask in the type of the queries, and autograd keeps it. Blocks have their keys and
         # values twice: in their own and in the next.
-        if masked(dims, config, gpu=gpu) or _window_masked(window, row, gpu=gpu):
+        if masked(dims, config, gpu=gpu) or _window_masked(dims, window, row, gpu=gpu):
             scores = element * row * (dims.num_heads if _index(dims, layer)[1] else 1)
         elif 0 < window <= row:
             scores = element * dims.cache_widths[layer].near
@@ -409,14 +409,16 @@ def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str, *, gpu: 
     windows = {window for _, window in dims.pair_widths} or {0}
     told = eager or masked(dims, config, gpu=gpu)
     asked = generates(config)  # whose masks look at caches
-    kinds = sum(1 for w in windows if told or (asked and 0 < w <= row) or _window_masked(w, row, gpu=gpu))
+    made = (told or (asked and 0 < w <= row) or _window_masked(dims, w, row, gpu=gpu) for w in windows)
+    kinds = sum(made)
     return kinds * load.replica * row * (ELEMENT_BYTES[dtype] if eager else 1)
 
 
-def _window_masked(window: int, row: int, *, gpu: bool) -> bool:
+def _window_masked(dims: ModelDims, window: int, row: int, *, gpu: bool) -> bool:
     """Whether a window alone makes a mask of whole rows: attention goes by blocks on a GPU, and where the
-    mask would be large (kt_ray/model/windows.py)."""
-    return 0 < window <= row and not gpu and row**2 <= HELD_BYTES
+    mask would be large (kt_ray/model/windows.py), but for chunks."""
+    by_blocks = dims.model_type not in CHUNKED and (gpu or row**2 > HELD_BYTES)
+    return 0 < window <= row and not by_blocks
 
 
 def masked(dims: ModelDims, config: Config, *, gpu: bool) -> bool:

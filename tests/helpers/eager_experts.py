@@ -9,6 +9,7 @@ weight: so the reference needs no adapters of its own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kt_ray.model import llama4
 from kt_ray.model.build import StageModel
 from tests.helpers.hf_reference import Row
 
@@ -65,8 +67,12 @@ class Eager:
         self.causal.requires_grad_(False).eval()
         self.base = self.causal.get_submodule(model.root)
         self.experts = {}
+        called = self.base
+        if called.config.model_type == "llama4_text":
+            called = copy.deepcopy(called)
+            llama4.dispatch(called, called.config)
         for layer in model.experts:
-            found = [m for m in self.base.layers[layer].modules() if hasattr(m, "_apply_gate")]
+            found = [m for m in called.layers[layer].modules() if hasattr(m, "_apply_gate")]
             assert len(found) == 1
             self.experts[layer] = found[0]
 

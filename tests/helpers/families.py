@@ -132,12 +132,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 2,
     },
+    "llama4_text": {
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 48,
+        **dict.fromkeys(("attention_chunk_size", "floor_scale", "no_rope_layer_interval"), 2),
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
 
 def dispatched() -> list[str]:
-    """model_type of every family with a class for text whose modeling file has dispatched experts."""
+    """model_type of every family with a class for text whose experts transformers dispatches, or kt_ray."""
     from transformers.models.auto import modeling_auto as auto
 
     spec = importlib.util.find_spec("transformers.models")
@@ -147,7 +153,7 @@ def dispatched() -> list[str]:
         file.parent.name
         for file in root.glob("*/modeling_*.py")
         if "use_experts_implementation" in file.read_text()
-    }
+    } | {"llama4"}
     tables = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     named = {name for table in tables for name in table}
     found = {n for n in CONFIG_MAPPING if CONFIG_MAPPING[n].__module__.split(".")[-2] in folders}

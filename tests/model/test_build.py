@@ -44,6 +44,7 @@ def refuse(path: Path, match: str, layers: tuple[int, int] = (0, 3), **spec: Any
     ("family", "overrides", "match"),
     [
         ("qwen3_moe", {"hidden_act": "gelu"}, "experts of qwen3_moe.*activation GELU"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "llama4_text is trained with one expert per token only"),
         ("llama", {"num_key_value_heads": 4, "intermediate_size": 64}, "llama has no routed experts"),
         (
             "nemotron_h",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from kt_ray.model.caches import select
+from kt_ray.model.caches import can_join, select
+from kt_ray.model.family import read_family
+from tests.helpers.families import write_config
 
 
 class Compressing(DynamicLayer):  # type: ignore[misc]
@@ -28,3 +31,10 @@ def test_what_is_compressed_follows_its_rows() -> None:
     compressed = layer.compressed_kv["compressor"]
     assert compressed is not None and compressed.flatten().tolist() == [2, 0, 0, 1]
     assert layer.compressed_kv["indexer"] is None and layer.entry_count == {"compressor": 2}
+
+
+def test_rows_without_positions_of_their_own_do_not_share_a_cache(tmp_path: Path) -> None:
+    """Llama 4 scales queries by the columns before them, padding included."""
+    for tuned in (True, False):
+        path = write_config(tmp_path, "llama4_text", attn_temperature_tuning=tuned)
+        assert can_join(read_family(path).config) == (not tuned)

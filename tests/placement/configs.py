@@ -65,6 +65,15 @@ SMALL: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
         "head_dim": 16,
     },
+    "llama4_text": {
+        **{k: v for k, v in _BASE.items() if k != "moe_intermediate_size"},
+        "model_type": "llama4_text",
+        "num_experts_per_tok": 1,
+        "num_local_experts": 8,
+        "intermediate_size_mlp": 80,
+        "interleave_moe_layer_step": 2,
+        "head_dim": 16,
+    },
     "deepseek_v32": {**_MLA, **_INDEXER, "model_type": "deepseek_v32"},
     "glm_moe_dsa": {
         **_MLA,

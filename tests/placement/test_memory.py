@@ -218,6 +218,10 @@ def test_attention_masks(changes: dict[str, Any], masks: int, on_gpu: int) -> No
     assert mask_bytes(small_dims(), config, load, "bfloat16", gpu=True) == on_gpu * 8 * 64 * 64
     told = dataclasses.replace(small_dims(), model_type="minimax")
     assert mask_bytes(told, config, load, "bfloat16", gpu=True) == masks * 8 * 64 * 64
+    chunks = ((32, 16),) * 4  # narrower than the row: whole masks of chunks, windows by blocks
+    for model_type, on_one in (("mixtral", on_gpu), ("llama4_text", max(1, on_gpu))):
+        near = dataclasses.replace(small_dims(), model_type=model_type, pair_widths=chunks)
+        assert mask_bytes(near, config, load, "bfloat16", gpu=True) == on_one * 8 * 64 * 64, model_type
     indexed = dataclasses.replace(small_dims(), indexes=((2, False),) * 4)
     assert mask_bytes(indexed, config, load, "bfloat16", gpu=True) == max(1, masks) * 8 * 64 * 64
     # On a CPU a window smaller than the row needs a mask of its own, packed or not; with a long row none.
