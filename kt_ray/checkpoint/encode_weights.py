@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kt_ray.checkpoint.packings import Nvfp4, Packing
 from kt_ray.checkpoint.safetensors_file import BITS, TORCH_DTYPES, read_dtype, read_shape
-from kt_ray.checkpoint.stored import TWO_PARTS, StoredMatrix
+from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.native import ExpertMatrix
 from kt_ray.native.matrix import scales_to_float
 from kt_ray.native.quantization import ScaleType, quantize
@@ -59,14 +60,15 @@ class Encoding:
     extra: tuple[Entry, ...] = ()  # a weight_shape tensor, or nothing
     powers: bool = False  # scales are powers of two although their type could hold others
     packing: Packing | None = None  # of a checkpoint's matrix; `new` gives none
+    keeps_scales: bool = False  # likewise
 
     @classmethod
     def like(cls, matrix: StoredMatrix, *, powers: bool = False) -> Encoding:
         """As `matrix` is stored. What it has beside values and scales stays as it is, and is no entry."""
         data = Entry(matrix.data.name, matrix.data.dtype, matrix.data.shape)
         scales = Entry(matrix.scales.name, matrix.scales.dtype, matrix.scales.shape)
-        packing = matrix.packing
-        return cls(matrix.format, matrix.shape, matrix.block, data, scales, powers=powers, packing=packing)
+        kept: dict[str, Any] = {"packing": matrix.packing, "keeps_scales": matrix.keeps_scales}
+        return cls(matrix.format, matrix.shape, matrix.block, data, scales, powers=powers, **kept)
 
     @classmethod
     def new(cls, convention: str, name: str, shape: tuple[int, ...], *, group: int | None = None) -> Encoding:
@@ -116,7 +118,7 @@ class Encoding:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Everything that is written for this matrix."""
-        return (self.data, *(() if self.format in TWO_PARTS else (self.scales,)), *self.extra)
+        return (self.data, *(() if self.keeps_scales else (self.scales,)), *self.extra)
 
     def one(self, index: int) -> Encoding:
         """The same for one matrix of a stack, under the stack's keys."""
@@ -142,7 +144,7 @@ class Encoding:
         """
         if tuple(value.shape) not in (self.shape, self.shape[-2:]):
             raise ValueError(f"{self.data.key}: shape {list(value.shape)}, required {list(self.shape)}")
-        if self.format in TWO_PARTS:
+        if self.keeps_scales:
             assert before is not None, "no convention of `new` has this format"
             return self._with_scales_kept(value, before)
         stack = value.reshape(-1, *self.shape[-2:])
@@ -166,15 +168,15 @@ class Encoding:
         return data, scales.reshape(self.scales.shape[drop:]), meant.reshape(value.shape)
 
     def _with_scales_kept(self, value: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One matrix whose scales are of two parts, which belong together: values alone are new."""
+        """One matrix whose scales stay: values alone are new."""
         assert self.packing is not None
         scales, global_scales = self.packing.scales(before).unsqueeze(0), None
         if isinstance(self.packing, Nvfp4):
             scales, global_scales = self.packing.read_scales().unsqueeze(0), scales.flatten()
-        group = self.block[1]
-        matrix = quantize(
-            self.format, value.unsqueeze(0), group=group, scales=scales, global_scales=global_scales
-        )
+        more: dict[str, Any] = {"group": self.block[1], "global_scales": global_scales}
+        if self.format == "fp8":
+            scales, more = scales.reshape(1, 1, 1), {"block": self.block}
+        matrix = quantize(self.format, value.unsqueeze(0), scales=scales, **more)
         return self.packing.stored(matrix.data[0]).contiguous(), before, matrix.dequantize()[0]
 
     def _quantize(self, stack: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -236,7 +236,8 @@ def _read_packed(
         matrix = matrices[expert]
         assert matrix.packing is not None
         is_data = infos[expert] is matrix.data
-        slab[i].copy_(matrix.packing.values(raw) if is_data else matrix.packing.scales(raw))
+        value = matrix.packing.values(raw) if is_data else matrix.packing.scales(raw)
+        slab[i].copy_(value.reshape(slab[i].shape))
 
     for i, expert in enumerate(experts):
         info = infos[expert]

@@ -184,16 +184,40 @@ class WithZeros(Packing):
 
 
 @dataclass(frozen=True)
+class Stack(Packing):
+    """FP8 of a stack."""
+
+    turned: bool  # values are [K, N]
+    scales_turned: bool
+    name = "of a stack"
+
+    def values(self, stored: Tensor) -> Tensor:
+        return stored.mT if self.turned else stored
+
+    def scales(self, stored: Tensor) -> Tensor:
+        return stored.mT if self.scales_turned else stored
+
+    def stored(self, values: Tensor) -> Tensor:
+        return self.values(values)
+
+    def stored_scales(self, scales: Tensor) -> Tensor:
+        return self.scales(scales)
+
+
+@dataclass(frozen=True)
 class Nvfp4(Packing):
     """Scales F8_E4M3 [N, K / 16]. What the engine takes for scales is the global scale alone."""
 
     of_groups: TensorInfo
     divides: bool  # the global scale divides the others
     turned: bool = False  # values are [K / 2, N], scales [K / 16, N]
+    pairs: TensorInfo | None = None  # global scales [E, 2] of gate and of up, which must be equal
     name = "NVFP4"
 
     def check(self) -> None:
         self.read_scales()
+        if self.pairs is not None:
+            self.scales(read_tensor(self.pairs))
 
     def read_scales(self) -> Tensor:
         """F8_E4M3 [N, K / 16]."""
@@ -210,7 +234,11 @@ class Nvfp4(Packing):
         return torch.cat((scales.unflatten(-1, (-1, 2)), values.unflatten(-1, (-1, 16))), -1)
 
     def scales(self, stored: Tensor) -> Tensor:
-        global_scale = stored.reshape(-1, 1)
+        global_scale = stored.reshape(-1, 2 if self.pairs else 1)
+        if self.pairs and not torch.equal(global_scale[:, 0], global_scale[:, 1]):
+            observed = "NVFP4 with another global scale for gate than for up"
+            raise unread(self.pairs.place, observed, "the same for both")
+        global_scale = global_scale[:, :1]
         return global_scale.reciprocal() if self.divides else global_scale
 
     def stored(self, values: Tensor) -> Tensor:
@@ -218,4 +246,5 @@ class Nvfp4(Packing):
         return packed.mT if self.turned else packed
 
     def one(self, index: int) -> Packing:
-        return replace(self, of_groups=self.of_groups.one(index))
+        pairs = None if self.pairs is None else self.pairs.one(index)
+        return replace(self, of_groups=self.of_groups.one(index), pairs=pairs)

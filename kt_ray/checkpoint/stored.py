@@ -9,6 +9,7 @@ Names, types and shapes tell which; the matrix gets the name of its parameter ("
            X.weight F8_E4M3 with X.weight_scale [N/128, 1, K/128, 1]: ModelOpt's FP8_PB_WO
            X.weight F8_E4M3 with X.weight_scale or X.weight_scale_inv U8 [N, K/32]: MXFP8
            experts.gate_up_proj F8_E4M3 with experts.gate_up_proj_scale_inv: transformers' fused experts
+           the same [E, K, N] with experts.gate_up_proj_weight_scale, of blocks or one number: ModelOpt
     int8   X.weight I8 with X.weight_scale [N, 1] or [N, K/group]: compressed-tensors int-quantized
            X.weight_packed I32 [N, K/4] with X.weight_scale: compressed-tensors pack-quantized of 8 bits
            X.qweight I32 with X.scales and X.qzeros: GPTQ of 8 bits, symmetric
@@ -39,8 +40,8 @@ from typing import Any
 import torch
 
 from kt_ray import integer_packing, rotations
-from kt_ray.checkpoint.names import expert_name
-from kt_ray.checkpoint.packings import Awq, Bytes, Gptq, Nvfp4, Packing, WithZeros, unread
+from kt_ray.checkpoint.names import expert_name, family, fused_release
+from kt_ray.checkpoint.packings import Awq, Bytes, Gptq, Nvfp4, Packing, Stack, WithZeros, unread
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_dtype, read_shape, read_tensor
 from kt_ray.native import ExpertMatrix
 
@@ -95,7 +96,7 @@ class StoredMatrix:
         rows, columns = self.shape[-2:]
         if self.packing is None:
             return self.file_shape
-        if self.format == "int8":
+        if self.format in ("int8", "fp8"):
             return rows, columns
         return (rows, columns // 32, 18) if self.format == "nvfp4" else (rows, columns // 8)
 
@@ -105,9 +106,14 @@ class StoredMatrix:
         return torch.int8 if self.format == "int8" else read_dtype(self.data.dtype)
 
     @property
+    def keeps_scales(self) -> bool:
+        """Whether scales are not made anew with other values: they are of two parts, or one of a stack."""
+        return self.format in TWO_PARTS or (len(self.shape) == 3 and not math.prod(self.scales.shape) > 1)
+
+    @property
     def renewed(self) -> tuple[str, ...]:
         """The keys of what other values of the matrix change."""
-        return self.keys[: 1 if self.format in TWO_PARTS else 2]
+        return self.keys[: 1 if self.keeps_scales else 2]
 
     @property
     def scales_shape(self) -> tuple[int, int]:
@@ -184,7 +190,8 @@ def find_matrices(
             shape = f"{base}.weight_shape"
             keys = (name, scales, *((shape,) if shape in tensors else ()))
             eight = tensors[name].dtype == "I32" and _is_of_bytes(tensors[name], tensors.get(shape), bits)
-            stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization, eight)
+            turned = _is_stack_turned(logical, scales, tensors[name], config)
+            stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization, eight, turned)
             zeros = tensors.get(f"{base}.weight_zero_point")
             if zeros is not None and eight:
                 raise unread(zeros.place, "INT8 with zero points", _READ)
@@ -268,7 +275,7 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str | Non
         candidates = [f"{name}_weight_scale"]
     elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8") and expert_name(name) is not None:
         logical = name
-        candidates = [f"{name}_scale_inv", f"{name}_scale"]
+        candidates = [f"{name}{end}" for end in ("_scale_inv", "_scale", "_weight_scale")]
     else:
         return None
     return logical, next((c for c in candidates if c in tensors), None)
@@ -281,14 +288,16 @@ def _matrix(
     scales: TensorInfo,
     quantization: Mapping[str, Any],
     eight: bool,
+    turned: bool,
 ) -> StoredMatrix | str:
-    """The matrix, or what is wrong with its scales; `eight`: words hold integers of 8 bits."""
+    """The matrix, or what is wrong with its scales; `eight`: words hold integers of 8 bits; `turned`: a stack
+    [E, K, N]."""
     kind = _kind(data, scales)
     if kind is None:
         raise unread(data.place, f"{data.dtype} with scales {scales.dtype} {list(scales.shape)}", _READ)
     if eight:
         kind = "int8"
-    packing = {"int4": 8, "mxfp4": 2, "int8": 4 if eight else 1}.get(kind, 1) if data.dtype != "F4" else 1
+    per_item = {"int4": 8, "mxfp4": 2, "int8": 4 if eight else 1}.get(kind, 1) if data.dtype != "F4" else 1
     if data.name.endswith("_blocks"):
         if len(data.shape) < 4 or data.shape[-1] != 16:
             return f"{list(scales.shape)} (values must be [E, N, K / 32, 16])"
@@ -296,13 +305,36 @@ def _matrix(
     else:
         if len(data.shape) not in (2, 3):
             return f"{list(scales.shape)} (values must be [N, K] or [E, N, K])"
-        shape = (*data.shape[:-1], data.shape[-1] * packing)
-    block = _block(kind, shape, scales, quantization)
+        shape = (*data.shape[:-1], data.shape[-1] * per_item)
+    packing: Packing | None = Bytes() if eight else None
+    one = len(shape) == 3 and math.prod(scales.shape) == 1
+    if kind == "fp8" and (turned or one):
+        packing = Stack(turned, turned and len(scales.shape) == 3)
+        shape = (shape[0], *shape[:0:-1]) if turned else shape
+    own = scales
+    if turned and len(scales.shape) == 3:
+        own = replace(scales, shape=(scales.shape[0], *scales.shape[:0:-1]))
+    block = _block(kind, shape, own, quantization)
+    if kind == "fp8" and one:
+        block = shape[1], shape[2]
     if block is None:
         return f"{list(scales.shape)} (values {list(shape)})"
     if block[1] < shape[-1]:
         _check_group(data, block[1])
-    return StoredMatrix(name, kind, data, scales, shape, block, keys, Bytes() if eight else None)
+    return StoredMatrix(name, kind, data, scales, shape, block, keys, packing)
+
+
+def _is_stack_turned(name: str, scales: str, data: TensorInfo, config: Mapping[str, Any]) -> bool:
+    """Whether an FP8 stack of experts is [E, K, N]: by the hidden size; where both axes have it, ModelOpt's
+    are as the family's parameters."""
+    expert, text = expert_name(name), config.get("text_config")
+    hidden = (text if isinstance(text, Mapping) and "hidden_size" in text else config).get("hidden_size")
+    if expert is None or len(data.shape) != 3 or data.dtype != "F8_E4M3" or hidden not in data.shape[1:]:
+        return False
+    if data.shape[1] == data.shape[2]:
+        release = fused_release(family(config))
+        return scales.endswith("_weight_scale") and release is not None and release.transposed
+    return data.shape[2 if expert.role == "down" else 1] == hidden
 
 
 def _turned(
@@ -386,12 +418,11 @@ def _nvfp4(name: str, values: str, scales: str, tensors: Mapping[str, TensorInfo
     if columns % 32:
         raise unread(data.place, f"NVFP4 in rows of {columns} columns", "a multiple of 32")
     number = math.prod(global_scale.shape) if global_scale is not None else 0
-    if global_scale is not None and stack and number == 2 * stack[0]:  # of gate and of up
-        raise unread(global_scale.place, f"NVFP4 with {number} global scales", f"one, or {stack[0]}")
-    if global_scale is None or global_scale.dtype != "F32" or number not in (1, *stack):
+    pairs = global_scale if global_scale is not None and global_scale.shape == (*stack, 2) else None
+    if global_scale is None or global_scale.dtype != "F32" or not (pairs or number in (1, *stack)):
         required = f"{base}weight_scale_2 or {base[-1]}weight_global_scale, one number F32"
         return f"{list(own.shape)} (required {required})"
-    keys, packing = (values, global_scale.name, scales), Nvfp4(own, divides, turned)
+    keys, packing = (values, global_scale.name, scales), Nvfp4(own, divides, turned, pairs)
     block = rows, columns
     return StoredMatrix(name, "nvfp4", data, global_scale, (*stack, *block), block, keys, packing)
 

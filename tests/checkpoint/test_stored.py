@@ -12,11 +12,12 @@ import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
 from kt_ray.checkpoint.content import check_content
-from kt_ray.checkpoint.safetensors_file import TensorInfo
+from kt_ray.checkpoint.safetensors_file import TensorInfo, read_tensor
 from kt_ray.checkpoint.stored import find_matrices
 from kt_ray.errors import UserError
 from kt_ray.experts.lane_weights import expert_tensors, pack
 from kt_ray.native import ExpertFormula, ExpertMatrix, quantize
+from kt_ray.tools import units
 from tests.checkpoint.conftest import config_dict, write_checkpoint
 from tests.helpers.corrupt.quantised import ROTATED
 from tests.helpers.released.formats import (
@@ -138,9 +139,11 @@ def test_per_expert(tmp_path: Path, case: str) -> None:
         assert torch.equal(index.value(f"{PREFIX}.1.{leaf}.weight"), matrix.dequantize()[1])
 
 
-@pytest.mark.parametrize("quantised", ["", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("quantised", ["", "mxfp4", "nvfp4", "nvfp4 pairs"])
 def test_gpt_oss(tmp_path: Path, quantised: str) -> None:
-    """Interleaved rows and biases; blocks and scales, or swapped axes: bfloat16, and ModelOpt's NVFP4."""
+    """Interleaved rows and biases; blocks and scales, or swapped axes: bfloat16, and ModelOpt's NVFP4. pairs:
+    global scales of gate and of up."""
+    quantised, _, pairs = quantised.partition(" ")
     generator = torch.Generator().manual_seed(2)
     both = quantize(quantised or "mxfp4", torch.randn(E, 2 * I, H, generator=generator))
     down = quantize(quantised or "mxfp4", torch.randn(E, H, I, generator=generator))
@@ -152,7 +155,9 @@ def test_gpt_oss(tmp_path: Path, quantised: str) -> None:
             packed, scales = matrix.data[..., 2:].flatten(2), matrix.data[..., :2].flatten(2)
             tensors[f"{PREFIX}.{leaf}"] = packed.mT.contiguous()
             tensors[f"{PREFIX}.{leaf}_weight_scale"] = scales.mT.contiguous().view(torch.float8_e4m3fn)
-            tensors[f"{PREFIX}.{leaf}_weight_scale_2"] = matrix.scales.flatten()
+            number = matrix.scales.flatten()
+            pair = number[:, None].repeat(1, 2) if pairs and leaf == "gate_up_proj" else number
+            tensors[f"{PREFIX}.{leaf}_weight_scale_2"] = pair
             tensors[f"{PREFIX}.{leaf}_input_scale"] = torch.ones(())
         elif quantised:
             tensors[f"{PREFIX}.{leaf}_blocks"] = matrix.data.reshape(*matrix.shape[:2], -1, 16)
@@ -179,20 +184,44 @@ def test_gpt_oss(tmp_path: Path, quantised: str) -> None:
     assert loaded.gate_bias is not None and loaded.up_bias is not None and loaded.down_bias is not None
     assert torch.equal(loaded.gate_bias, rounded[:, 0::2]) and torch.equal(loaded.up_bias, rounded[:, 1::2])
     assert torch.equal(loaded.down_bias, bias["down_proj"].bfloat16().float()[1:])
+    if pairs:
+        tensors[f"{PREFIX}.gate_up_proj_weight_scale_2"][0, 1] *= 2
+        index = CheckpointIndex.open(write_checkpoint(tmp_path, tensors, config=config))
+        with pytest.raises(UserError, match="another global scale for gate than for up"):
+            check_content(index)
 
 
 # Blocks must not cover rows of gate and of up, unless there is one for all of an expert.
-@pytest.mark.parametrize(("wide", "block"), [(128, (128, 128)), (96, PER_TENSOR)])
-def test_fused_fp8(tmp_path: Path, wide: int, block: tuple[int, int]) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("wide", "block", "one"),
+    [(128, (128, 128), False), (96, PER_TENSOR, False), (96, PER_TENSOR, True), (96, (1, 32), False)],
+)
+def test_fused_fp8(tmp_path: Path, wide: int, block: tuple[int, int], one: bool, turned: bool) -> None:
+    """turned: ModelOpt's of Llama 4 [E, K, N]; one: number for all experts."""
     both = quantize("fp8", torch.randn(E, 2 * wide, H), block=block)
     down = quantize("fp8", torch.randn(E, H, wide), block=block)
     tensors: Tensors = {}
     for leaf, matrix in (("gate_up_proj", both), ("down_proj", down)):
         assert matrix.scales is not None
+        if one:
+            matrix.scales[:] = matrix.scales[0]
         scales = matrix.scales.flatten() if block == PER_TENSOR else matrix.scales
-        tensors |= {f"{PREFIX}.{leaf}": matrix.data, f"{PREFIX}.{leaf}_scale_inv": scales}
+        data, scales = matrix.data, scales[0].reshape(()) if one else scales
+        if turned:
+            data, scales = data.mT.contiguous(), scales.mT.contiguous() if scales.dim() == 3 else scales
+        ends = ("_weight_scale", "_input_scale") if turned else ("_scale_inv",)
+        tensors |= {f"{PREFIX}.{leaf}": data, **{f"{PREFIX}.{leaf}{end}": scales for end in ends}}
     index = CheckpointIndex.open(write_checkpoint(tmp_path, tensors, config=_config()))
+    check_content(index)
     loaded = load_experts(index, ExpertLayout.detect(index), 1, [2])
+    for leaf, matrix in (("gate_up_proj", both), ("down_proj", down)):
+        name = f"{PREFIX}.{leaf}"
+        assert torch.equal(index.value(name), matrix.dequantize())
+        again = units.rewritten(index, name, change=lambda value, expert: value)
+        for piece in again.produce(units.Notes()):
+            stored = read_tensor(index.tensors[piece.key])[piece.start].float()
+            assert torch.equal(piece.value.float(), stored.reshape(piece.value.shape)), piece.key
     for half, rows in ((loaded.gate, slice(wide)), (loaded.up, slice(wide, None))):
         assert isinstance(half, ExpertMatrix)
         assert torch.equal(half.dequantize(), both.dequantize()[2:, rows])
@@ -574,14 +603,6 @@ FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
             _info("a.weight_scale_2", "F32"),
         ],
         "found NVFP4 in rows of 48 columns; required a multiple of 32",
-    ),
-    "nvfp4 with numbers of gate and of up": (
-        [
-            _info("mlp.experts.gate_up_proj", "U8", 2, 8, 32),
-            _info("mlp.experts.gate_up_proj_weight_scale", "F8_E4M3", 2, 8, 4),
-            _info("mlp.experts.gate_up_proj_weight_scale_2", "F32", 2, 2),
-        ],
-        "found NVFP4 with 4 global scales; required one, or 2",
     ),
     "scaled inputs": ([_info("a.pre_quant_scale", "BF16", 8)], "inputs must be scaled first"),
     "awq, values of another type": (
