@@ -132,7 +132,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
     dtype, assumed = _dtype(config, text, where)
     quantization = text.get("quantization_config") or config.get("quantization_config")
     weights = {**text, "quantization_config": quantization}
-    storage, plain = expert_storage(weights, dtype, moe), plain_expert_layers(weights, moe)
+    storage, plain = expert_storage(weights, dtype, moe), plain_expert_layers(weights, dtype, moe)
     if plain == moe or storage == plain_storage(dtype):  # quantization_config excludes all of them
         storage, plain = plain_storage(dtype), ()
     quantised = _quantised(weights, dtype, parts)

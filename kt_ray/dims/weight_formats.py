@@ -34,6 +34,8 @@ MODEL_ROOTS = ("model.", "model.language_model.", "language_model.model.", "")
 _EXPERT_NAMES = (
     *("mlp.experts.0.gate_proj", "mlp.experts.gate_up_proj", "mlp.experts"),
     *("block_sparse_moe.experts.0.w1", "ffn.experts.0.w1"),
+    *("feed_forward.experts.0.gate_proj", "feed_forward.experts.0.w1"),
+    *("feed_forward.experts.gate_up_proj", "feed_forward.experts"),
 )
 
 
@@ -99,7 +101,7 @@ def plain_storage(dtype: str) -> Storage:
 
 
 def expert_storage(config: Mapping[str, Any], dtype: str, moe_layers: Iterable[int]) -> Storage:
-    """Storage of the routed experts that are quantised; where ModelOpt chose several, the largest.
+    """Storage of the routed experts that are quantised; where layers have several, the largest.
 
     Args:
         config: the language model's keys, `quantization_config` among them.
@@ -112,17 +114,22 @@ def expert_storage(config: Mapping[str, Any], dtype: str, moe_layers: Iterable[i
         found = [_of_modelopt(algorithm) for algorithm in sorted(set[str]().union(*each))]
         # Of what is not read nobody knows the size: it counts as the largest.
         return max(found, key=lambda s: s.matrix_bytes(_MOST, _MOST), default=plain_storage(dtype))
-    return _storage(config, dtype, _FIRST_EXPERTS)
+    stored = {_storage(config, dtype, _experts_of(layer)) for layer in moe_layers} - {plain_storage(dtype)}
+    return max(stored, key=lambda s: s.matrix_bytes(_MOST, _MOST), default=plain_storage(dtype))
 
 
-def plain_expert_layers(config: Mapping[str, Any], moe_layers: Iterable[int]) -> tuple[int, ...]:
-    """MoE layers whose experts quantization_config excludes: they are stored in the plain type."""
-    if _is_mixed(_quantization(config)):
+def plain_expert_layers(config: Mapping[str, Any], dtype: str, moe_layers: Iterable[int]) -> tuple[int, ...]:
+    """MoE layers whose experts quantization_config excludes, or does not name: stored in the plain type."""
+    quantization = _quantization(config)
+    if _is_mixed(quantization):
         return tuple(n for n, own in _expert_algorithms(config, moe_layers).items() if not own)
-    patterns = _excluded(config)
-    if not patterns:
-        return ()
-    return tuple(layer for layer in moe_layers if _names_match(patterns, layer, _EXPERT_NAMES))
+    patterns, plain = _excluded(config), plain_storage(dtype)
+    return tuple(
+        layer
+        for layer in moe_layers
+        if _names_match(patterns, layer, _EXPERT_NAMES)
+        or (quantization and _storage(config, dtype, _experts_of(layer)) == plain)
+    )
 
 
 def linear_storage(config: Mapping[str, Any], dtype: str, layer: int, module: str) -> Storage:

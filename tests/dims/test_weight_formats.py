@@ -153,6 +153,37 @@ def test_exclusions_of_other_modules_leave_experts_quantised(pattern: str) -> No
     assert dims.expert_format == "fp8_block" and dims.plain_expert_layers == ()
 
 
+FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "own", "fmt"),
+    [
+        ("*layers.0.mlp.experts*", {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, "mxfp4"),  # dense
+        ("*layers.2.mlp.experts*", {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, "fp8"),
+        ("*layers.2.mlp.experts*", {"dtype": "int3"}, "quark"),
+    ],
+)
+def test_single_layers_of_quark_count_as_the_largest(pattern: str, own: dict[str, Any], fmt: str) -> None:
+    quantization = quark(**FP4) | {"layer_quant_config": {pattern: {"weight": own}}}
+    dims = small_dims(quantization_config=quantization)
+    assert (dims.expert_format, dims.plain_expert_layers) == (fmt, ())
+    assert (dims.refusal is None) == (fmt != "quark")
+
+
+@pytest.mark.parametrize(
+    ("target", "plain"),
+    [("re:.*layers\\.2\\.mlp\\.experts.*", (1,)), ("re:.*layers\\.1\\.mlp\\.experts.*", (2,))],
+)
+def test_layers_that_no_group_names_are_plain(target: str, plain: tuple[int, ...]) -> None:
+    quantization = packed(num_bits=8, type="float", strategy="channel")
+    quantization["config_groups"]["group_0"]["targets"] = [target]
+    dims = small_dims(
+        "deepseek_v3", num_hidden_layers=3, first_k_dense_replace=1, quantization_config=quantization
+    )
+    assert (dims.expert_format, dims.plain_expert_layers) == ("fp8", plain)
+
+
 @pytest.mark.parametrize(
     ("parts", "layers", "attention"),
     [
@@ -298,7 +329,8 @@ def test_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     dims = small_dims(quantization_config=quantization | {"ignore": [*attention, *experts, "mlp.gate"]})
     assert (dims.expert_format, dims.plain_expert_layers) == ("int4", (2,))
     assert [q.params for q in dims.quantised] == [3 * 96 * 64, *3 * [3 * 80 * 64]]  # dense and shared MLPs
-    quantization["config_groups"]["group_0"]["targets"] = [n.replace(".2.", ".0.") for n in experts]
+    targets = [name.replace(".2.", f".{layer}.") for layer in (1, 2, 3) for name in experts]
+    quantization["config_groups"]["group_0"]["targets"] = targets
     dims = small_dims(quantization_config=quantization)
     assert (dims.expert_format, dims.plain_expert_layers, dims.quantised) == ("int4", (), ())
 
