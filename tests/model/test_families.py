@@ -60,7 +60,8 @@ matrix outside the experts). Another reads each adapter back, loads it with PEFT
 "y kept" marks families whose layers are not affine in the experts' output, which is therefore kept for the
 recomputation. Layers may take what earlier ones computed
 ([decision 026](decisions/026-handed-results.md)): an index's choice (GLM-5.2, Hy4), keys and values
-(Mistral Large 4). A multimodal name trains its text part. `python -m tests.model.test_families` writes this
+(Mistral Large 4). Llama 4 counts positions from a row's start: its rows are not packed, and its answers are
+computed one by one. A multimodal name trains its text part. `python -m tests.model.test_families` writes this
 page, and the test compares its rows.
 
 | model_type | | |
