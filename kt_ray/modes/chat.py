@@ -2,7 +2,7 @@
 
 /adapter on|off   who answers from now on; without a word, says who does
 /reset            forget the conversation
-/exit             or Ctrl-D; Ctrl-C ends an answer, not the chat
+/exit             or Ctrl-D; Ctrl-C ends an answer or clears the line, and twice in a row ends the chat
 """
 
 from __future__ import annotations
@@ -34,21 +34,33 @@ def run(config: Config) -> int:
 def _reader(source: TextIO) -> Callable[[], str | None]:
     """Lines that a person types, with line editing on a terminal; None = the end.
 
-    Bytes that are no text, as of a terminal with another encoding, are each read as one character.
+    There Ctrl-C clears the line, and a second one in a row is the end. Bytes that are no text, as of a
+    terminal with another encoding, are each read as one character.
     """
     if isinstance(source, io.TextIOWrapper):
         source.reconfigure(errors="replace")
     if source.isatty():
         import readline  # noqa: F401  (input() edits lines and keeps a history with it)
 
+    interrupted = False  # the line before this one
+
     def read() -> str | None:
-        try:
-            if source.isatty():
-                return input("> ")
+        nonlocal interrupted
+        if not source.isatty():
             line = source.readline()
             return line.rstrip("\n") if line else None
+        try:
+            line = input("> ")
         except EOFError:
             return None
+        except KeyboardInterrupt:
+            if interrupted:
+                return None
+            interrupted = True
+            print("\nCtrl-C again or Ctrl-D ends the chat")
+            return ""
+        interrupted = False
+        return line
 
     return read
 

@@ -21,6 +21,22 @@ def test_bytes_that_are_no_text_end_no_chat(errors: str) -> None:
     assert [read(), read()] == ["a", None]
 
 
+def test_the_second_interrupt_in_a_row_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed: Any = iter([KeyboardInterrupt, "Hello", KeyboardInterrupt, KeyboardInterrupt, "never read"])
+
+    def answer(prompt: str) -> str:
+        line = next(typed)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return str(line)
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", answer)
+    read = _reader(terminal)
+    assert [read(), read(), read(), read()] == ["", "Hello", "", None]
+
+
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_thought_that_the_prompt_opens_is_one_in_later_questions(opened: bool) -> None:
     class Answer:
