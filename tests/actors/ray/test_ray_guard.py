@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from kt_ray.actors.ray import ray_guard
 from kt_ray.actors.ray.ray_guard import VARIABLE, RayGuard, guarded
 from tests.helpers.ray_place import REPO, Place, free_ports, gone, ray_place, until
 
@@ -43,16 +45,36 @@ def test_a_killed_drivers_marked_processes_and_their_descendants_end() -> None:
         assert driver.stdout is not None
         ours, below, other, guard = map(int, driver.stdout.readline().split())
         try:
-            time.sleep(5)  # the guard has looked
-            os.kill(ours, signal.SIGKILL)  # as the kernel does with a raylet whose parent dies
             driver.kill()
             driver.wait(10)
-            until(lambda: gone(below) and gone(guard), 30, every=0.1)
+            until(lambda: gone(ours) and gone(below) and gone(guard), 60, every=0.1)
             assert not gone(other)  # not Ray's
         finally:
             for pid in (ours, below, other, guard):
                 if not gone(pid):
                     os.kill(pid, signal.SIGKILL)
+
+
+def test_a_descendant_whose_parent_is_gone_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel kills a raylet with the driver; what the raylet started has no mark."""
+    clock = [0.0]
+    driver = os.getppid()
+    environment = {**os.environ, VARIABLE: "a mark of this test"}
+    command = [sys.executable, "-S", "-c", RAYS % VARIABLE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as ours:
+        assert ours.stdout is not None
+        below = int(ours.stdout.readline())
+
+        def sleep(seconds: float) -> None:
+            clock[0] += seconds
+            if clock[0] > 2.0 and ours.poll() is None:  # the guard has looked
+                ours.kill()
+                ours.wait(10)
+                monkeypatch.setattr(os, "getppid", lambda: driver + 1)
+
+        monkeypatch.setattr(ray_guard, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
+        ray_guard.watch(driver, "a mark of this test")
+    assert gone(below)
 
 
 def test_a_process_id_that_was_used_again_is_left_alone() -> None:
