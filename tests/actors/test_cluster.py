@@ -211,7 +211,8 @@ def test_a_network_that_is_closed_is_named(hosts: int, monkeypatch: pytest.Monke
 
 
 def test_hosts_whose_nodes_die_get_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two in turn, of three hosts: each gets a node of its own, when one joins, and new CPU numbers."""
+    """Three in turn, of three hosts: each gets a node of its own, when one joins, and new CPU numbers.
+    Another run takes the last one's before it is reserved: then the next."""
     hosts = make_hardware(sockets=1, cores=4)
     plan = make_plan(small_dims(), make_config(rule={"nodes": 3, "device": "cpu"}), hosts)
     nodes = {name: RayNode(name, name, 8, 8, Sight(hosts, versions(), ())) for name in "abc"}
@@ -223,6 +224,11 @@ def test_hosts_whose_nodes_die_get_others(monkeypatch: pytest.MonkeyPatch) -> No
         name = chr(ord("d") + len(removed) - 1)
         nodes[name] = RayNode(name, name, 8, 8, Sight(shift, versions(), ()))
         alive.append(name)
+
+    def await_group(group: list[dict[str, str]], *_: Any, **__: Any) -> None:
+        if group == [{"ray.io/node-id": "f"}]:
+            nodes["f"] = replace(nodes["f"], free=0)
+            raise UserError("Ray did not provide the actors' resources")
 
     context = SimpleNamespace(get_node_id=lambda: "a")
 
@@ -240,7 +246,7 @@ def test_hosts_whose_nodes_die_get_others(monkeypatch: pytest.MonkeyPatch) -> No
         ray_hosts, "_nodes", lambda _, __, known: [nodes[name] for name in alive if name not in known]
     )
     monkeypatch.setattr(ray_cluster, "placement_group", lambda _, **how: how["bundle_label_selector"])
-    monkeypatch.setattr(ray_cluster, "await_group", lambda *_: None)
+    monkeypatch.setattr(ray_cluster, "await_group", await_group)
     monkeypatch.setattr(ray_cluster, "remove_placement_group", removed.append)
     monkeypatch.setattr(ray_cluster.time, "sleep", joins)
     cluster = RayCluster(
@@ -250,17 +256,17 @@ def test_hosts_whose_nodes_die_get_others(monkeypatch: pytest.MonkeyPatch) -> No
     cluster.hosts = choose(plan, nodes.values(), "a", [8, 8, 8], versions())
     reserved = cluster._reservations()
     cluster._describe(reserved, *cluster._reserve(reserved, range(3)))
-    for host, dead, new in [(1, "b", "d"), (2, "c", "e")]:
+    for host, dead, new in [(1, "b", "d"), (2, "c", "e"), (2, "e", "g")]:
         alive.remove(dead)
         cluster._lost.clear()
         cluster._replace_hosts(time.monotonic() + 60)
         assert cluster._lost == {("experts", host)} and cluster.hosts.nodes[host].id == new
         spec = cluster._actor_specs["experts", host]
         assert spec.place.placement_group == [{"ray.io/node-id": new}] and spec.arguments[2] == (4, 5, 6, 7)
-    assert removed == [[{"ray.io/node-id": "b"}], [{"ray.io/node-id": "c"}]]
-    assert [host.id for host in cluster.hosts.nodes] == ["a", "d", "e"] and cluster._gone() == set()
+    assert removed == [[{"ray.io/node-id": name}] for name in "bcef"]
+    assert [host.id for host in cluster.hosts.nodes] == ["a", "d", "g"] and cluster._gone() == set()
     # An actor waits for no place on a dead node.
-    alive.remove("e")
+    alive.remove("g")
     with pytest.raises(ActorLost, match="expert actor 2 died; found its node is dead"):
         cluster._placed(RayHandle(("experts", 2), None), "place", 60.0)
 

@@ -72,6 +72,7 @@ START_AGAIN = (
     "trainer.restarts=10 does so by itself"
 )
 NOT_IMPORTED = "failed to import on the worker"  # Ray's words; it takes such an actor for a dead one
+TAKEN = 10.0  # seconds after which a node that had room is another run's
 LOOK = 5.0  # seconds between looks at whether Ray still has a node
 
 # Settings of the driver's environment that actors must see as well.
@@ -382,16 +383,19 @@ class RayCluster(ActorCluster):
         while True:
             try:
                 self.hosts = find_hosts(self.plan, self._shared, needed, self.config.start_timeout, kept)
+                self.specs = own_cpus(self.plan, self.specs, self.hosts)
+                reserved = self._reservations()
+                taken = self._reserve(reserved, gone, TAKEN)
                 break
-            except UserError:
+            except UserError:  # another run may have taken a node since we looked, and wait for one of ours
+                for host in gone & self._groups.keys():
+                    remove_placement_group(self._groups.pop(host))
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(1.0)
         for line in self.hosts.lines:
             self.say(line)
-        self.specs = own_cpus(self.plan, self.specs, self.hosts)
-        reserved = self._reservations()
-        self._describe(reserved, *self._reserve(reserved, gone))
+        self._describe(reserved, *taken)
 
     def _gone(self) -> set[int]:
         """Hosts of a plan for several whose node is dead. With the driver's the driver dies."""
@@ -547,12 +551,13 @@ class RayCluster(ActorCluster):
         return meeting
 
     def _reserve(
-        self, reserved: dict[Address, float], hosts: Collection[int]
+        self, reserved: dict[Address, float], hosts: Collection[int], patience: float | None = None
     ) -> tuple[Seats, dict[str, str]]:
         """Placement groups for these hosts, one each, so that one that is lost is reserved anew by itself.
 
         Args:
             reserved: CPUs of every actor.
+            patience: seconds that a group may take where the caller then looks for other nodes.
 
         Returns:
             The bundle of every actor, and the cards that lanes compute on by name (`cards_of`).
@@ -571,7 +576,8 @@ class RayCluster(ActorCluster):
             self._groups[host] = placement_group(
                 bundles[host], strategy=strategy, bundle_label_selector=selectors
             )
-            await_group(self._groups[host], bundles[host], self.config.start_timeout)
+            timeout = self.config.start_timeout if patience is None else patience
+            await_group(self._groups[host], bundles[host], timeout, status=patience is None)
         if self.hosts is None:
             node_of = placement_group_table(self._groups[0])["bundles_to_node_id"]
             experts: dict[str, set[int]] = {node: set() for node in node_of.values()}

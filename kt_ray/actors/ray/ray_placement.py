@@ -266,14 +266,17 @@ def _own_gpu() -> tuple[str, Gpu | None]:
     return (ids[0] if ids else "", gpus[0] if gpus else None)
 
 
-def await_group(group: Any, bundles: Sequence[dict[str, float]], timeout: float) -> None:
-    """Wait until Ray has reserved the placement group; else say what is missing, with `ray status`."""
+def await_group(
+    group: Any, bundles: Sequence[dict[str, float]], timeout: float, *, status: bool = True
+) -> None:
+    """Wait until Ray has reserved the placement group; else say what is missing, with `ray status` or not."""
     try:
         ray.get(group.ready(), timeout=timeout)
     except GetTimeoutError as error:
         totals = {key: round(sum(b.get(key, 0.0) for b in bundles), 2) for key in ("CPU", "GPU")}
         have = ray.available_resources()
-        print(ray_status(), file=sys.stderr)
+        if status:
+            print(ray_status(), file=sys.stderr)
         raise UserError(
             f"Ray did not provide the actors' resources within {timeout:.0f} s",
             where="placement group " + " ".join(str(b) for b in bundles),

@@ -172,7 +172,7 @@ def test_two_runs_over_the_same_nodes_do_not_wait_for_each_other(monkeypatch: py
         return how["bundle_label_selector"][0]["ray.io/node-id"]
 
     monkeypatch.setattr(ray_cluster, "placement_group", asked)
-    monkeypatch.setattr(ray_cluster, "await_group", lambda group, *_: told.append(group))
+    monkeypatch.setattr(ray_cluster, "await_group", lambda group, *_, **__: told.append(group))
     for driver, other in ("ab", "ba"):
         told: list[str] = []
         specs = actor_specs(apart, config, "", formulas={})
