@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
+    """The server that runs; another one when a test has ended the last."""
     root = tmp_path_factory.mktemp("serve")
     model = in_float32(Path(ensure_demo_model("demo", 0, root / "cache")), root / "model")
     adapters = {
@@ -53,20 +54,38 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "calm": random_adapter(model, root / "calm", ["q_a_proj"], rank=2, alpha=2, experts=False),
     }
     names = ", ".join(f"{name}: {path}" for name, path in adapters.items())
-    with pytest.MonkeyPatch.context() as patch, ray_place() as place:
-        patch.setenv("KT_RAY_API_KEY", KEY)
-        arguments = (
-            "cluster.address=local",
-            "cluster.dashboard=false",
-            "model.dtype=float32",
-            f"model.path={model}",
-            "serve.name=demo",
-            f"serve.adapters={{{names}}}",
-            "serve.max_queue=200",
-        )
-        with place.serving("serving demo", root / "log.txt", "mode=serve", *arguments) as url:
-            yield Server(url, model, adapters, place)
+    arguments = (
+        "cluster.address=local",
+        "cluster.dashboard=false",
+        "model.dtype=float32",
+        f"model.path={model}",
+        "serve.name=demo",
+        f"serve.adapters={{{names}}}",
+        "serve.max_queue=200",
+    )
+    servers = contextlib.ExitStack()
+    running: list[Server] = []
+
+    def nothing_left(place: Place) -> None:
         assert place.left() == []
+
+    def started() -> Server:
+        if not running or not any("mode=serve" in command for _, command in running[-1].place.commands()):
+            servers.close()
+            place = servers.enter_context(ray_place())
+            servers.callback(nothing_left, place)
+            serving = place.serving("serving demo", root / "log.txt", "mode=serve", *arguments)
+            running.append(Server(servers.enter_context(serving), model, adapters, place))
+        return running[-1]
+
+    with pytest.MonkeyPatch.context() as patch, servers:
+        patch.setenv("KT_RAY_API_KEY", KEY)
+        yield started
+
+
+@pytest.fixture
+def server(start: Callable[[], Server]) -> Server:
+    return start()
 
 
 @pytest.fixture
@@ -361,7 +380,7 @@ def test_a_port_that_is_taken(server: Server, capsys: pytest.CaptureFixture[str]
 
 
 def test_sigterm_with_a_stream_and_half_a_request(server: Server, client: OpenAI) -> None:
-    """The last test: the module's server is gone."""
+    """Afterwards the server is gone."""
     port = int(server.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as half:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
