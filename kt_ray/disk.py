@@ -34,9 +34,14 @@ def only_warned(what: str) -> Iterator[None]:
         logger.warning("%s: %s", what, error)
 
 
+def half_written(name: str, process: int | str = "*") -> str:
+    """What `write_atomic` calls the file while it writes it."""
+    return f".{name}.{process}.partial"
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write beside `path` and rename: a reader, or a crash, sees the old file or the whole new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    beside = path.with_name(half_written(path.name, os.getpid()))
     try:
         with beside.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -28,7 +28,7 @@ from kt_ray.config.mapping import dated_name, with_keys
 from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.config.secret_values import without_secrets
-from kt_ray.disk import only_warned, write_atomic
+from kt_ray.disk import half_written, only_warned, write_atomic
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_yaml
 from kt_ray.runs.run_lock import FILE as LOCK
@@ -58,6 +58,8 @@ _INPUTS = (
     "data.eval_path",
 )
 _CONFIG = "config.yaml"  # written first: a directory that holds it is a run
+# What only the holder of the lock writes: those half written are left by a process that died.
+_LOCKED = (_CONFIG, "plan.json", "env.json", "metrics.jsonl", "rollouts.jsonl")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ class RunDir:
             text = yaml.safe_dump(without_secrets(plain(config)), sort_keys=False, allow_unicode=True)
             run = dataclasses.replace(run, settings=text)
             try:
+                for name in _LOCKED:
+                    for half in run.path.glob(half_written(name)):
+                        half.unlink()
                 write_atomic(run.path / _CONFIG, text)
             except OSError:
                 run.close()
@@ -385,7 +390,8 @@ def _refuse_directories(run: Path) -> None:
 
 
 def _refuse_other_files(named: Path) -> None:
-    taken = named.is_dir() and any(path.name != LOCK for path in named.iterdir())
+    mine = (LOCK, half_written(_CONFIG))  # of a run that died as it began
+    taken = named.is_dir() and any(not any(map(path.match, mine)) for path in named.iterdir())
     if taken and not is_run(named):
         raise UserError(
             "run.name names a directory that holds other files",

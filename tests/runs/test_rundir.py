@@ -57,6 +57,18 @@ def test_a_run_that_ended_before_its_first_step_may_be_started_again(tmp_path, m
     assert again.path == run.path and not (run.path / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_a_killed_process_left_half_written_is_in_nobodys_way(tmp_path, make_config, begun):
+    if begun:
+        RunDir.create(make_config(tmp_path, name="a")).close()
+    half = [tmp_path / "a" / f".{name}.7.partial" for name in ("config.yaml", "env.json")[: 1 + begun]]
+    half[0].parent.mkdir(exist_ok=True)
+    for file in half:
+        file.write_text("mode: tr")
+    run = RunDir.create(make_config(tmp_path, name="a"))
+    assert {path.name for path in run.path.iterdir()} == {"config.yaml", ".lock"}
+
+
 @pytest.mark.parametrize("remains", ["metrics.jsonl", "checkpoints", "adapter"])
 def test_an_existing_run_is_refused_and_overwritten_only_on_request(tmp_path, make_config, remains):
     run = RunDir.create(make_config(tmp_path, name="a"))
