@@ -53,6 +53,12 @@ def digest_of(directory: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def state_of(directory: str | Path) -> tuple[bytes, int, int]:
+    """What changes when another adapter is written there; the file of weights is not read."""
+    weights = (Path(directory) / WEIGHTS).stat()
+    return (Path(directory) / CONFIG).read_bytes(), weights.st_size, weights.st_mtime_ns
+
+
 def settings_of(readers: Sequence[AdapterReader]) -> LoraConfig:
     """LoRA settings under which a model has all parameters of all these adapters.
 

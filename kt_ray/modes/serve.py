@@ -13,7 +13,6 @@ from kt_ray.runs.generation import (
     PreparedGeneration,
     Revivals,
     generator_on,
-    load_adapters,
     prepare_generation,
 )
 from kt_ray.runs.start_cluster import started
@@ -53,8 +52,8 @@ def run(config: Config) -> int:
         contextlib.suppress(KeyboardInterrupt),
         started(generation, f"{config.model.name}-serve", None if local else refuse_company) as cluster,
     ):
-        load_adapters(generation, cluster)
         revivals = Revivals(generation, cluster)
+        revivals.load_adapters()
         if local:
 
             def revive(error: BaseException) -> Generator:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.adapter.from_peft import AdapterReader, adapter_directory, settings_of
+from kt_ray.adapter.from_peft import AdapterReader, adapter_directory, settings_of, state_of
 from kt_ray.adapter.peft_config import TEMPLATE
 from kt_ray.config.schema import Config, LoraConfig, ModelConfig
 from kt_ray.data.row_types import Conversation, Turn
@@ -277,6 +277,16 @@ def load_adapters(generation: PreparedGeneration, cluster: ActorCluster) -> None
         say(line)
 
 
+def _adapter_states(generation: PreparedGeneration) -> dict[str, object]:
+    """See `state_of`; None = the files are not there. By directory."""
+    states: dict[str, object] = {}
+    for directory in generation.adapters.values():
+        states[directory] = None
+        with contextlib.suppress(OSError):
+            states[directory] = state_of(directory)
+    return states
+
+
 class Revivals:
     """Brings a cluster that serves back after an actor died: `trainer.recoveries` times an hour at most.
 
@@ -292,15 +302,37 @@ class Revivals:
     ) -> None:
         self._generation = generation
         self._cluster = cluster
-        self._restore = restore or (lambda: load_adapters(generation, cluster))
+        self._restore = restore or self.load_adapters
+        self._adapters = _adapter_states(generation)
         self._limit = generation.config.trainer.recoveries
         self._begun: list[float] = []  # of those in the last hour, on the monotonic clock
+
+    def load_adapters(self) -> None:
+        """Those that requests name, as they were when this was made.
+
+        Raises:
+            UserError: one has been written anew, before or while it is read.
+        """
+        self._check_adapters()
+        load_adapters(self._generation, self._cluster)
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        for directory, state in _adapter_states(self._generation).items():
+            if state != self._adapters[directory]:
+                raise UserError(
+                    "an adapter has changed since the server began",
+                    where=directory,
+                    observed="no adapter" if state is None else "other weights or settings",
+                    required="the files that it began with: an actor that is started again reads them again",
+                    remedy="start the server again: it then answers with the adapter as it is now",
+                )
 
     def bring_back(self, error: BaseException) -> None:
         """After a session of generation that an error ended: all actors run, with what requests name.
 
         Raises:
-            UserError: it cannot be done, or was done too often.
+            UserError: it cannot be done, or was done too often; an adapter is another by now.
         """
         begin = time.monotonic()
         while True:

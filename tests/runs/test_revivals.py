@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,11 +48,11 @@ class Cluster:
         return 1
 
 
-def revivals(cluster: Cluster, limit: int = 2) -> Revivals:
+def revivals(cluster: Cluster, limit: int = 2, adapter: str = "/a") -> Revivals:
     generation: Any = SimpleNamespace(
         config=SimpleNamespace(trainer=SimpleNamespace(recoveries=limit)),
         adapter=None,
-        adapters={"neko": "/a", "other": "/b"},
+        adapters={"neko": adapter, "other": "/b"},
     )
     return Revivals(generation, cluster)  # type: ignore[arg-type]
 
@@ -107,3 +108,24 @@ def test_what_cannot_be_done_ends_it() -> None:
     cluster.errors = [UserError("no node has room for expert actor 1")]
     with pytest.raises(UserError, match="no node has room"):
         revivals(cluster).bring_back(LOST)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_name_stands_for_other_weights_after_a_death(tmp_path: Path, late: bool) -> None:
+    """A run that went on has written its adapter anew: before the death, or while the actors read it."""
+
+    def write(weights: bytes) -> None:
+        (tmp_path / "adapter_config.json").write_text("{}")
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+
+    write(b"one")
+    cluster = Cluster()
+    brought = revivals(cluster, adapter=str(tmp_path))
+    brought.bring_back(LOST)
+    if late:
+        cluster.at_start = lambda work: [work(), write(b"other")][0]  # type: ignore[method-assign]
+    else:
+        write(b"other")
+    with pytest.raises(UserError, match="an adapter has changed since the server began"):
+        brought.bring_back(LOST)
+    assert cluster.calls.count("adapters neko,other") == (2 if late else 1)
