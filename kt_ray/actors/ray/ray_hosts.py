@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -198,7 +199,7 @@ def find_hosts(
 
     Args:
         shared: what they must see. cpus: that each host's actors reserve with Ray.
-        timeout: seconds a node may take to answer. kept: hosts that have their nodes already.
+        timeout: seconds that the nodes may take to answer. kept: hosts that have their nodes already.
 
     Raises:
         UserError: see `choose`.
@@ -312,15 +313,16 @@ def _sights(nodes: Sequence[Mapping[str, Any]], shared: Shared, timeout: float) 
             ).remote(shared)
             for node in nodes
         ]
-        return [_sight(answer, timeout) for answer in answers]
+        end = time.monotonic() + timeout  # for all together: each of many that hang would take its own
+        return [_sight(answer, end, timeout) for answer in answers]
     finally:
         if mark is not None:
             mark.unlink(missing_ok=True)
 
 
-def _sight(answer: Any, timeout: float) -> Sight | str:
+def _sight(answer: Any, end: float, timeout: float) -> Sight | str:
     try:
-        sight: Sight = ray.get(answer, timeout=timeout)
+        sight: Sight = ray.get(answer, timeout=max(0.0, end - time.monotonic()))
     except GetTimeoutError:
         return f"no answer within {timeout:.0f} s"
     except RayError as error:  # kt_ray is not installed there, for one

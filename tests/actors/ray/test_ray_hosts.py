@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
 from kt_ray.actors.ray import ray_hosts
 from kt_ray.actors.ray.ray_hosts import Hosts, RayNode, check_nodes, choose, own_cpus, unfit
@@ -137,6 +138,31 @@ def test_nodes_of_a_plan_for_one_host(
         check_nodes(plan(1), shared, experts, 1.0)
     assert found in str(raised.value.observed) and "cluster.address=local" in raised.value.remedy
     assert ("run.root on a disk" in raised.value.remedy) == (id == "other")
+
+
+def test_nodes_that_hang_cost_one_timeout_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def get(answer: str, timeout: float) -> Sight:
+        if answer == "own":
+            return Sight(HOST, OWN, ())
+        clock[0] += timeout
+        raise GetTimeoutError(answer)
+
+    def remote(**_: Any) -> Any:
+        options = lambda scheduling_strategy: SimpleNamespace(  # noqa: E731
+            remote=lambda shared: scheduling_strategy.node_id
+        )
+        return lambda task: SimpleNamespace(options=options)
+
+    monkeypatch.setattr(ray_hosts, "ray", SimpleNamespace(get=get, remote=remote))
+    monkeypatch.setattr(ray_hosts, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        ray_hosts, "NodeAffinitySchedulingStrategy", lambda name, soft: SimpleNamespace(node_id=name)
+    )
+    sights = ray_hosts._sights([{"NodeID": name} for name in ("hangs", "too", "own")], Shared(()), 120.0)
+    assert sights[:2] == ["no answer within 120 s"] * 2 and isinstance(sights[2], Sight)
+    assert clock[0] == 120.0
 
 
 def test_a_ray_that_may_not_use_all_cpus_is_told(
