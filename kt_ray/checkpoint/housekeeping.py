@@ -121,7 +121,7 @@ def point(root: Path, name: str, target: str) -> None:
 
 def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
     """Rename checkpoints beyond `step` to superseded_step_...: a run that went back to `step` left them.
-    Those of an earlier time stay as well.
+    Those of an earlier time stay as well. `latest` names the step's.
 
     Otherwise the abandoned ones would count as the newest: kept when pruning, and taken by resume=latest.
 
@@ -136,8 +136,10 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
         if (step_of(path.name) or 0) > step:
             target = _free(path.with_name(f"{SUPERSEDED}{path.name}"))
             renamed.append(path.rename(target))
-    if renamed:
-        point(Path(root), LATEST, step_name(step))
+    # A process that died between a checkpoint and its link leaves an older one named.
+    own = Path(root) / step_name(step)
+    if renamed or (own.is_dir() and _target(Path(root), LATEST) != own.name):
+        point(Path(root), LATEST, own.name)
     if (best_step(root) or 0) > step:
         forget_best(root)
     return renamed

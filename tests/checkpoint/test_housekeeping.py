@@ -69,7 +69,10 @@ def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> No
     prune_checkpoints(root, 2)
     assert [p.name for p in list_checkpoints(root)] == ["step_000200", "step_000250"]
     assert (root / "latest").resolve().name == "step_000250"
+    (root / "latest").unlink()
+    (root / "latest").symlink_to("step_000200")  # the process died before it named its last one
     assert set_aside_later(root, 250) == []
+    assert (root / "latest").resolve().name == "step_000250"
     save(tmp_path, 300)
     assert [p.name for p in set_aside_later(root, 250)] == ["superseded_step_000300_2"]
     assert all((path / "manifest.json").is_file() for path in aside)
