@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,9 @@ from kt_ray.serve.app import make_app
 from kt_ray.serve.completions import FAREWELL, CompletionService, Served
 from kt_ray.serve.header_timeout import TimedProtocol
 
+# Each answer that a client waits for has a connection: all that serve.max_queue admits, and up to 2000 of one
+# client of the Tinker API. Shells often allow 1024.
+OPEN_FILES = 65536
 Revive = Callable[[BaseException], Generator]  # a generator after one that an error ended; or raises
 
 
@@ -47,6 +51,14 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
+def allow_connections() -> None:
+    """Raise the limit on open files as far as this process may: files need some beside the connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def http_config(app: Any, host: str, port: int, farewell: int) -> uvicorn.Config:
     """How uvicorn serves an application; farewell: seconds that connections get when it ends."""
     return uvicorn.Config(
@@ -66,6 +78,7 @@ class AnnouncedServer(uvicorn.Server):
     """Calls `ready` once requests are answered."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        allow_connections()
         super().__init__(config)
         self._ready = ready
 

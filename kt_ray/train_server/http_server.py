@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,6 @@ from kt_ray.train_server.endpoints import make_app
 from kt_ray.train_server.service import TrainService
 
 FAREWELL = 5  # seconds that answers on their way get when the server ends
-# Each sample that a client waits for has a connection: up to 2000 of one client. Shells often allow 1024.
-OPEN_FILES = 65536
 
 
 class TrainServer(AnnouncedServer):
@@ -39,14 +36,6 @@ class TrainServer(AnnouncedServer):
         await super().shutdown(sockets)
 
 
-def allow_connections() -> None:
-    """Raise the limit on open files as far as this process may: without one no checkpoint can be written."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def serve_backend(
     backend: Backend,
     directory: Path,
@@ -64,7 +53,6 @@ def serve_backend(
         directory: of the checkpoints. key: digest of the clients' key; None = nobody needs one.
         max_body: bytes of a request at the most. most_samplers: as `TrainService`.
     """
-    allow_connections()
     service = TrainService(backend, directory, most_samplers=most_samplers)
     config = http_config(make_app(service, key, max_body), host, port, FAREWELL)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from kt_ray.serve.api_errors import ApiError
 from kt_ray.serve.app import make_app
 from kt_ray.serve.completions import CompletionService, Room
 from kt_ray.serve.replies import spell
-from kt_ray.serve.run import check_port, make_service
+from kt_ray.serve.run import AnnouncedServer, check_port, http_config, make_service
 from kt_ray.serve.schemas import CompletionRequest
 from tests.helpers.scripted_generator import CONTEXT, KEY, Scripted, served
 
@@ -591,3 +592,16 @@ def test_tokens_of_sentencepiece_keep_their_spaces_and_bytes(decoder: str) -> No
     assert of("▁", "▁▁", "</s>") == [(" ", b" "), ("  ", b"  "), ("</s>", b"</s>")]
     if decoder == "llama":
         assert of("<0xE7>", "<0x8C>", "<0xAB>") == [("�", b"\xe7"), ("�", b"\x8c"), ("�", b"\xab")]
+
+
+def test_connections_do_not_take_the_files_of_others() -> None:
+    """Nor is a client turned away that serve.max_queue admits."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = min(before[1], 60_000) if before[1] != resource.RLIM_INFINITY else 60_000
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        AnnouncedServer(http_config(None, "127.0.0.1", 1, 1), lambda: None)
+        allowed, kept = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert kept == before[1] and allowed >= hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ import pytest
 from tinker.proto import tinker_public_pb2 as proto
 
 from kt_ray.train_server import work_queue
-from kt_ray.train_server.http_server import allow_connections
 from kt_ray.train_server.service import ENDS
 from tests.helpers.fake_train_backend import FakeBackend
 from tests.helpers.train_server import Raw, running, until
@@ -259,18 +257,6 @@ def test_a_session_that_ends_before_its_model_is_made(raw: Raw) -> None:
     assert "its session has ended" in other.result(made)["error"]
     assert raw.model(1) and not raw.calls("forget")
     other.http.close()
-
-
-def test_connections_do_not_take_the_files_of_checkpoints() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    hard = min(before[1], 60_000) if before[1] != resource.RLIM_INFINITY else 60_000
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-        allow_connections()
-        allowed, kept = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert kept == before[1] and allowed >= hard
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_expired_checkpoints_are_gone(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
