@@ -61,7 +61,7 @@ def lora_faults(c: Config) -> Iterator[Fault]:
         yield Fault(
             "eval.after_training",
             f"asks the model without its adapter, whose weights lora.init={lora.init} changes",
-            remedy="set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards",
+            remedy="set eval.after_training=0, and run resume=<run> mode=eval afterwards",
         )
     if c.has_reference:
         grpo = c.trainer.stage == "grpo"
