@@ -1,4 +1,4 @@
-"""Tokenizers made on the spot, and a configuration with only the data part filled in."""
+"""Tokenizers and conversations made on the spot, and a configuration with only the data part filled in."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from kt_ray.config.schema import (
     TrackingConfig,
     TrainerConfig,
 )
+from kt_ray.data.row_types import Conversation, Turn
+from kt_ray.data.template import ChatEncoder
 
 PLAIN = (
     "{% for m in messages %}"
@@ -60,7 +62,17 @@ CHANNELS = (
     "{% else %}{{ '<|im_start|>' + m['role'] + '<|message|>' + m['content'] + '<|end|>' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
 )
+END = "<|im_end|>"
 TEMPLATES = {"plain": PLAIN, "marked": MARKED, "marked without end": MARKED_WITHOUT_END}
+
+ASK = Turn(role="user", content="Who?")
+CALL = Turn(
+    role="assistant",
+    content="",
+    tool_calls=[{"type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}],
+)
+RESULT = Turn(role="tool", content="fog")
+SAID = Turn(role="assistant", content="Tilda.")
 
 
 def make_tokenizer(template: str | None = PLAIN, pad: str = "<|pad|>", **special: Any) -> Any:
@@ -84,6 +96,24 @@ def trained_texts(tokenizer: Any, ids: Any, labels: Any) -> list[str]:
 
     runs = groupby(zip(ids.tolist(), labels.tolist(), strict=True), key=lambda pair: pair[1] != -100)
     return [tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
+
+
+def conversation(*contents: str, system: str | None = None) -> Conversation:
+    messages = [Turn(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(contents)]
+    if system is not None:
+        messages.insert(0, Turn(role="system", content=system))
+    return Conversation(tuple(messages), 5, "f.jsonl, line 6")
+
+
+def calls(*names: str, **fields: str) -> Turn:
+    found = [{"type": "function", "function": {"name": name, "arguments": {}}, **fields} for name in names]
+    return Turn(role="assistant", content="", tool_calls=found)
+
+
+def spoken(encoder: ChatEncoder, *messages: Turn) -> list[str]:
+    """What is trained of a conversation."""
+    ids, labels = encoder.encode(Conversation(messages, 5, "f.jsonl, line 6"))
+    return trained_texts(encoder.tokenizer, ids, labels)
 
 
 @pytest.fixture

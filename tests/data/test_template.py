@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +12,25 @@ from kt_ray.batch import IGNORE
 from kt_ray.data.cache import encoder_key
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder
-from kt_ray.data.turns import turns
 from kt_ray.errors import UserError
 
-from .conftest import CHANNELS, MARKED, PLAIN, TEMPLATES, THINKING, make_tokenizer, trained_texts
-
-END = "<|im_end|>"
+from .conftest import (
+    ASK,
+    CALL,
+    CHANNELS,
+    END,
+    MARKED,
+    PLAIN,
+    RESULT,
+    SAID,
+    TEMPLATES,
+    THINKING,
+    calls,
+    conversation,
+    make_tokenizer,
+    spoken,
+    trained_texts,
+)
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -40,13 +52,6 @@ def test_the_date_of_a_template_is_that_of_the_run(marked: bool) -> None:
 
     one, other = ids("2024-02-03"), ids("2026-01-02")
     assert one[0] != other[0] and one[1] != other[1] and ids("2024-02-03") == one
-
-
-def conversation(*contents: str, system: str | None = None) -> Conversation:
-    messages = [Turn(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(contents)]
-    if system is not None:
-        messages.insert(0, Turn(role="system", content=system))
-    return Conversation(tuple(messages), 5, "f.jsonl, line 6")
 
 
 def trained(tokenizer: Any, row: Conversation, template: str | None = None) -> list[str]:
@@ -127,31 +132,6 @@ def test_a_scaffold_that_goes_as_turns_follow_does_not_shift_the_mask() -> None:
     ]
 
 
-def spoken(encoder: ChatEncoder, *messages: Turn) -> list[str]:
-    """What is trained of a conversation."""
-    ids, labels = encoder.encode(Conversation(messages, 5, "f.jsonl, line 6"))
-    return trained_texts(encoder.tokenizer, ids, labels)
-
-
-ASK = Turn(role="user", content="Who?")
-CALL = Turn(
-    role="assistant",
-    content="",
-    tool_calls=[{"type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}],
-)
-RESULT = Turn(role="tool", content="fog")
-SAID = Turn(role="assistant", content="Tilda.")
-EMPTY = "<think>\n\n</think>\n\n"
-
-
-def test_a_call_without_text_is_found_though_its_scaffold_goes() -> None:
-    called = '<call>{"name": "look", "arguments": {"at": "sea"}}</call>' + END
-    encoder = ChatEncoder(make_tokenizer(THINKING))
-    assert spoken(encoder, ASK, CALL, RESULT, SAID) == [called, EMPTY + "Tilda." + END]
-    found = spoken(encoder, ASK, CALL, RESULT, SAID, ASK, SAID)
-    assert found == [called, "Tilda." + END, EMPTY + "Tilda." + END]
-
-
 def test_another_token_that_ends_earlier_answers_is_not_the_models() -> None:
     tokens = ["<|im_start|>", "<|channel|>", "<|message|>", "<|end|>"]
     tokenizer = make_tokenizer(CHANNELS, eos_token="<|return|>", extra_special_tokens=tokens)
@@ -166,84 +146,6 @@ def test_what_stands_behind_an_answer_may_go_once_others_follow() -> None:
     more = "('<more>' if loop.last and m['role'] == 'assistant' else '')"
     encoder = ChatEncoder(make_tokenizer(PLAIN.replace("+ '<|im_end|>", f"+ {more} + '<|im_end|>")))
     assert spoken(encoder, ASK, SAID, ASK, SAID) == ["Tilda." + END, "Tilda.<more>" + END]
-
-
-# As Qwen3's, which finds <think> in the text of an answer itself.
-SPLITTING = THINKING.replace(
-    "{{ m['content'] }}",
-    "{{ m['content'] if loop.last else m['content'].split('</think>') | last | trim }}",
-).replace("and (loop.last or m.reasoning_content)", "and false")
-WRITTEN = Turn(role="assistant", content="<think>\nWho?\n</think>\n\nTilda.")
-
-
-def test_a_thought_written_into_an_earlier_answer_may_go() -> None:
-    encoder = ChatEncoder(make_tokenizer(SPLITTING))
-    assert spoken(encoder, ASK, WRITTEN, ASK, SAID) == ["Tilda." + END, SAID["content"] + END]
-    assert [note for note in encoder.notes if "leaves out thoughts" in note]
-
-
-@pytest.mark.parametrize("given", [{"reasoning_content": "Who?"}, {"content": "<think>Who?</think>Tilda."}])
-def test_a_thought_may_be_a_part_of_the_content(given: dict[str, str]) -> None:
-    """As Mistral's templates read it, and no other."""
-    parts = (
-        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-        "{% if part.type == 'thinking' %}{{ '[THINK]' + part.thinking + '[/THINK]' }}{% else %}"
-        "{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-    )
-    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content'] + ", f"'' }}}}{parts}{{{{ ")))
-    thought = cast(Turn, {**SAID, **given})
-    assert spoken(encoder, ASK, thought) == [f"[THINK]Who?[/THINK]{SAID['content']}{END}"]
-    assert not encoder.notes
-
-
-@pytest.mark.parametrize("printed", ["tojson", "string"])
-def test_a_template_that_prints_what_is_no_text_gets_no_parts(printed: str) -> None:
-    content = f"{{{{ m.content if m.content is string else m.content | {printed} }}}}"
-    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content'] + ", f"'' }}}}{content}{{{{ ")))
-    thought = cast(Turn, {**SAID, "reasoning_content": "Who?"})
-    assert spoken(encoder, ASK, thought) == [f"{SAID['content']}{END}"]
-
-
-def test_the_block_of_a_thought_may_stay_without_it() -> None:
-    """As GLM-4.5's template has it; a thought may begin as the block ends."""
-    kept = "(m.reasoning_content or '' if loop.last else '')"
-    template = PLAIN.replace("m['content']", f"'<think>' + {kept} + '</think>' + m['content']")
-    thought: Turn = {**SAID, "reasoning_content": "</th? Who?"}
-    spoken_texts = spoken(ChatEncoder(make_tokenizer(template)), ASK, thought, ASK, thought)
-    empty, last = (f"<think>{text}</think>{SAID['content']}{END}" for text in ("", "</th? Who?"))
-    assert spoken_texts == [empty, last]
-
-
-def test_an_answer_without_the_thought_that_its_prompt_opens_is_told_so() -> None:
-    """As MiniMax-M2's template has it."""
-    opening = THINKING.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
-    opening = opening.replace("(loop.last or m.reasoning_content)", "m.reasoning_content")
-    encoder = ChatEncoder(make_tokenizer(opening))
-    with pytest.raises(UserError, match=r"opens a thought before an answer that has none.*reasoning_content"):
-        spoken(encoder, ASK, SAID)
-    empty: Turn = {**SAID, "content": "<think></think>Tilda."}
-    with pytest.raises(UserError, match=r"opens a thought before an answer that has none.*reasoning_content"):
-        spoken(encoder, ASK, empty)
-    with pytest.raises(UserError, match=r"opens a thought before an answer.*before messages\[2\]"):
-        spoken(encoder, ASK, calls("look"), Turn(role="tool", content="1"), SAID)
-    last = r"cannot be located.*data\.template=qwen, or set data\.train_on=last"
-    with pytest.raises(UserError, match=last):  # a thought is no help
-        spoken(encoder, ASK, SAID, ASK, SAID)
-    thought: Turn = {**SAID, "reasoning_content": "Who?"}
-    assert spoken(encoder, ASK, thought) == ["Who?\n</think>\n\n" + SAID["content"] + END]
-
-
-def test_an_answer_with_a_thought_that_its_prompt_has_closed_is_told_so() -> None:
-    """As Hy3's template has it."""
-    block = "'<think>' + (m.reasoning_content or '') + '</think>'"
-    closing = PLAIN.replace("m['content']", f"({block} if m.role == 'assistant' else '') + m['content']")
-    closing = closing.replace("assistant\\n' }}{% endif %}", "assistant\\n<think></think>' }}{% endif %}")
-    encoder = ChatEncoder(make_tokenizer(closing))
-    assert spoken(encoder, ASK, SAID) == [SAID["content"] + END]
-    closed = r"closes the thought before an answer that has one.*delete that"
-    for thought in ({**SAID, "reasoning_content": "Who?"}, WRITTEN):
-        with pytest.raises(UserError, match=closed):
-            spoken(encoder, ASK, thought)
 
 
 def test_a_remedy_for_a_lost_answer_is_one() -> None:
@@ -261,49 +163,6 @@ def test_a_remedy_for_a_lost_answer_is_one() -> None:
         with pytest.raises(UserError, match="cannot be located") as caught:
             spoken(encoder, *turns_of_row)
         assert ("data.template=deepseek3" in caught.value.remedy) == named
-
-
-def test_a_part_that_is_left_out_is_told_before_the_answers_that_it_loses() -> None:
-    """As Phi-3.5's template, which ends the whole with another token."""
-    template = PLAIN + "{% if not add_generation_prompt %}{{ '<|im_end|>' }}{% endif %}"
-    with pytest.raises(UserError, match=r"the call of look \(messages\[2\]\) is not in the rendering"):
-        spoken(ChatEncoder(make_tokenizer(template)), ASK, CALL, RESULT, SAID)
-
-
-def test_answers_that_are_not_trained_need_not_be_found() -> None:
-    template = SPLITTING.replace("| last | trim", "| last | trim | replace('Tilda', 'T')")
-    with pytest.raises(UserError, match=r"messages\[2\] is rendered differently.*data\.train_on=last"):
-        spoken(ChatEncoder(make_tokenizer(template)), ASK, WRITTEN, ASK, WRITTEN)
-    last = ChatEncoder(make_tokenizer(template), train_on="last")
-    assert spoken(last, ASK, WRITTEN, ASK, WRITTEN) == [WRITTEN["content"] + END]
-    quiet = Turn(role="assistant", content=WRITTEN["content"], weight=0)
-    assert spoken(ChatEncoder(make_tokenizer(template)), ASK, quiet, ASK, WRITTEN) == [
-        WRITTEN["content"] + END
-    ]
-
-
-@pytest.mark.parametrize(
-    "template",
-    [THINKING, CHANNELS, THINKING.replace("reasoning_content", "reasoning")],  # the last as Solar-Open's
-    ids=["reasoning_content", "thinking", "reasoning"],
-)
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-def test_thoughts_are_trained_where_the_template_writes_them(key: str, template: str) -> None:
-    tokenizer = make_tokenizer(template, extra_special_tokens=["<|im_start|>", "<|return|>", "<|end|>"])
-    question, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Tilda."}
-    row = [question, {**answer, key: "Who\nkeeps it? "}]
-
-    def said(given: list[dict[str, str]]) -> tuple[list[str], list[str]]:
-        encoder = ChatEncoder(tokenizer)
-        return spoken(encoder, *turns(given, "here", "messages")), encoder.notes
-
-    (first,), notes = said(row)
-    assert "Who\nkeeps it? " in first and not notes
-    (first, second), (note,) = said([question, {**answer, key: "Earlier."}, *row])
-    assert "Earlier." not in first and "Who\nkeeps it? " in second
-    assert "leaves out thoughts" in note
-    blank = [{**question, key: "no thought of the model"}, {**answer, key: " "}]
-    assert said(blank) == said([question, answer]) and not said(blank)[1]
 
 
 def test_tokens_that_reach_over_the_border_belong_to_the_answer() -> None:
@@ -418,100 +277,6 @@ def test_a_switch_in_a_system_prompt_need_not_be_written() -> None:
         dropping.prompt_ids([Turn(role="system", content="/no_think Be brief."), ASK])
 
 
-def calls(*names: str, **fields: str) -> Turn:
-    found = [{"type": "function", "function": {"name": name, "arguments": {}}, **fields} for name in names]
-    return Turn(role="assistant", content="", tool_calls=found)
-
-
-LOOK: tuple[dict[str, Any], ...] = tuple({"type": "function", "function": {"name": n}} for n in "ab")
-CALLS = {
-    # As Kimi-K2's: the tools are declared, and a call has its id.
-    "ids": "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.id or '') }}{% endfor %}",
-    # As gpt-oss'.
-    "first": "{% if m.tool_calls %}{{ '<call>' + m.tool_calls[0].function.name }}{% endif %}",
-    # They want tools of known names.
-    "known": "{% for c in m.tool_calls or [] %}{% if c.function.name in ('a', 'b') %}{{ '<call>' + "
-    "c.function.name }}{% else %}{{ raise_exception('unknown') }}{% endif %}{% endfor %}",
-}
-
-
-@pytest.mark.parametrize(
-    ("template", "turn", "lost"),
-    [
-        ("ids", calls("a"), ""),
-        ("first", calls("a", "b"), r"the call of b \(messages\[2\]\).*data.template=qwen"),
-        ("first", calls("b"), ""),
-        ("known", calls("a", "b"), ""),
-    ],
-)
-def test_a_call_is_no_call_without_its_name(template: str, turn: Turn, lost: str) -> None:
-    """The name stands among the tools, and may stand in the question."""
-    written = PLAIN.replace("m['content'] + ", f"m['content'] }}}}{CALLS[template]}{{{{ ")
-    encoder = ChatEncoder(make_tokenizer("{{ tools | tojson if tools else '' }}" + written))
-    row = Conversation((Turn(role="user", content="a or b?"), turn), 0, "line 1", LOOK)
-    result = Turn(role="tool", content="1")
-    if lost:
-        with pytest.raises(UserError, match=lost):
-            encoder.encode(row)
-        with pytest.raises(UserError, match=lost):
-            encoder.prompt_ids([*row.messages, result], tools=LOOK)
-    else:
-        assert encoder.encode(row)[0].size
-        assert encoder.prompt_ids([*row.messages, result], tools=LOOK)
-    with pytest.raises(UserError, match="the call of"):
-        ChatEncoder(make_tokenizer(None), name="chatml").encode(row)
-
-
-def test_calls_get_the_ids_that_kimi_writes() -> None:
-    """In the place of their names: where rows have none, or another API's; results follow their calls."""
-    answered = "{% if m.role == 'tool' %}{{ '<of>' + m.tool_call_id }}{% endif %}"
-    written = PLAIN.replace("m['content'] + ", f"m['content'] }}}}{CALLS['ids']}{answered}{{{{ ")
-    encoder = ChatEncoder(make_tokenizer(written))
-    one, two, own = calls("a", "b"), calls("b", id="call_7"), calls("a", id="functions.a:9")
-    results = [Turn(role="tool", content=text) for text in "12"]
-    result = Turn(role="tool", content="3", tool_call_id="call_7")
-    text = encoder.render([ASK, one, *results, two, result, own])
-    of_one = ["functions.a:0", "functions.b:1"]
-    ids = [*of_one, *of_one, "functions.b:2", "functions.b:2", "functions.a:9"]
-    assert re.findall(r"<(?:call|of)>([\w.]+:\d)", text) == ids
-    assert encoder.notes == ["calls get ids as the model writes them (functions.NAME:0)"]
-    (answer,) = trained_texts(encoder.tokenizer, *encoder.encode(Conversation((ASK, one), 0, "line 1")))
-    assert answer.startswith("<call>functions.a:0<call>functions.b:1")
-    swapped = [Turn(role="tool", content=name, name=name) for name in "ba"]
-    found = re.findall(r"(\w)<of>([\w.]+:\d)", encoder.render([ASK, one, *swapped]))
-    assert found == [("b", "functions.b:1"), ("a", "functions.a:0")]
-    by_name = ChatEncoder(make_tokenizer(written.replace(CALLS["ids"], CALLS["known"])))
-    assert "functions" not in by_name.render([ASK, one]) and not by_name.notes
-
-
-def test_a_template_that_takes_no_tools_gives_calls_no_ids() -> None:
-    encoder = ChatEncoder(make_tokenizer(None), name="chatml")
-    with pytest.raises(UserError, match="refuses the conversation"):
-        encoder.encode(Conversation((ASK, calls("a"), RESULT, SAID), 0, "line 1"))
-    assert not encoder.notes
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_calls_have_ids_where_a_template_writes_them_beside_the_names(strict: bool) -> None:
-    """As Mistral's, which takes none but those of nine letters and digits, and Solar-Open's."""
-    wanted = "{% if (c.id | length) != 9 %}{{ raise_exception('nine') }}{% endif %}" if strict else ""
-    of_result = "{% if m.role == 'tool' %}{{ '<of>' + m.tool_call_id }}{% endif %}"
-    of_call = "{{ '<call>' + c.id | string + '<name>' + c.function.name }}"
-    written = "{% for c in m.tool_calls or [] %}" + wanted + of_call + "{% endfor %}" + of_result
-    encoder = ChatEncoder(
-        make_tokenizer(PLAIN.replace("m['content'] + ", f"m['content'] }}}}{written}{{{{ "))
-    )
-    found = re.findall(r"<(?:call|of)>(\w+)", encoder.render([ASK, calls("a", "b"), RESULT, RESULT, SAID]))
-    assert found[:2] == found[2:] and len({*found}) == 2 and all(len(id) == 9 for id in found)
-    assert encoder.notes == ["calls get ids of nine characters"]
-    ids, labels = encoder.encode(Conversation((ASK, calls("a", "b"), RESULT, RESULT, SAID), 0, "line 1"))
-    assert found[1] + "<name>b" in trained_texts(encoder.tokenizer, ids, labels)[0]
-    for own, kept in ((calls("a", id="call_12345"), not strict), (calls("a", id="abcDEF123"), True)):
-        result = Turn(role="tool", content="fog", tool_call_id=own["tool_calls"][0]["id"])
-        found = re.findall(r"<(?:call|of)>(\w+)", encoder.render([ASK, own, result]))
-        assert found[0] == found[1] and (found[0] == result["tool_call_id"]) == kept
-
-
 def test_the_next_turn_ends_an_answer_that_nothing_else_ends() -> None:
     """As GLM's: the model says <|user|> when it has answered, and <|observation|> when it has called."""
     template = (
@@ -541,23 +306,6 @@ def test_the_next_turn_ends_an_answer_that_nothing_else_ends() -> None:
     assert trained_texts(tokenizer, ids, labels) == [said] and tokenizer.decode(ids).endswith("No.")
 
 
-def test_a_call_that_has_its_own_end_is_given_no_other() -> None:
-    """As Hy3's template, which ends calls, and other answers as soon as a turn follows."""
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|tool|>' if m.role == 'tool' }}"
-        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
-        "{% if m.role == 'assistant' and (m.tool_calls or not loop.last) %}{{ eos_token }}{% endif %}"
-        "{% endfor %}"
-    )
-    encoder = ChatEncoder(make_tokenizer(template, extra_special_tokens=["<|im_start|>", "<|tool|>"]))
-    said = SAID["content"] + END
-    assert spoken(encoder, ASK, calls("look"), RESULT, SAID, ASK, SAID) == ["look" + END, said, said]
-    assert encoder.notes == [
-        "the chat template ends no answer: the token that opens the next turn is trained as its end"
-    ]
-    assert spoken(encoder, ASK, SAID, ASK, calls("look")) == [said, "look" + END]
-
-
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("closing", ["<|endoftext|>", ""])
 def test_what_ends_the_whole_conversation_ends_no_answer(closing: str, special: bool) -> None:
@@ -575,53 +323,6 @@ def test_what_ends_the_whole_conversation_ends_no_answer(closing: str, special: 
     assert not encoder.notes
 
 
-def test_a_call_that_nothing_ends_is_told_so() -> None:
-    template = (
-        "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else m.role }}{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
-        "{% if add_generation_prompt %}assistant{% endif %}"
-    )
-    encoder = ChatEncoder(make_tokenizer(template, extra_special_tokens=["<|user|>"]))
-    assert spoken(encoder, ASK, SAID) == [SAID["content"] + "<|user|>"]
-    assert spoken(encoder, ASK, calls("look")) == ["look"]
-    assert "does not learn to stop" in encoder.notes[-1]
-
-
-@pytest.mark.parametrize("part", ["reasoning_content", "content"])
-def test_what_is_dropped_before_a_call_once_an_answer_follows(part: str) -> None:
-    """As gpt-oss' template: up to the call it is there, so the answer's prompt is not as in the whole row."""
-    template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% set said = m.thinking or m.content %}"
-        "{% if m.tool_calls and said and messages[-1].tool_calls %}"
-        "{{ '<|im_start|>assistant<thought>' + said + '<|im_end|>' }}{% endif %}{{ '<|im_start|>assistant' }}"
-        "{% for c in m.tool_calls or [] %}{{ ' to=' + c.function.name }}{% else %}{{ m.content }}{% endfor %}"
-        "{% else %}{{ '<|im_start|>' + m.role + m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
-    )
-    encoder = ChatEncoder(make_tokenizer(template))
-    call = calls("look")
-    call[part] = "Hm."  # type: ignore[literal-required]
-    row = (ASK, call, Turn(role="tool", content="1"), SAID)
-    found = trained_texts(encoder.tokenizer, *encoder.encode(Conversation(row, 0, "line 1")))
-    assert found == [" to=look<|im_end|>", SAID["content"] + "<|im_end|>"]
-    what = "texts before calls" if part == "content" else r"thoughts \(reasoning_content\) of answers"
-    assert len(encoder.notes) == 1 and re.search(f"leaves out {what}", encoder.notes[0])
-    (alone,) = trained_texts(encoder.tokenizer, *encoder.encode(Conversation(row[:2], 0, "line 1")))
-    assert alone.startswith("<thought>Hm.")
-
-
-def test_a_text_that_the_template_leaves_out_before_a_call_is_told() -> None:
-    """As Llama's, MiniMax-M1's and Solar-Open's."""
-    call = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% else %}{{ m.content }}{% endfor %}"
-    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content'] + ", f"'' }}}}{call}{{{{ ")))
-    assert spoken(encoder, ASK, calls("look")) == ["look" + END] and not encoder.notes
-    texted: Turn = {**calls("look"), "content": "Let me look."}
-    assert spoken(encoder, ASK, texted, RESULT, SAID) == ["look" + END, SAID["content"] + END]
-    assert encoder.notes == [
-        "the chat template leaves out texts before calls, which are trained without them"
-    ]
-
-
 def test_an_answer_that_the_template_writes_otherwise_is_told() -> None:
     """As those do that take what stands before a </think> for a thought."""
     encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content']", "m['content'].split('</think>')[-1]")))
@@ -637,108 +338,6 @@ def test_what_a_template_writes_as_json_is_not_left_out() -> None:
     texted: Turn = {**calls("look"), "content": "Let me\nlook.", "reasoning_content": "Who?\nWhere?"}
     (found,) = spoken(encoder, ASK, texted)
     assert r'"Let me\nlook.""Who?\nWhere?"look' in found and not encoder.notes
-
-
-def test_results_may_be_written_by_the_ids_of_their_calls() -> None:
-    """Which may hold the names of their tools."""
-    answered = (
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for r in messages if r.role == 'tool' and "
-        "r.tool_call_id == c.id %}{{ r.content }}{% endfor %}{% endfor %}"
-    )
-    written = PLAIN.replace("m['content'] + ", f"m['content'] }}}}{answered}{{{{ ")
-    encoder = ChatEncoder(
-        make_tokenizer(written.replace("in messages", "in messages if m.role != 'tool'", 1))
-    )
-    result = Turn(role="tool", content="1", tool_call_id="look-1")
-    assert encoder.prompt_ids([ASK, calls("look", id="look-1"), result])
-
-
-def test_a_result_that_the_answer_repeats_is_no_result() -> None:
-    call = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
-    written = PLAIN.replace("m['content'] + ", f"m['content'] }}}}{call}{{{{ ")
-    row = Conversation((ASK, calls("a"), Turn(role="tool", content="Tilda"), SAID), 0, "line 1")
-    assert ChatEncoder(make_tokenizer(written)).encode(row)[0].size
-    dropping = written.replace("in messages", "in messages if m.role != 'tool'")
-    with pytest.raises(UserError, match=r"the tool turn \(messages\[3\]\) is not in the rendering"):
-        ChatEncoder(make_tokenizer(dropping)).encode(row)
-
-
-@pytest.mark.parametrize("written", ["c.function.arguments", "c.function.arguments | tojson"])
-def test_arguments_are_json_where_the_template_writes_them_as_they_are(written: str) -> None:
-    """Not as Python writes an object, which a row may hold in another place."""
-    call = f"{{% for c in m.tool_calls or [] %}}{{{{ c.function.name }}}}{{{{ {written} }}}}{{% endfor %}}"
-    encoder = ChatEncoder(make_tokenizer(PLAIN.replace("m['content'] + ", f"m['content'] }}}}{call}{{{{ ")))
-    result = Turn(role="tool", content="{'at': 'sea'}")
-    assert spoken(encoder, ASK, CALL, result, SAID)[0] == 'look{"at": "sea"}' + END
-    assert 'look{"at": "sea"}' in encoder.render([ASK, CALL, result], prompt=True)
-
-
-def test_a_call_in_the_prompt_of_a_pair_is_not_trained() -> None:
-    """Nor where the template takes arguments as text only, as DeepSeek's do."""
-    call = "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
-    tokenizer = make_tokenizer(PLAIN.replace("m['content'] + ", f"m['content'] }}}}{call}{{{{ "))
-    prompt = (ASK, calls("look"), Turn(role="tool", content="1"))
-    good, bad = (Turn(role="assistant", content=text) for text in ("Yes.", "No."))
-    row = Conversation((*prompt, good), 0, "line 1", rejected=(*prompt, bad))
-    ids, labels = ChatEncoder(tokenizer).encode(row)
-    assert trained_texts(tokenizer, ids, labels) == ["Yes." + END]
-
-
-def test_a_thought_written_into_an_answer_goes_into_its_channel() -> None:
-    """As chat, serve and data made by other models have it; templates that know <think> are left alone."""
-    tokens = ["<|im_start|>", "<|channel|>", "<|message|>", "<|end|>"]
-    tokenizer = make_tokenizer(CHANNELS, eos_token="<|return|>", extra_special_tokens=tokens)
-    written = Turn(role="assistant", content="<think>\nWho keeps it?\n</think>\n\nTilda.")
-    apart = Turn(role="assistant", content="Tilda.", reasoning_content="Who keeps it?")
-    encoder = ChatEncoder(tokenizer)
-    assert spoken(encoder, ASK, written) == spoken(encoder, ASK, apart)
-    assert spoken(encoder, ASK, written, ASK, SAID) == spoken(encoder, ASK, SAID, ASK, SAID)
-    assert encoder.render([ASK, written, ASK], prompt=True) == encoder.render([ASK, SAID, ASK], prompt=True)
-    assert written["content"] in ChatEncoder(make_tokenizer(PLAIN)).render([ASK, written])
-
-
-@pytest.mark.parametrize("opens", [True, False])
-def test_an_answer_that_begins_amid_a_thought_is_taken_back(opens: bool) -> None:
-    """As the server gave it out: the prompt had the mark that begins it."""
-    mark = "('[THINK]' + m.thinking + '[/THINK]' if m.thinking else '')"
-    template = PLAIN.replace("m['content']", f"{mark} + m['content']")
-    if opens:
-        template = template.replace("assistant\\n'", "assistant\\n[THINK]'")
-    encoder = ChatEncoder(make_tokenizer(template))
-    given = Turn(role="assistant", content="Who?\n</think>\nTilda.")
-    apart: Turn = {**SAID, "reasoning_content": "Who?"}
-    found = encoder.render([ASK, given, ASK], prompt=True)
-    assert (found == encoder.render([ASK, apart, ASK], prompt=True)) == opens
-    assert opens or given["content"] in found
-
-
-@pytest.mark.parametrize(
-    ("marks", "said"),
-    [
-        # As MiniMax-M3's.
-        (
-            "{{ '<my:think>' if m.reasoning_content }}{{ (m.reasoning_content or '') + '</my:think>' }}",
-            "kept",
-        ),
-        ("{{ '<think>' + (m.thinking or '') + '</think>' }}", "kept"),
-        # As Kimi-K2-Thinking's, which leaves out the last one, too.
-        ("{{ '<think></think>' }}", "left out"),
-        # They have no place of their own for it: what the row says stays.
-        ("{{ '</think>' }}", "stays"),
-        ("{{ '<think>' if m.content.startswith('<think>') }}", "stays"),
-    ],
-)
-def test_a_thought_written_into_an_answer_goes_into_the_templates_marks(marks: str, said: str) -> None:
-    template = PLAIN.replace("{{ '<|im_start|>'", "{% set mark %}" + marks + "{% endset %}{{ '<|im_start|>'")
-    template = template.replace("m['content']", "(mark if m.role == 'assistant' else '') + m['content']")
-    encoder = ChatEncoder(make_tokenizer(template))
-    apart: Turn = {**SAID, "reasoning_content": "Who?"}
-    (found,) = spoken(encoder, ASK, WRITTEN)
-    if said == "stays":
-        assert found.endswith(WRITTEN["content"] + END)
-    else:
-        assert [found] == spoken(encoder, ASK, apart) and ("Who?" in found) == (said == "kept")
-    assert bool(encoder.notes) == (said == "left out")
 
 
 def test_without_a_template_the_default_is_used_and_said_once() -> None:
