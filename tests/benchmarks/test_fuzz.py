@@ -26,7 +26,7 @@ def fuzz() -> Any:
 
 def _results(fuzz: Any, found: dict[str, Any], mutations: int, root: Path) -> list[Any]:
     for name, target in found.items():
-        fuzz._write(root / "good" / name, target.files)
+        fuzz.write_files(root / "good" / name, target.files)
     return list(fuzz.run(found, mutations, 0, root))
 
 
