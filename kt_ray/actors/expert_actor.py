@@ -286,9 +286,9 @@ class ExpertActor(PlainActor):
         self.claim_thread()
         own = self.experts.spec.copy
         for copy, actor in self._copies():
-            for layer, grads in self.experts.shares("grad", copy):
+            for layer, grads in self.experts.lora.shares("grad", copy):
                 self.port.send([actor], Message(("expert gradients", token, layer, own), grads))
-        for layer, grads in self.experts.shares("grad", own) if self._copies() else ():
+        for layer, grads in self.experts.lora.shares("grad", own) if self._copies() else ():
             self.doing = f"step {step}, reducing gradients of layer {layer}"
             parts = [
                 grads if copy == own else self.mailbox.take(("expert gradients", token, layer, copy)).tensors
@@ -301,7 +301,7 @@ class ExpertActor(PlainActor):
                 total.copy_(summed)
         self._summed = True
         self.doing = "idle"
-        return self.experts.gradient_norm_squared()
+        return self.experts.lora.gradient_norm_squared()
 
     def _copies(self) -> list[tuple[int, Address]]:
         """The actors that hold the same experts in the other copies, and which copy is whose."""
@@ -316,10 +316,10 @@ class ExpertActor(PlainActor):
         """LoRA of the layers that this actor updates to the other copies, theirs from them."""
         self.claim_thread()
         peers, own = self._copies(), self.experts.spec.copy
-        for layer, values in self.experts.shares("param", own) if peers else ():
+        for layer, values in self.experts.lora.shares("param", own) if peers else ():
             self.port.send([actor for _, actor in peers], Message(("expert LoRA", token, layer), values))
         for copy, _ in peers:
-            for layer, values in self.experts.shares("param", copy):
+            for layer, values in self.experts.lora.shares("param", copy):
                 received = self.mailbox.take(("expert LoRA", token, layer)).tensors
                 for key, value in values.items():
                     value.copy_(received[key])
@@ -330,7 +330,7 @@ class ExpertActor(PlainActor):
         self.claim_thread()
         start = time.monotonic()
         if step > self._committed:
-            self.experts.apply_gradients(lr, clip, adam)
+            self.experts.lora.apply_gradients(lr, clip, adam)
             self._summed = False
         self._committed = step  # whatever becomes of the messages: a second update would be one too many
         self.publish(token)
@@ -339,38 +339,38 @@ class ExpertActor(PlainActor):
     def discard(self) -> None:
         self.mailbox.clear()
         self._summed = False
-        self.experts.discard_gradients()
+        self.experts.lora.discard_gradients()
         self.experts.take_counters()  # else a failed pass would count in the next report
 
     def _restart_lora(self, seed: int | None = None) -> None:
-        self.experts.restart_lora(seed)
+        self.experts.lora.restart(seed)
 
     def _training_state(self) -> list[tuple[Tensor, bool]]:
-        return list(self.experts.training_state())
+        return list(self.experts.lora.training_state())
 
     def _moved(self) -> None:
-        self.experts.find_lora()
+        self.experts.lora.find()
 
     # -- what it trains ----------------------------------------------------------------------
 
     def trained(self, what: str) -> Iterable[tuple[str, Tensor]]:
-        return self.experts.named(what)
+        return self.experts.lora.named(what)
 
     def lora(self, what: str) -> Mapping[str, Tensor]:
-        return dict(self.experts.named(what, updated=what == "grad" and self._summed))
+        return dict(self.experts.lora.named(what, updated=what == "grad" and self._summed))
 
     def adapter(self, which: bool | str = True) -> Mapping[str, Tensor]:
         """Of each expert one copy writes a layer."""
-        return dict(self.experts.named("param", which=which))
+        return dict(self.experts.lora.named("param", which=which))
 
     def _set_step(self, step: int) -> None:
-        self.experts.set_step(step)
+        self.experts.lora.set_step(step)
 
     def keep_adapter(self, name: str, copy: bool) -> None:
-        self.experts.keep(name, copy=copy)
+        self.experts.lora.keep(name, copy=copy)
 
     def drop_adapter(self, name: str) -> None:
-        self.experts.drop(name)
+        self.experts.lora.drop(name)
 
 
 def _divided(requests: Sequence[Message], answers: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

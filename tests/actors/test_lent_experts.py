@@ -98,7 +98,7 @@ def test_losses_are_the_same_bits(tmp_path: Path) -> None:
             for rank, actor in enumerate(actors(cluster)):
                 opened = second.shared_experts[rank]
                 assert opened.weights.keys() == actor.experts.weights.keys()
-                for layer, lora in actor.experts.lora.items():
+                for layer, lora in actor.experts.lora.present.items():
                     ids, weights = opened.weights[layer]
                     assert ids == weights.expert_ids == actor.experts.order[layer]
                     assert lora.up_b.any() and torch.equal(opened.adapters[True][layer].up_b, lora.up_b)
@@ -210,7 +210,7 @@ def test_kept_adapters(tmp_path: Path) -> None:
             for rank, actor in enumerate(actors(cluster)):
                 adapters = worker.shared_experts[rank].adapters
                 assert adapters.keys() == {True, "one", "three"}
-                for layer, lora in actor.experts.lora.items():
+                for layer, lora in actor.experts.lora.present.items():
                     assert torch.equal(adapters["one"][layer].up_a + 2, lora.up_a)
                     assert torch.equal(adapters["three"][layer].up_a, lora.up_a)
 

@@ -52,7 +52,7 @@ def results(
     )  # fmt: skip
     host = LocalExperts(spec)
     host.load()
-    for name, tensor in host.named("param"):
+    for name, tensor in host.lora.named("param"):
         if "lora_B" in name:
             seed = sum(name.encode())
             tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
@@ -72,7 +72,7 @@ def results(
     for layer, group in sorted(dys, reverse=True):
         dx, dw = host.backward(layer, group, dys[layer, group].split(17))
         found |= {f"dx {layer} {group}": dx, f"dw {layer} {group}": dw}
-    found |= {name: grad.clone() for name, grad in host.named("grad")}
+    found |= {name: grad.clone() for name, grad in host.lora.named("grad")}
     return found, host
 
 
@@ -251,7 +251,7 @@ def test_formulas_and_biases(tmp_path: Path) -> None:
         y = host.forward(0, 0, [x], host.local_ids(0, ids, 8), weights, torch.arange(30), keep=True)
         dx, dw = host.backward(0, 0, [dy])
         made.append(
-            {"y": y, "dx": dx, "dw": dw} | {n: t.clone() for n, t in host.named("grad") if ".0." in n}
+            {"y": y, "dx": dx, "dw": dw} | {n: t.clone() for n, t in host.lora.named("grad") if ".0." in n}
         )
         host.close()
     close_to(made[1], made[0], torch.bfloat16)
@@ -282,7 +282,7 @@ def test_what_is_kept_is_the_host_s_own(checkpoint: tuple[Path, torch.dtype], ac
             for tensor in (x, *given):
                 tensor.zero_()
         dx, dw = host.backward(layer, 0, [dy.float()])
-        made.append({"dx": dx, "dw": dw} | {name: grad.clone() for name, grad in host.named("grad")})
+        made.append({"dx": dx, "dw": dw} | {name: grad.clone() for name, grad in host.lora.named("grad")})
         host.close()
     for before, after in (made[:2], made[2:]):
         assert all(torch.equal(before[name], after[name]) for name in before)

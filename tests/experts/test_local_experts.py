@@ -26,10 +26,10 @@ def host(path: Path, experts: tuple[int, ...], activations: str = "retain") -> L
 def test_lora_is_float32_whatever_torch_defaults_to(tmp_path: Path) -> None:
     """In one process an attention worker's thread sets the default type while it builds its model."""
     path = build_checkpoint(tmp_path, "qwen3_moe")
-    expected = dict(host(path, (0, 1)).named("param"))
+    expected = dict(host(path, (0, 1)).lora.named("param"))
     torch.set_default_dtype(torch.bfloat16)
     try:
-        observed = dict(host(path, (0, 1)).named("param"))
+        observed = dict(host(path, (0, 1)).lora.named("param"))
     finally:
         torch.set_default_dtype(torch.float32)
     assert set(observed) == set(expected)

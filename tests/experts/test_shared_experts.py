@@ -68,7 +68,9 @@ def content(
 
 def own_content(made: LocalExperts) -> Content:
     weights = {layer: (made.order[layer], own) for layer, own in made.weights.items()}
-    return content(weights, {True: made.lora} | {name: kept.lora for name, kept in made._adapters.items()})
+    return content(
+        weights, {True: made.lora.present} | {name: kept.lora for name, kept in made.lora.kept.items()}
+    )
 
 
 def _reader(pipe: Connection) -> None:
@@ -205,13 +207,13 @@ def test_no_byte_differs_from_experts_that_are_not_shared(tmp_path: Path) -> Non
     plain, shared = loaded(path, shared=False), loaded(path)
     assert own_content(plain) == own_content(shared)
     for made in (plain, shared):
-        made.keep("other", copy=True)
+        made.lora.keep("other", copy=True)
         made.begin_pass(0, True)
         x, weights = torch.randn(5, H, generator=torch.Generator().manual_seed(1)), torch.full((5, 2), 0.5)
         ids = made.local_ids(0, torch.tensor([[0, 2], [2, 1], [2, 0], [1, 2], [0, 1]]), E)
         y = made.forward(0, 0, [x], ids, weights, torch.arange(5), keep=True)
         made.backward(0, 0, [y.clone()])
-        made.apply_gradients(0.1, 1.0)
+        made.lora.apply_gradients(0.1, 1.0)
     assert own_content(plain) == own_content(shared)
     assert I == shared.weights[0].I
 
@@ -219,25 +221,25 @@ def test_no_byte_differs_from_experts_that_are_not_shared(tmp_path: Path) -> Non
 def test_updates_and_kept_adapters_are_seen(tmp_path: Path, ask: Ask) -> None:
     made = CASES["bf16"](tmp_path)
     initial, *_ = ask(made.export())
-    for _, grad in made.named("grad"):
+    for _, grad in made.lora.named("grad"):
         grad.fill_(0.25)
-    made.apply_gradients(0.5, 1.0)
+    made.lora.apply_gradients(0.5, 1.0)
     updated, known, *_ = ask(made.export())
     assert known == 1, "the file is not mapped again"
     assert updated == own_content(made) != initial
-    made.keep("first", copy=True)
-    made.restart_lora()
+    made.lora.keep("first", copy=True)
+    made.lora.restart()
     grown, known, storages, *_ = ask(made.export())
     assert known == 1 and storages == 2, "only the copy's file is mapped"
     assert grown == own_content(made)
     assert grown["first", 0, "up_b"] == updated[True, 0, "up_b"] != grown[True, 0, "up_b"]
-    made.keep("last", copy=False)
+    made.lora.keep("last", copy=False)
     last, known, *_ = ask(made.export())
     assert known == 2 and last["last", 1, "down_a"] == last[True, 1, "down_a"]
-    made.drop("first")
+    made.lora.drop("first")
     dropped, known, *_ = ask(made.export())
     assert known == 2 and ("first", 0, "up_b") not in dropped, "the memory stays, for the next copy"
-    made.keep("next", copy=True)
+    made.lora.keep("next", copy=True)
     again, known, storages, *_ = ask(made.export())
     assert known == storages == 2 and again == own_content(made)
     assert again["next", 0, "up_b"] == again[True, 0, "up_b"]

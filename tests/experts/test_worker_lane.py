@@ -109,7 +109,7 @@ def actors_of(path: Path, dropout: float) -> Iterator[list[LocalExperts]]:
         )  # fmt: skip
         host = LocalExperts(spec)
         host.load()
-        for name, tensor in host.named("param"):
+        for name, tensor in host.lora.named("param"):
             if "lora_B" in name:
                 seed = sum(name.encode())
                 tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
@@ -157,7 +157,7 @@ def a_pass(
         for group in range(2):
             dx, dw = tokens.join_backward(layer, group)
             found |= {f"dx {layer} {group}": dx.cpu().clone(), f"dw {layer} {group}": dw.cpu().clone()}
-    return found | {name: grad.clone() for actor in actors for name, grad in actor.named("grad")}
+    return found | {name: grad.clone() for actor in actors for name, grad in actor.lora.named("grad")}
 
 
 def with_lane(
@@ -240,7 +240,7 @@ def test_what_is_there_already_changes_no_bit(
             spec = DropoutSpec(p=0.2, seed=5, step=3)
             passes.append(a_pass(LaneTokens(lane, Link(actors), CPU, spec, True, 2), actors))
             for actor in actors:
-                actor.discard_gradients()
+                actor.lora.discard_gradients()
                 actor.begin_pass(3, True)
     assert all(torch.equal(passes[0][name], value) for name, value in passes[1].items())
 
@@ -303,8 +303,8 @@ def test_a_new_copy_of_the_lora_leaves_the_weights_locked(
         first = a_pass(LaneTokens(lane, Link(actors), CPU, None, True, 2), actors)
         before, layers, at_first = lane.held, [lane.layer(layer) for layer in LAYERS], set(locked)
         for actor in actors:
-            actor.keep("kept", copy=True)
-            actor.restart_lora()
+            actor.lora.keep("kept", copy=True)
+            actor.lora.restart()
             actor.begin_pass(3, True, "kept")
         known = {file: opened for experts in before.values() for file, opened in experts.files.items()}
         lane.keep_only(known)
@@ -374,7 +374,7 @@ def test_an_error_in_the_lane_ends_the_pass(
                 a_pass(tokens, actors)
         tokens.close()
         for actor in actors:
-            actor.discard_gradients()
+            actor.lora.discard_gradients()
             actor.begin_pass(3, True)
         found = a_pass(LaneTokens(lane, Link(actors), CPU, None, True, 2), actors)
     close_to(found, plain(checkpoint[0], 0.0)[0], checkpoint[1])
