@@ -47,7 +47,7 @@ from kt_ray.runs.saving import write_adapter
 from kt_ray.tools.export import export
 from kt_ray.tools.inspect import inspect
 from kt_ray.tools.merge import merge
-from tests.helpers.exhaustive import spread
+from tests.helpers.exhaustive import exhaustive, spread
 from tests.helpers.families import save_whole, tiny_config, write_config
 from tests.helpers.generation import answers, one_rounding, random_prompts
 from tests.helpers.hf_reference import Row, random_rows
@@ -186,7 +186,7 @@ def read_back(adapter: Path, trained: Trained) -> None:
         torch.testing.assert_close(value, trained.values[name], rtol=0, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("family", sorted(MOVED_BY_PADDING))
+@pytest.mark.parametrize("family", spread(sorted(MOVED_BY_PADDING), 2))
 def test_sparse_attention_draws_as_it_trains(family: str, tmp_path: Path) -> None:
     """Every position is chosen: among scores that tie, the choice depends on a row's width."""
     base = write_config(tmp_path / "base", family, index_topk=64)
@@ -248,8 +248,13 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("family", PATTERNS)
+@pytest.mark.parametrize(
+    ("family", "rslora"),
+    [
+        *((family, i % 2 == 0) for i, family in enumerate(PATTERNS)),
+        *(exhaustive((family, i % 2 == 1)) for i, family in enumerate(PATTERNS)),
+    ],
+)
 def test_modules_with_ranks_of_their_own(family: str, rslora: bool, tmp_path: Path) -> None:
     alphas = "lora.alpha_pattern={.*self_attn.k.*: 5, experts: 3}"
     flag = f"lora.rslora={str(rslora).lower()}"
@@ -277,8 +282,13 @@ def test_modules_with_ranks_of_their_own(family: str, rslora: bool, tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize("others", ["auto", "none"])
-@pytest.mark.parametrize("family", [*PATTERNS, "mixtral", "gpt_oss", "qwen3_5_moe_text"])
+SOME = [*PATTERNS, "mixtral", "gpt_oss", "qwen3_5_moe_text"]
+
+
+@pytest.mark.parametrize(
+    ("family", "others"),
+    [*((family, "auto") for family in SOME), *spread([(family, "none") for family in SOME])],
+)
 def test_adapters_of_some_layers(family: str, others: str, tmp_path: Path) -> None:
     """lora.layers: PEFT makes no adapters for the other layers' experts, which every form leaves out."""
     trained = train(family, tmp_path, "lora.layers=[1]", f"lora.target_modules={others}")
