@@ -368,8 +368,9 @@ class AttentionWorker(PlainActor):
     def _frees_gpu(self) -> str:
         """Of the present plan."""
         lane = "rule.experts.stream=off, " if self.part.lane is not None else ""
+        levels = "group, host or ranges" if self.spec.activations == "retain" else "host or ranges"
         return (
-            f"{lane}trainer.loss_chunk=256, rule.activations=host or ranges, a lower data.max_length, "
+            f"{lane}trainer.loss_chunk=256, rule.activations={levels}, a lower data.max_length, "
             "trainer.micro_batch_size or rule.resident_layers, or more rule.stages"
         )
 
