@@ -85,7 +85,7 @@ class _Unmultiplied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Any, x: Tensor) -> Tensor:
         ctx.base = base
-        return x.new_zeros(()).expand(*x.shape[:-1], base.out_features)
+        return x.new_zeros(*x.shape[:-1], base.out_features)  # whole: some views take no strides of 0
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:

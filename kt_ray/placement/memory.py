@@ -348,8 +348,8 @@ def adapter_scratch_bytes(
 
     In two parts (kt_ray/model/lora_linear.py) it needs the gradients of both sides, and what has the rank. In
     float32 it needs x widened and B A x, which torch adds to y by two more copies; in backward x and dy
-    widened, and the same at dx. PEFT (with dropout or DoRA) holds B A x, its scaled copy and the sum with the
-    module's output at once, each in float32; backward needs as much, or the gradients of both sides. With
+    widened, dx and the same at it. PEFT (with dropout or DoRA) holds B A x, its scaled copy and the sum with
+    the module's output at once, each in float32; backward needs as much, or the gradients of both sides. With
     dropout the input in float32 is there meanwhile, or before that three int32 per element of which the mask
     is computed.
     """
@@ -362,7 +362,7 @@ def adapter_scratch_bytes(
         return max((max(12 * n_out, 4 * (n_in + n_out)) for n_in, n_out, _ in sizes), default=0)
     if dtype == "float32":
         return max((4 * max(n_in, n_out) + 8 * rank for n_in, n_out, rank in sizes), default=0)
-    widened = (max(12 * n_out + 4 * n_in, 16 * n_in + 4 * n_out) + 8 * rank for n_in, n_out, rank in sizes)
+    widened = (max(12 * n_out + 4 * n_in, 18 * n_in + 4 * n_out) + 8 * rank for n_in, n_out, rank in sizes)
     return max(widened, default=0)
 
 
