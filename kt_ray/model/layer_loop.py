@@ -398,7 +398,7 @@ class LayerLoop:
             self.recomputed.compare(layer, group, state.routes[layer][number], again)
 
         y_TH = state.expert_outputs[layer][number] if layer in state.expert_outputs else None
-        with known:
+        with known, self.clock.device("attention"):
             return self._grow(layer, micro, h, y_TH, asked)
 
     def _grow(
@@ -409,7 +409,7 @@ class LayerLoop:
         y_TH: Tensor | None,
         asked: Callable[[Tensor, Tensor, Tensor], None] | None,
     ) -> Graph:
-        """The graph of a layer's call on a micro-batch.
+        """The graph of a layer's call on a micro-batch. The caller measures the time.
 
         Args:
             y_TH: what its experts gave, where dy is the gradient at it; None = zeros in its place.
@@ -429,7 +429,7 @@ class LayerLoop:
 
         context = self.model.experts.get(layer)
         handled = nullcontext() if context is None else context.handled_by(handler)
-        with torch.enable_grad(), handled, self.clock.device("attention"):
+        with torch.enable_grad(), handled:
             graph.out = self._called(layer, micro, graph)
             graph.balance = self._balance(layer, micro)
         return graph

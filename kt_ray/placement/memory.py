@@ -65,7 +65,13 @@ from kt_ray.placement.lora_sizes import (
     trained_params,
 )
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Held, WorkerPlan
-from kt_ray.placement.range_memory import TOKEN_BYTES, range_host, range_workspace
+from kt_ray.placement.range_memory import (
+    TOKEN_BYTES,
+    attends_everywhere,
+    heads_width,
+    range_host,
+    range_workspace,
+)
 from kt_ray.placement.staging import expert_staging, worker_staging
 from kt_ray.placement.wave_tokens import HELD, Load, load_of, part_of
 from kt_ray.placement.worker_lanes import (
@@ -338,7 +344,28 @@ def layer_activation_bytes(
             scores = element * row * (dims.num_heads if _index(dims, layer)[1] else 1)
         elif 0 < window <= row:
             scores = element * dims.cache_widths[layer].near
+        if not gpu and _scores_held(dims, config, layer, row):
+            scores += 4 * dims.num_heads * row
     return linear + lora + norms + element * dims.attention_width + scores
+
+
+def _scores_held(dims: ModelDims, config: Config, layer: int, row: int) -> bool:
+    """Whether a CPU holds the scores of short rows, in float32: of values narrower than keys, or wider
+    (kt_ray/model/attention.py)."""
+    if not attends_everywhere(dims) or dims.attention_width == 3 * heads_width(dims, layer):
+        return False
+    rows = config.micro_batch_rows(config.rule.replica_count) * config.rows_per_unit
+    return 4 * rows * dims.num_heads * row**2 <= HELD_BYTES
+
+
+def may_retain(dims: ModelDims) -> bool:
+    """Whether a plan retains layers of its own accord: `layer_activation_bytes` counts all that they keep.
+
+    A state that goes from token to token keeps up to tens of times as much in torch's own kernels; an index,
+    a learned bias, streams of the hidden state and further norms keep more, too.
+    """
+    plain = dims.affine and dims.hidden_streams == 1 and not any(heads for heads, _ in dims.indexes)
+    return plain and attends_everywhere(dims)
 
 
 def adapter_scratch_bytes(

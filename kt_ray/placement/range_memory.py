@@ -36,7 +36,6 @@ TOKEN_BYTES = 512  # on the device for each token of a wave: its id, position, r
 def without_ranges(dims: ModelDims, config: Config) -> str:
     """Why a model's layers cannot go by ranges, as far as its configuration says; "" = they can. Which can is
     found by trying (kt_ray/model/head_ranges.py)."""
-    names = [[name for name, _, _ in modules if name.endswith(".o_proj")] for modules in dims.lora_in_out]
     if dims.hidden_streams > 1:
         return "its hidden state has several streams"
     if any(heads for heads, _ in dims.indexes):
@@ -45,7 +44,7 @@ def without_ranges(dims: ModelDims, config: Config) -> str:
         return "layers take what earlier ones computed"
     if holds_scores(dims.model_type, config.model.attn_implementation):
         return "attention holds its scores"
-    if not all(names) or dims.num_heads == 0 or dims.model_type in MIXED:
+    if not attends_everywhere(dims):
         return "some of its layers have another attention than softmax over keys"
     if dims.model_type in WHOLE_HEADS:
         return "a norm looks at all heads at once"
@@ -54,6 +53,12 @@ def without_ranges(dims: ModelDims, config: Config) -> str:
     if config.lora.dora and any(_inner_lora(dims, config.lora, n) for n in range(dims.num_layers)):
         return "DoRA of latent attention's inner projections needs all heads at once"
     return "" if dims.kv_heads > 1 else "all heads share one key"
+
+
+def attends_everywhere(dims: ModelDims) -> bool:
+    """Whether every layer has softmax attention over keys, as far as its configuration says."""
+    names = [[name for name, _, _ in modules if name.endswith(".o_proj")] for modules in dims.lora_in_out]
+    return all(names) and dims.num_heads > 0 and dims.model_type not in MIXED
 
 
 def _inner_lora(dims: ModelDims, lora: LoraConfig, layer: int) -> bool:

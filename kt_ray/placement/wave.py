@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.placement.memory import may_retain
 from kt_ray.placement.plan_types import Budget, Held
 from kt_ray.placement.range_memory import RANGE_TOKENS
 from kt_ray.placement.render import gib
@@ -114,10 +115,12 @@ def attention_kinds(
     asked = config.rule.activations
     if asked != "auto":
         return (asked,)
-    retain = ("retain",) if device == "cpu" and resident is None else ()
     if dims.hidden_streams > 1:
-        return (*retain, "group")
-    return (*retain, "group", "micro_batch") if device == "cpu" else ("group", "micro_batch", "host")
+        return ("group",)
+    if device != "cpu":
+        return ("group", "micro_batch", "host")
+    retain = ("retain",) if resident is None and may_retain(dims) else ()
+    return (*retain, "group", "micro_batch")
 
 
 def output_kinds(config: Config) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
 from kt_ray.placement.lane_share import NOTHING, UNTUNED, LaneRates, Tuning
 from kt_ray.placement.layout import Layout, layout_is_auto, layout_of, layouts, with_layout
+from kt_ray.placement.memory import may_retain
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
 from kt_ray.placement.render import LAYOUT, choice_text, counted, layout_text
@@ -404,7 +405,8 @@ def _other_attention(best: _Candidate) -> Iterator[Config]:
     plan = best.plan
     if best.asked.rule.activations == "auto" and plan.activations != "retain":
         to_host = ("host",) if plan.stream_to == "workers" else ()
-        whole = () if plan.resident is not None or plan.head_ranges else ("retain",)
+        slots = plan.resident is not None or plan.head_ranges
+        whole = ("retain",) if may_retain(plan.dims) and not slots else ()
         for kind in ("group", *to_host, *whole):
             if kind != plan.activations:
                 yield with_keys(best.config, {"rule.activations": kind})

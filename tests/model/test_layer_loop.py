@@ -7,7 +7,8 @@ import json
 import math
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kt_ray.config.schema import LoraConfig
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import BadStep
 from kt_ray.model import attention, lora_linear
+from kt_ray.model.clock import Clock
 from kt_ray.model.layer_loop import LayerLoop
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
@@ -368,6 +370,53 @@ def test_a_plan_counts_what_a_layer_keeps(
         assert 0.5 * planned[case] < kept[case] <= planned[case]
     usual, dropped, _ = kept
     assert kept[usual] < 0.8 * kept[dropped]  # whose inputs are kept in float32, too
+
+
+def test_a_plan_counts_the_scores_that_a_cpu_holds(checkpoint: Checkpoint) -> None:
+    """Of short rows, where values are narrower than keys: with retained layers, those of all of them."""
+    path, tokens = checkpoint("deepseek_v3", dtype=torch.bfloat16), 256
+    dims = dims_from_config(json.loads((path / "config.json").read_text()), "deepseek_v3")
+    how = {"dtype": "bfloat16", "activations": "retain"}
+    stage = Stage(StageSpec(str(path), (0, 3), 3, lora=LORA, **how))  # type: ignore[arg-type]
+    weights = [*stage.model.causal.parameters(), *stage.model.causal.buffers()]
+    own = {t.untyped_storage().data_ptr() for t in weights}
+    saved: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        spec = pass_spec(random_rows(1, lengths=(tokens,)), micro=1)
+        loops = forward([stage], spec, NoExperts())
+    assert len(loops[0].groups[0].graphs) == 3
+    kept = sum(t.untyped_storage().nbytes() for address, t in saved.items() if address not in own)
+    config = make_config(lora={"rank": 2}, data={"max_length": tokens}, trainer={"micro_batch_size": 1})
+    planned = tokens * sum(layer_activation_bytes(dims, config, n, "bfloat16") for n in range(3))
+    assert 0.8 * planned <= kept <= planned
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("kind", ["retain", "micro_batch"])
+def test_time_on_the_device_is_counted_once(
+    checkpoint: Checkpoint, affine: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans of a GPU that lie in each other would both count."""
+    if not affine:
+        _post_norm(monkeypatch)
+    inside, device = [0], Clock.device
+
+    @contextmanager
+    def alone(clock: Clock, term: str) -> Iterator[None]:
+        assert not inside[0]
+        inside[0] += 1
+        with device(clock, term):
+            yield
+        inside[0] -= 1
+
+    monkeypatch.setattr(Clock, "device", alone)
+    reference, stages = ready(checkpoint("qwen3_moe"), LORA, (0, 3), activations=kind)
+    run(stages, pass_spec(ROWS, groups=2, micro=1), reference)
 
 
 class NoExperts(TorchExchange):

@@ -552,7 +552,7 @@ def test_remedies_combine_when_one_change_is_not_enough() -> None:
     keys = {"trainer.stage": "grpo", "generate.batch_size": 64, "generate.max_new_tokens": 16}
     rounds = with_keys(auto, {**keys, "reward": "numeric"})
     few = {"trainer.batch_size": 8, "trainer.micro_batch_size": 1, "generate.batch_size": 1}
-    small = make_plan(dims, with_keys(rounds, {**few, "data.max_length": 256}), make_hardware())
+    small = make_plan(dims, with_keys(rounds, {**few, "data.max_length": 128}), make_hardware())
     (together,) = remedies(dims, rounds, make_hardware(memory=small.budgets[0].total), {})
     assert "trainer.batch_size=8 " in together.overrides  # a whole group
 

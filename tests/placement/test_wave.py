@@ -140,7 +140,19 @@ def test_what_attention_may_hold() -> None:
     assert attention_kinds(config_of(8), DIMS, "cuda") == ("group", "micro_batch", "host")
     assert attention_kinds(config_of(8, activations="host"), DIMS, "cpu") == ("host",)
     streams = dataclasses.replace(DIMS, hidden_streams=4)  # everything would be computed twice
-    assert attention_kinds(config_of(8), streams, "cuda") == ("group",)
+    for device in ("cpu", "cuda"):
+        assert attention_kinds(config_of(8), streams, device) == ("group",)
+
+
+@pytest.mark.parametrize(
+    "keeps_more",
+    [{"model_type": "kimi_linear"}, {"indexes": ((2, False),)}, {"affine": False}],
+)
+def test_layers_are_retained_where_all_that_they_keep_is_counted(keeps_more: dict[str, Any]) -> None:
+    """Linear attention keeps up to 25 times what the plan counts of a layer."""
+    dims = dataclasses.replace(DIMS, **keeps_more)
+    assert attention_kinds(config_of(8), dims, "cpu") == ("group", "micro_batch")
+    assert attention_kinds(config_of(8, activations="retain"), dims, "cpu") == ("retain",)
 
 
 def test_groups_follow_the_wave() -> None:

@@ -329,6 +329,8 @@ def test_layers_are_retained_where_a_card_has_the_room_and_is_the_limit() -> Non
     assert (again.activations, again.wave) == ("retain", plan.wave)
     smaller = choose_plan(V2_LITE, config, host(1, 48))
     assert smaller.activations == "group" and smaller.wave == plan.wave
+    uncounted = choose_plan(dataclasses.replace(V2_LITE, affine=False), config, host(1, 140))
+    assert all(choice.attention != "retain" for choice in uncounted.compared)
 
 
 def test_half_a_wave_is_compared_where_a_larger_one_gives_something_up(
