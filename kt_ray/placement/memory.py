@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.dims.layer_params import CHUNKED, HELD_BYTES, MASKS_PADDING, holds_scores
+from kt_ray.dims.layer_params import CHUNKED, HELD_BYTES, MASKS_PADDING, SINKS, holds_scores
 from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.hardware.machine import Hardware, gpu_name, socket_name
@@ -362,9 +362,10 @@ def may_retain(dims: ModelDims) -> bool:
     """Whether a plan retains layers of its own accord: `layer_activation_bytes` counts all that they keep.
 
     A state that goes from token to token keeps up to tens of times as much in torch's own kernels; an index,
-    a learned bias, streams of the hidden state and further norms keep more, too.
+    a learned bias, sinks, streams of the hidden state and further norms keep more, too.
     """
     plain = dims.affine and dims.hidden_streams == 1 and not any(heads for heads, _ in dims.indexes)
+    plain &= dims.model_type not in SINKS and not holds_scores(dims.model_type, "sdpa")
     return plain and attends_everywhere(dims)
 
 

@@ -146,7 +146,7 @@ def test_what_attention_may_hold() -> None:
 
 @pytest.mark.parametrize(
     "keeps_more",
-    [{"model_type": "kimi_linear"}, {"indexes": ((2, False),)}, {"affine": False}],
+    [{"model_type": "kimi_linear"}, {"model_type": "gpt_oss"}, {"indexes": ((2, False),)}, {"affine": False}],
 )
 def test_layers_are_retained_where_all_that_they_keep_is_counted(keeps_more: dict[str, Any]) -> None:
     """Linear attention keeps up to 25 times what the plan counts of a layer."""
