@@ -80,12 +80,13 @@ def _unmultiplied(module: nn.Module) -> Iterator[None]:
 
 
 class _Unmultiplied(torch.autograd.Function):
-    """Zeros [..., N] in the place of W x + b, with the gradient of W x + b at x."""
+    """Zeros [..., N] in the place of W x + b, with the gradient of W x + b at x. Those of a row lie side
+    by side: Llama 4 rotates queries as complex numbers, which float32 ones are viewed as."""
 
     @staticmethod
     def forward(ctx: Any, base: Any, x: Tensor) -> Tensor:
         ctx.base = base
-        return x.new_zeros(*x.shape[:-1], base.out_features)  # whole: some views take no strides of 0
+        return x.new_zeros(base.out_features).expand(*x.shape[:-1], base.out_features)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:

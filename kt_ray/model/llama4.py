@@ -64,6 +64,6 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module], type[nn.Module]]:
             ids_N1 = logits_NE.topk(1, dim=1).indices
             scores_N1 = scores_NE.gather(1, ids_N1)
             routed_NH = self.experts(hidden_NH * scores_N1, ids_N1, torch.ones_like(scores_N1))
-            return self.shared_expert(hidden_NH) + routed_NH, logits_NE
+            return self.shared_expert(hidden_states).view_as(routed_NH) + routed_NH, logits_NE
 
     return Llama4TextMoe, Moe, Experts

@@ -59,6 +59,12 @@ def stage_of(folder: Path, family: str, **changes: Any) -> Stage:
         # a norm comes after the dense MLP
         ("afmoe", ("mlp.down_proj", []), ("self_attn.o_proj", [])),
         ("qwen3_next", ("linear_attn.out_proj", []), ("self_attn.o_proj", [])),
+        # queries, as wide as the hidden state, are viewed as complex numbers
+        (
+            "llama4_text",
+            ("self_attn.o_proj", ["feed_forward.down_proj"]),
+            ("self_attn.o_proj", ["feed_forward.shared_expert.down_proj"]),
+        ),
     ],
 )
 def test_what_is_found(tmp_path: Path, family: str, first: object, last: object) -> None:
