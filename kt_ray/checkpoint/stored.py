@@ -308,11 +308,13 @@ def _matrix(
         shape = (*data.shape[:-1], data.shape[-1] * per_item)
     packing: Packing | None = Bytes() if eight else None
     one = len(shape) == 3 and math.prod(scales.shape) == 1
+    # FBGEMM's of the rows of down are [E, N, 1] beside values that are turned round.
+    scales_turned = turned and len(scales.shape) == 3 and scales.shape[1:] != (data.shape[2], 1)
     if kind == "fp8" and (turned or one):
-        packing = Stack(turned, turned and len(scales.shape) == 3)
+        packing = Stack(turned, scales_turned)
         shape = (shape[0], *shape[:0:-1]) if turned else shape
     own = scales
-    if turned and len(scales.shape) == 3:
+    if scales_turned:
         own = replace(scales, shape=(scales.shape[0], *scales.shape[:0:-1]))
     block = _block(kind, shape, own, quantization)
     if kind == "fp8" and one:

@@ -75,6 +75,7 @@ def _fp4(m: ExpertMatrix, e: int, name: str) -> Tensors:
 
 Write = Callable[[ExpertMatrix, int, str], Tensors]
 PER_TENSOR = (1 << 11, 1 << 11)
+PER_ROW = (1, 1 << 11)
 # Format with its options, and the tensors of one expert's projection.
 CONVENTIONS: dict[str, tuple[str, dict[str, Any], Write]] = {
     "fp8 blocks": ("fp8", {}, lambda m, e, n: _fp8(m, e, n, "weight_scale_inv")),
@@ -192,13 +193,22 @@ def test_gpt_oss(tmp_path: Path, quantised: str) -> None:
 
 
 # Blocks must not cover rows of gate and of up, unless there is one for all of an expert.
-@pytest.mark.parametrize("turned", [False, True])
+_FUSED_FP8 = [
+    (128, (128, 128), False),
+    (96, PER_TENSOR, False),
+    (96, PER_TENSOR, True),
+    (96, (1, 32), False),
+    (96, PER_ROW, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("wide", "block", "one"),
-    [(128, (128, 128), False), (96, PER_TENSOR, False), (96, PER_TENSOR, True), (96, (1, 32), False)],
+    ("turned", "wide", "block", "one"),
+    [*((t, *case) for t in ("", "modelopt") for case in _FUSED_FP8), ("fbgemm", 96, PER_ROW, False)],
 )
-def test_fused_fp8(tmp_path: Path, wide: int, block: tuple[int, int], one: bool, turned: bool) -> None:
-    """turned: ModelOpt's of Llama 4 [E, K, N]; one: number for all experts."""
+def test_fused_fp8(tmp_path: Path, turned: str, wide: int, block: tuple[int, int], one: bool) -> None:
+    """turned: Llama 4's [E, K, N], whose scales FBGEMM has as [E, 1, N] and, of down, [E, N, 1]; one: number
+    for all experts."""
     both = quantize("fp8", torch.randn(E, 2 * wide, H), block=block)
     down = quantize("fp8", torch.randn(E, H, wide), block=block)
     tensors: Tensors = {}
@@ -209,9 +219,11 @@ def test_fused_fp8(tmp_path: Path, wide: int, block: tuple[int, int], one: bool,
         scales = matrix.scales.flatten() if block == PER_TENSOR else matrix.scales
         data, scales = matrix.data, scales[0].reshape(()) if one else scales
         if turned:
-            data, scales = data.mT.contiguous(), scales.mT.contiguous() if scales.dim() == 3 else scales
-        ends = ("_weight_scale", "_input_scale") if turned else ("_scale_inv",)
-        tensors |= {f"{PREFIX}.{leaf}": data, **{f"{PREFIX}.{leaf}{end}": scales for end in ends}}
+            data = data.mT.contiguous()
+        if scales.dim() == 3 and (turned == "modelopt" or (turned and leaf == "gate_up_proj")):
+            scales = scales.mT.contiguous()
+        ends = {"": ("_scale_inv",), "modelopt": ("_weight_scale", "_input_scale"), "fbgemm": ("_scale",)}
+        tensors |= {f"{PREFIX}.{leaf}": data, **{f"{PREFIX}.{leaf}{end}": scales for end in ends[turned]}}
     index = CheckpointIndex.open(write_checkpoint(tmp_path, tensors, config=_config()))
     check_content(index)
     loaded = load_experts(index, ExpertLayout.detect(index), 1, [2])
