@@ -44,9 +44,6 @@ def _experts_of(layer: int) -> list[str]:
     return [f"{p}layers.{layer}.{name}" for p in MODEL_ROOTS for name in _EXPERT_NAMES]
 
 
-_FIRST_EXPERTS = _experts_of(0)
-
-
 @dataclass(frozen=True)
 class Storage:
     """How one kind of weights is stored."""
@@ -147,12 +144,14 @@ def linear_storage(config: Mapping[str, Any], dtype: str, layer: int, module: st
     return _storage(config, dtype, [f"{p}layers.{layer}.{module}" for p in MODEL_ROOTS])
 
 
-def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | None:
+def missing_for_training(
+    config: Mapping[str, Any], storage: Storage, moe_layers: Iterable[int]
+) -> str | None:
     """Why experts of a storage cannot be trained, with what to do; None = they can.
 
     Args:
         config: the language model's keys, `quantization_config` among them.
-        storage: what `expert_storage` says of it.
+        storage: what `expert_storage` says of them.
     """
     quantization = _quantization(config)
     method, fmt = _method(quantization), storage.format
@@ -161,10 +160,11 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
             "routed experts stored as f16 are not read: the engine computes in bfloat16; convert them first: "
             "python -m kt_ray.tools convert MODEL OUT --to bf16"
         )
-    group = None
+    weights: Mapping[str, Any] = {}
     if method == "compressed-tensors":
-        group = _group_of(quantization, _FIRST_EXPERTS) or _group_of(quantization, None)
-    weights = group["weights"] if group else {}
+        groups = [_group_of(quantization, _experts_of(layer)) for layer in moe_layers]
+        own = (g["weights"] for g in groups if g and _compressed_tensors(quantization, g) == storage)
+        weights = next(own, weights)
     stored, whole_numbers = fmt, fmt in ("int8", "int4", "uint4")
     unread = integer_packing.unread(quantization) if method in integer_packing.METHODS else None
     if rotated := rotations.unread(quantization):

@@ -185,6 +185,29 @@ def test_layers_that_no_group_names_are_plain(target: str, plain: tuple[int, ...
 
 
 @pytest.mark.parametrize(
+    ("own", "others", "refused"),
+    [
+        ({"num_bits": 4}, {"num_bits": 4, "actorder": "group"}, ""),
+        ({"num_bits": 4, "actorder": "group"}, {"num_bits": 4}, "in an order of their own"),
+        ({"num_bits": 3}, {"num_bits": 4}, "of 3 bits"),
+    ],
+)
+def test_what_training_needs_is_read_of_the_experts_group(
+    own: dict[str, Any], others: dict[str, Any], refused: str
+) -> None:
+    """Layer 0 is dense: no group names experts of it."""
+    shared = {"type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    quantization = packed(format="pack-quantized")
+    quantization["config_groups"] = {
+        "group_0": {"targets": ["re:.*self_attn.*"], "weights": shared | others},
+        "group_1": {"targets": ["re:.*layers\\.[1-9]\\.mlp\\.experts.*"], "weights": shared | own},
+    }
+    dims = small_dims("deepseek_v3", first_k_dense_replace=1, quantization_config=quantization)
+    assert dims.expert_format == "int4"
+    assert refused in (dims.refusal or "") and bool(dims.refusal) == bool(refused)
+
+
+@pytest.mark.parametrize(
     ("parts", "layers", "attention"),
     [
         (["self_attn"], (), False),
