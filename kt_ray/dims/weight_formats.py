@@ -111,7 +111,9 @@ def expert_storage(config: Mapping[str, Any], dtype: str, moe_layers: Iterable[i
         found = [_of_modelopt(algorithm) for algorithm in sorted(set[str]().union(*each))]
         # Of what is not read nobody knows the size: it counts as the largest.
         return max(found, key=lambda s: s.matrix_bytes(_MOST, _MOST), default=plain_storage(dtype))
-    stored = {_storage(config, dtype, _experts_of(layer)) for layer in moe_layers} - {plain_storage(dtype)}
+    excluded = _excluded(config)
+    quantised = (layer for layer in moe_layers if not _names_match(excluded, layer, _EXPERT_NAMES))
+    stored = {_storage(config, dtype, _experts_of(layer)) for layer in quantised} - {plain_storage(dtype)}
     return max(stored, key=lambda s: s.matrix_bytes(_MOST, _MOST), default=plain_storage(dtype))
 
 

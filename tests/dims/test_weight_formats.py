@@ -171,6 +171,13 @@ def test_single_layers_of_quark_count_as_the_largest(pattern: str, own: dict[str
     assert (dims.refusal is None) == (fmt != "quark")
 
 
+@pytest.mark.parametrize("own", [{"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, {"dtype": "int3"}])
+def test_what_an_excluded_layer_would_be_does_not_count(own: dict[str, Any]) -> None:
+    quantization = quark(**FP4) | {"layer_quant_config": {"*layers.2.mlp.experts*": {"weight": own}}}
+    dims = small_dims(quantization_config=quantization | {"exclude": ["*layers.2.*"]})
+    assert (dims.expert_format, dims.plain_expert_layers, dims.refusal) == ("mxfp4", (2,), None)
+
+
 @pytest.mark.parametrize(
     ("target", "plain"),
     [("re:.*layers\\.2\\.mlp\\.experts.*", (1,)), ("re:.*layers\\.1\\.mlp\\.experts.*", (2,))],
