@@ -42,7 +42,7 @@ _STATEMENTS = (
 _SMALL = rf"(?im:{_HOLDS}\banswer(?:\s+is(?!\s+a\s*$)|\s*:)\s*[(\[*]*)((?i:%s))(?:[^\w\n]*$|(?<=\(.)\))"
 _RIGHT = "correct|right|best|true|answer"
 _IS_RIGHT = rf"(?i:[)\]*]*\s+(?:is|would be|must be)\s+(?:the\s+)?(?:{_RIGHT}|most\s\w+)\b)"
-_OPTION = rf"(?i:\b(?:option|choice)\s+[(\[*]*)(%s){_IS_RIGHT}"
+_OPTION = rf"(?i:(?<!\bnor )\b(?:option|choice)\s+[(\[*]*)(%s){_IS_RIGHT}"
 # "Therefore, B is the best choice"; of "vitamin B is best" nobody knows.
 _JUDGED = (
     r"(?i:\b(?:therefore|thus|hence|so|that|only|and|but)\s|[.,:;!?，。、；：]|^)\s*[(\[*]*"
@@ -52,7 +52,7 @@ _WRONG = (
     rf"[)\]*]*\s*(?:is (?:(?:an? |the )?(?:wrong|incorrect|false)|not (?:the )?(?:{_RIGHT}))|(?:是|项)?错)"
 )
 _DENIED = rf"[)\].:,*_`\"]*\s*(?i:(?:this|that|it)\s)?{_WRONG}"  # "A: This is wrong. B is correct."
-_QUESTION = re.compile(r"[^.!?。\n]*\?")  # "A or B? B."
+_QUESTION = re.compile(r"(?<![^.!?。\n])[^.!?。\n]*\?")  # "A or B? B."
 _END = r"(?!\w|['’]\w)"  # of an option's letter
 # Two options in one breath settle nothing. "B is wrong" says something else.
 _SECOND = (
@@ -66,6 +66,8 @@ _CALLED_WRONG = (
     r"(?:think|believe)\s+(?:that\s+)?(?:it|the answer)\s+is)"
     rf"{_BETWEEN}){{known}}{_END}(?:{_SECOND.replace('(%s)', '{known}')})*"
 )
+# "Neither A, B nor C"
+_NEITHER = rf"(?i:\bneither\b[^.!?。\n]*\bnor\s+(?:(?:option|choice|letter)\s+)?[(\[*]*){{known}}{_END}"
 # An answer to "Which option is incorrect?", if it names no other; of two options the other may be meant.
 _ASKED_FOR = (
     r"(?i:\bthe\s+(?:only\s+)?(?:wrong|incorrect|false|worst)\s+(?:option|choice)\b"
@@ -135,8 +137,8 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     if line:
         return line[1]
     asked = [one for one in _found(text, _ASKED_FOR % known) if not _names_second(text[one.end(1) :], known)]
-    text = re.sub(_CALLED_WRONG.replace("{known}", known), "", text)
-    denied = r"(?<!either )(?<!\bnor )(?<!n't )(?<!not be )(?<!n't be )(?<!不是)(?<!不选)"
+    text = re.sub(f"{_CALLED_WRONG}|{_NEITHER}".replace("{known}", known), "", text)
+    denied = r"(?<!\b[nN][oO][rR] )(?<!n't )(?<!not be )(?<!n't be )(?<!不是)(?<!不选)"
 
     def named(text: str) -> set[str]:
         found = re.finditer(rf"(?<![A-Za-z0-9'’]){denied}({known})(?![A-Za-z0-9'’]|-\w|{_WRONG})", text)

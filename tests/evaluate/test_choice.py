@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kt_ray.errors import UserError
@@ -127,6 +129,10 @@ ANSWERS = [
             "选A或B",
             "A or B?",
             "Neither A nor C.",
+            "Neither A, B, nor C.",
+            "NEITHER A NOR B",
+            "Neither option A nor option C is correct",
+            "It could be either A or B",
         )
     ],
     *[
@@ -134,7 +140,7 @@ ANSWERS = [
         for text in ("A, C and D are wrong, not B", "The answer is (A) or (B).", "A: Paris\nB: Rome\nRome.")
     ],
     ("The answer cannot be A. So it is C", "C"),
-    ("Neither A nor C.", None),
+    ("Neither A nor C is right, so B", "B"),
     *[(text, None) for text in ("The answer is not A", "It isn't A", "答案不是A", "E", "<think>B, surely")],
 ]
 
@@ -142,6 +148,12 @@ ANSWERS = [
 @pytest.mark.parametrize(("text", "letter"), ANSWERS)
 def test_extract_letter(text, letter):
     assert extract_letter(text) == letter
+
+
+def test_a_long_answer_without_an_end_of_sentence_is_read_in_its_length():
+    began = time.process_time()
+    assert extract_letter("we think B and so on or C " * 4000) is None
+    assert time.process_time() - began < 10
 
 
 def test_of_two_options_the_incorrect_one_may_mean_the_other():
