@@ -480,12 +480,14 @@ def worker_items(
     # Of what waits on the host are here hidden states between two layers, and two of each that are copied.
     kept = 2 * load.replica * dims.hidden_streams * hidden * element
     kept += 2 * load.micro * (dims.hidden_streams + outputs) * hidden * element
-    results = [h for h in dims.handed if start <= h.layer < stop and h.last >= passed.start]
+    results = [h for h in dims.handed if start <= h.layer < stop]
     sizes = {h: h.bytes(load.replica, load.row, element) for h in results}
-    states += sum(sizes.values())
-    for choices in (True, False):  # of each kind one is at work
-        kept += max((size for h, size in sizes.items() if choices == bool(h.chosen)), default=0)
-    kept, passing = kept if load.on_host else states, 0
+    states += sum(size for h, size in sizes.items() if h.last >= passed.start)
+    working = sum(  # of each kind one is at work, in a pass without backward, too
+        max((size for h, size in sizes.items() if choices == bool(h.chosen)), default=0)
+        for choices in (True, False)
+    )
+    kept, passing = kept + working if load.on_host else max(states, working), 0
     if load.ranges:
         tokens = (load.replica, load.own_group, load.micro)
         kept = load.replica * TOKEN_BYTES
@@ -512,8 +514,12 @@ def worker_items(
     }
     if load.retained:  # and each layer's output, which is counted as a hidden state
         kept += load.replica * sum(kept_by_layer[of_kind[table.kinds[layer]]] for layer in passed)
+    # Without backward a micro-batch's layer is at work whatever is retained; a hidden state is read, another
+    # written, and experts' answers are float32.
+    held = load.recomputed if passed else max(load.recomputed, load.micro)
+    moved = 8 if passed else max(8, 2 * dims.hidden_streams * element + 4)
     at_once: dict[int, float] = {
-        layer: load.recomputed * size + load.micro * scratch[layer] + load.replica * hidden * 8
+        layer: held * size + load.micro * scratch[layer] + load.replica * hidden * moved
         for layer, size in kept_by_layer.items()
     }
     if load.ranges:

@@ -141,6 +141,7 @@ def range_host(
     widths = [heads_width(dims, layer) for layer in layers]
     # Before every layer, after the last, and a gradient from the next stage; one that goes to stages beside.
     states, passing = (len(widths) + 2) * replica * hidden, replica * hidden
-    heads = element * (micro * max(widths, default=0) + (replica * sum(widths) if outputs else 0))
+    widest = max(heads_width(dims, layer) for layer in range(dims.num_layers))  # without backward, too
+    heads = element * (micro * widest + (replica * sum(widths) if outputs else 0))
     # Answers of the experts are added up here, in float32; the loss has a gradient of its own for a moment.
     return states + heads, passing + group * (4 * dims.expert_width + hidden)
