@@ -50,6 +50,7 @@ UNREAD = dict.fromkeys(("images", "image", "videos", "video", "audios", "audio")
 UNREAD |= {"chat_template_kwargs": "a chat template writes all rows alike"}
 # ms-swift's names of a pair's other answer, or of all its turns
 _REJECTED = ("rejected_response", "rejected_messages")
+_BETTER = ("messages", "conversations", "output", "completion")  # where the better one is
 UNREAD |= dict.fromkeys(_REJECTED, "a pair is read as chosen and rejected")
 # Columns that data.columns may name. "answer" is what rewards read; "role" and "content" are the keys inside
 # a list of turns.
@@ -163,14 +164,14 @@ class Parser:
         if self.format == "text":
             return Conversation((), sample_id, where, text=_raw(row, where))
         seen = next((name for name in UNREAD if is_there(row.get(name))), None)
-        if seen and not (self.format == "prompts" and seen in _REJECTED):
+        if seen and not (self.format in ("prompts", "preference") and seen in _REJECTED):
             what = f"the row has {seen}: {UNREAD[seen]}"
             remedy = f"delete that row; data.columns={{{seen}:null}} trains such rows without them"
             if seen in _REJECTED:
-                remedy = (
-                    f"read pairs with data.columns={{chosen:messages,rejected:{seen}}}, or answers alone "
-                )
-                remedy += f"with data.columns={{{seen}:null}}"
+                better = next((name for name in _BETTER if is_there(row.get(name))), "messages")
+                better = self.columns.get(better, better)
+                remedy = f"read pairs with data.columns={{chosen:{better},rejected:{seen}}}, "
+                remedy += f"or answers alone with data.columns={{{seen}:null}}"
             raise bad_row(what, where, kind(row[seen]), "a row of text alone", remedy)
         tools = tools_of(row.get("tools"), where)
         if self.format == "prompts":

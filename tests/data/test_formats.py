@@ -470,6 +470,13 @@ def test_pairs_of_ms_swift_are_read_as_pairs_or_refused() -> None:
         assert [(m["role"], m["content"]) for m in found.messages] == [("system", "own"), *QA]
         assert found.rejected == (*found.messages[:2], {"role": "assistant", "content": "b"})
     assert parse(row, "prompts")[0].kind == "prompts"
+    alpaca = {"instruction": "q", "output": "a", "rejected_response": "b"}
+    with pytest.raises(UserError, match=r"\{chosen:output,rejected:rejected_response\}"):
+        parse(alpaca)
+    found, _ = parse(alpaca, columns={"chosen": "output", "rejected": "rejected_response"})
+    assert found.rejected == (*found.messages[:1], {"role": "assistant", "content": "b"})
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "rejected_response": "c"}
+    assert parse(pair)[0].kind == "pairs"  # which has its other answer
 
 
 def test_tool_turns() -> None:
