@@ -195,7 +195,8 @@ def best_so_far(prepared: Prepared, rundir: RunDir) -> tuple[int, float] | None:
         logger.warning("the best checkpoint is not kept: %s", error.line())
         return None
     rows = prepared.eval_digest
-    if manifest.state.get("eval_digest", rows) != rows:  # an older checkpoint does not say
+    # An older checkpoint does not say, or has no digest of what the reward reads.
+    if not rows.startswith(str(manifest.state.get("eval_digest", rows))):
         logger.warning(
             "the held-out rows are others than those that %s was the best for: the best is looked for anew",
             path.name,

@@ -278,7 +278,7 @@ def test_the_time_limit_counts_from_the_start_of_the_command_across_restarts(
     assert len(curve(Path("runs/a"))) == 3
 
 
-@pytest.mark.parametrize("marked", ["rows", "others", None])
+@pytest.mark.parametrize("marked", ["rows", "row", "others", None])  # "row": of GRPO, by an earlier version
 def test_the_best_counts_for_the_rows_that_it_was_the_best_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, marked: str | None
 ) -> None:
