@@ -200,7 +200,8 @@ class Parser:
                     remedy="correct data.columns",
                 )
             result[name] = row[column]
-        for name in _LISTS:
+        pairs = (name for name in ("chosen", "rejected") if outer.get(name) in (*_LISTS, _REJECTED[1]))
+        for name in (*_LISTS, *pairs):
             value = result.get(name)
             if isinstance(value, str) and value.lstrip().startswith("["):
                 result[name] = decoded(value, where, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
 from typing import Any
 
@@ -469,7 +470,11 @@ def test_pairs_of_ms_swift_are_read_as_pairs_or_refused() -> None:
         found, _ = parse({**given, "system": "own"}, columns=columns)
         assert [(m["role"], m["content"]) for m in found.messages] == [("system", "own"), *QA]
         assert found.rejected == (*found.messages[:2], {"role": "assistant", "content": "b"})
+        table = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+        assert parse(table, columns=columns)[0].rejected == found.rejected[1:]
     assert parse(row, "prompts")[0].kind == "prompts"
+    columns = {"chosen": "messages", "rejected": "rejected_response"}
+    assert parse({**row, "rejected_response": "[b"}, columns=columns)[0].rejected[1]["content"] == "[b"
     alpaca = {"instruction": "q", "output": "a", "rejected_response": "b"}
     with pytest.raises(UserError, match=r"\{chosen:output,rejected:rejected_response\}"):
         parse(alpaca)
