@@ -18,6 +18,7 @@ from kt_ray.data.row_types import Turn
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.runs.generation import PreparedGeneration, generating, prepare_generation
+from kt_ray.runs.start_cluster import Ended
 from kt_ray.terminal import visible
 
 HELP = "/adapter on|off, /reset, /exit (Ctrl-C ends an answer)"
@@ -53,7 +54,9 @@ def _reader(source: TextIO) -> Callable[[], str | None]:
             line = input("> ")
         except EOFError:
             return None
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if isinstance(interrupt, Ended):
+                raise
             if interrupted:
                 return None
             interrupted = True
@@ -138,7 +141,9 @@ class Chat:
                 first = first or time.monotonic() - start
                 self.out.write(visible(piece.text))
                 self.out.flush()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if isinstance(interrupt, Ended):
+                raise
             answer.cancel()
             answer.result()
         seconds = time.monotonic() - start

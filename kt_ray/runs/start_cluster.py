@@ -21,6 +21,10 @@ from kt_ray.train.stop_signals import SAME
 logger = logging.getLogger(__name__)
 
 
+class Ended(KeyboardInterrupt):
+    """By SIGTERM or SIGHUP, which end the mode also where Ctrl-C ends less, as in a chat."""
+
+
 def make_cluster(
     model: PreparedModel, name: str, progress: LoadProgress | None = None, run_dir: str | None = None
 ) -> ActorCluster:
@@ -56,7 +60,8 @@ def started(
 ) -> Iterator[ActorCluster]:
     """A started cluster, which ends with the block. Its LoRA has no effect yet: it is the base model.
 
-    In the block SIGTERM and SIGHUP do what Ctrl-C does. None of them disturbs the first second of its end.
+    In the block SIGTERM and SIGHUP do what Ctrl-C does, as `Ended`. None of them disturbs the first second of
+    its end.
 
     Args:
         name, run_dir: as in `make_cluster`.
@@ -84,7 +89,7 @@ def started(
 
 @contextlib.contextmanager
 def _interrupted() -> Iterator[Callable[[], None]]:
-    """By SIGTERM, and by SIGHUP unless it is ignored (nohup). Several within `SAME` seconds are one.
+    """By SIGTERM, and by SIGHUP unless it is ignored (nohup): `Ended`. Several within `SAME` seconds are one.
 
     Yields what begins the end: from then on SIGINT is as these, and what comes within `SAME` seconds asks for
     nothing else, such as a second Ctrl-C in haste.
@@ -98,7 +103,7 @@ def _interrupted() -> Iterator[Callable[[], None]]:
         nonlocal last
         if (now := time.monotonic()) - last >= SAME:
             last = now
-            raise KeyboardInterrupt
+            raise Ended
 
     def take(number: signal.Signals) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from kt_ray.generate.generator import Piece
 from kt_ray.generate.requests import Token
 from kt_ray.modes.chat import Chat, _reader
+from kt_ray.runs import start_cluster
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # Python's own in UTF-8 and in "C"
@@ -35,6 +38,33 @@ def test_the_second_interrupt_in_a_row_ends_the_chat(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("builtins.input", answer)
     read = _reader(terminal)
     assert [read(), read(), read(), read()] == ["", "Hello", "", None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_other_modes_ends_a_chat_at_once(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kill`, or a terminal that is closed: at the prompt and in an answer."""
+
+    class Answer:
+        def __iter__(self) -> Any:
+            os.kill(os.getpid(), number)
+            yield Piece(Token(0, 1), "Why?")
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: os.kill(os.getpid(), number))
+    with pytest.raises(KeyboardInterrupt), start_cluster._interrupted():
+        _reader(terminal)()
+    generation: Any = SimpleNamespace(
+        config=SimpleNamespace(generate=SimpleNamespace(system=None), seed=0),
+        adapter=None,
+        prompt=lambda messages: (1,),
+        request=lambda *_, **__: None,
+    )
+    chat = Chat(generation, SimpleNamespace(submit=lambda request: Answer()), io.StringIO())  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt), start_cluster._interrupted():
+        chat.ask("Really?")
 
 
 @pytest.mark.parametrize("opened", [True, False])
