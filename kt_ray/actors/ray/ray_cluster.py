@@ -72,7 +72,7 @@ START_AGAIN = (
     "trainer.restarts=10 does so by itself"
 )
 NOT_IMPORTED = "failed to import on the worker"  # Ray's words; it takes such an actor for a dead one
-TAKEN = 10.0  # seconds after which a node that had room is another run's
+TAKEN = 10.0  # seconds after which a node that had room is another run's, at the first try
 LOOK = 5.0  # seconds between looks at whether Ray still has a node
 
 # Settings of the driver's environment that actors must see as well.
@@ -379,16 +379,18 @@ class RayCluster(ActorCluster):
         for host in gone & self._groups.keys():
             remove_placement_group(self._groups.pop(host))
         kept = {host: node for host, node in enumerate(self.hosts.nodes) if host not in gone}
-        needed = reserved_by_host(self.plan, self.rule)
+        needed, patience = reserved_by_host(self.plan, self.rule), TAKEN
         while True:
             try:
                 self.hosts = find_hosts(self.plan, self._shared, needed, self.config.start_timeout, kept)
                 self.specs = own_cpus(self.plan, self.specs, self.hosts)
                 reserved = self._reservations()
-                taken = self._reserve(reserved, gone, TAKEN)
+                taken = self._reserve(reserved, gone, patience)
                 break
             except UserError:  # another run may have taken a node since we looked, and wait for one of ours
-                for host in gone & self._groups.keys():
+                if tried := gone & self._groups.keys():
+                    patience *= 2  # or Ray is only slow, and would never be done in time
+                for host in tried:
                     remove_placement_group(self._groups.pop(host))
                 if time.monotonic() > deadline:
                     raise
