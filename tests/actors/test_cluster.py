@@ -210,7 +210,9 @@ def test_a_network_that_is_closed_is_named(hosts: int, monkeypatch: pytest.Monke
     assert ("rule.transport=ray" in (caught.value.remedy or "")) == (hosts > 1)
 
 
-def test_hosts_whose_nodes_die_get_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_whose_nodes_die_get_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Three in turn, of three hosts: each gets a node of its own, when one joins, and new CPU numbers.
     Another run takes the last one's before it is reserved: then the next, where Ray is slow."""
     hosts = make_hardware(sockets=1, cores=4)
@@ -271,6 +273,12 @@ def test_hosts_whose_nodes_die_get_others(monkeypatch: pytest.MonkeyPatch) -> No
     alive.remove("g")
     with pytest.raises(ActorLost, match="expert actor 2 died; found its node is dead"):
         cluster._placed(RayHandle(("experts", 2), None), "place", 60.0)
+    # Where no try succeeded in time, `ray status` says why, once.
+    nodes["f"] = replace(nodes["f"], free=8)
+    monkeypatch.setattr(ray_cluster, "ray_status", lambda: "as Ray counts")
+    with pytest.raises(UserError, match="did not provide"):
+        cluster._replace_hosts(time.monotonic() - 1)
+    assert capsys.readouterr().err == "as Ray counts\n" and len(cluster._groups) == 2
 
 
 def test_who_does_not_say_where_it_is_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:

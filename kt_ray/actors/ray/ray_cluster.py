@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ from kt_ray.actors.ray.ray_placement import (
     host_of,
     lane_devices,
     on_own_node,
+    ray_status,
     reservations,
     reserved_by_host,
     seats,
@@ -393,6 +395,8 @@ class RayCluster(ActorCluster):
                 for host in tried:
                     remove_placement_group(self._groups.pop(host))
                 if time.monotonic() > deadline:
+                    if tried:
+                        print(ray_status(), file=sys.stderr)
                     raise
                 time.sleep(1.0)
         for line in self.hosts.lines:
