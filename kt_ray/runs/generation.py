@@ -323,7 +323,7 @@ class Revivals:
                 raise UserError(
                     "an adapter has changed since the server began",
                     where=directory,
-                    observed="no adapter" if state is None else "other weights or settings",
+                    observed="no adapter" if state is None else "files that were written anew",
                     required="the files that it began with: an actor that is started again reads them again",
                     remedy="start the server again: it then answers with the adapter as it is now",
                 )
