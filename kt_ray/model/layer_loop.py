@@ -78,8 +78,8 @@ class LayerLoop:
     """One replica's pass over one stage.
 
     shelf: where hidden states wait for backward; None = on the device. slots: of streamed layers.
-    retain: graphs of forward wait for backward. whole_groups: `recompute` runs a whole group; else its first
-        micro-batch, and `backward` the others.
+    retain_layers: graphs of forward wait for backward. whole_groups: `recompute` runs a whole group; else its
+        first micro-batch, and `backward` the others.
     known: by layer, of which products a recomputed layer need not repeat. passed: what backward passes.
     adapters: which LoRA the layers use.
     """
@@ -109,7 +109,7 @@ class LayerLoop:
         watch: RouterWatch | None = None,
         shelf: HostShelf | None = None,
         slots: WeightSlots | None = None,
-        retain: bool = False,
+        retain_layers: bool = False,
         whole_groups: bool = True,
         known: Mapping[int, KnownOutputs] | None = None,
         passed: BackwardPart = ALL_LAYERS,
@@ -126,7 +126,7 @@ class LayerLoop:
         self.watch = watch
         self.shelf = shelf
         self.slots = slots or WeightSlots((), 0)
-        self.retain, self.whole_groups = retain, whole_groups
+        self.retain_layers, self.whole_groups = retain_layers, whole_groups
         self.known = known or {}
         self.passed = passed
         self._keep: Callable[[Tensor], Kept] = KeptOnDevice if shelf is None else shelf.keep
@@ -255,10 +255,10 @@ class LayerLoop:
         """Run a layer on every micro-batch of a group; submit its tokens if it has experts."""
         state = self.groups[group]
         hidden = require(state.hidden, "forward", layer, group)
-        if self.keeps(layer) and not self.retain:
+        if self.keeps(layer) and not self.retain_layers:
             state.layer_inputs[layer] = [self._keep(h) for h in hidden]
         context = self.model.experts.get(layer)
-        grown = self.retain and layer >= self.passed.inputs and self.train
+        grown = self.retain_layers and layer >= self.passed.inputs and self.train
         if context is None:
             with torch.no_grad(), self._recorded(layer, state), self.clock.device("attention"):
                 state.hidden = [
@@ -304,7 +304,7 @@ class LayerLoop:
 
     def _recorded(self, layer: int, state: GroupState) -> AbstractContextManager[None]:
         """Inside, what is kept of the layer's products is."""
-        if self.retain or not self.keeps(layer) or layer not in self.known:
+        if self.retain_layers or not self.keeps(layer) or layer not in self.known:
             return nullcontext()
         kept = state.known_outputs[layer] = []
         return self.known[layer].recorded(lambda output: kept.append(self._keep(output)))
@@ -315,7 +315,7 @@ class LayerLoop:
         ids = [part.to(torch.int32) for _, part, _ in collected]
         ids = ids or [torch.empty(0, model.top_k, dtype=torch.int32)]
         weights = [part for _, _, part in collected] or [torch.empty(0, model.top_k, dtype=torch.float32)]
-        if self.keeps(layer) and not self.retain:
+        if self.keeps(layer) and not self.retain_layers:
             state.routes[layer] = [Routes(*each) for each in zip(ids, weights, strict=True)]
         keys = [m.keys_T for m in state.micro] or [torch.empty(0, dtype=torch.int64)]
         # In the middle of the layer: without overlap the answer is awaited here.
@@ -336,12 +336,12 @@ class LayerLoop:
                     add_answers(*each, scale) for each in zip(state.micro, hidden, parts, strict=True)
                 ]
                 return
-            if self.keeps(layer) and not self.retain:
+            if self.keeps(layer) and not self.retain_layers:
                 state.expert_outputs[layer] = list(parts)
             context = self.model.experts[layer]
             state.hidden = []
             for micro, h, y_TH in zip(state.micro, hidden, parts, strict=True):
-                if self.retain and self.keeps(layer):
+                if self.retain_layers and self.keeps(layer):
                     state.hidden.append(self._grown(layer, state, micro, h, y_TH))
                     continue
                 with context.handled_by(answer_with(micro, y_TH)):
@@ -357,7 +357,7 @@ class LayerLoop:
         self.slots.hold(layer)
         ahead = 0 if layer < self.passed.inputs else len(state.micro) if self.whole_groups else 1
         scale = self.scales.get(layer)
-        if not self.retain and (ahead or scale is None):
+        if not self.retain_layers and (ahead or scale is None):
             self._fetch(layer, state, 0)
         if layer in self.model.experts:
             if scale is None:  # dy is the gradient at y, so every graph is needed now
@@ -368,13 +368,13 @@ class LayerLoop:
                 return
             dy = [m.take(g.reshape(-1, g.shape[-1])).float() for m, g in zip(state.micro, grads, strict=True)]
             self._submit_backward(layer, group, dy, scale)
-        if not self.retain:
+        if not self.retain_layers:
             state.graphs[layer] = [self._recomputed(layer, group, i) for i in range(len(state.micro[:ahead]))]
 
     def _leaf_gradient(self, layer: int, group: int, number: int, grad: Tensor, *, keep: bool) -> Tensor:
         """dy of a micro-batch of a layer that is not affine; keep: its graph is one of those held."""
         state = self.groups[group]
-        if self.retain:
+        if self.retain_layers:
             graph, keep = state.graphs[layer][number], True
             self._use(layer, state.micro[number])
         else:
@@ -557,7 +557,7 @@ class LayerLoop:
         """One call of one layer on one micro-batch, in forward."""
         graph = Graph(hidden, hidden, taken=micro.handed.given(layer))
         out = self._called(layer, micro, graph)
-        kept = not self.retain
+        kept = not self.retain_layers
         micro.handed.leave(
             layer, graph.left, lambda last, t: self._keep(t) if kept and self.keeps(last) else None
         )
