@@ -43,8 +43,11 @@ SEEN = {
 TAGS = {
     "user_tag": ("human", ("user", "human")),
     "assistant_tag": ("gpt", ("assistant", "gpt", "model", "chatgpt", "bot")),
-    "observation_tag": ("observation", ("tool", "observation", "function_response", "ipython")),
-    "function_tag": ("function_call", ("function_call",)),
+    "observation_tag": (
+        "observation",
+        ("tool", "observation", "function_response", "tool_response", "ipython"),
+    ),
+    "function_tag": ("function_call", ("function_call", "tool_call")),
     "system_tag": ("system", ("system", "developer")),
 }
 

@@ -45,6 +45,7 @@ def test_what_ends_other_modes_ends_a_chat_at_once(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`kill`, or a terminal that is closed: at the prompt and in an answer."""
+    monkeypatch.setattr(start_cluster.signal, "getsignal", lambda _: signal.SIG_DFL)  # also under nohup
 
     class Answer:
         def __iter__(self) -> Any:
