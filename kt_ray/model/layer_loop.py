@@ -15,7 +15,8 @@ them, and nothing is recomputed.
 A layer that is not affine in y (kt_ray.model.layer_checks) cannot be finished from h_partial. Its forward
 stops at the hook, so the experts get their tokens as early as elsewhere, and the join runs the layer again
 with y. The recomputation takes y as a leaf, whose gradient is dy: for it every micro-batch is recomputed
-before dy is submitted, and those that are not held once more afterwards. Retained is the graph of the join.
+before dy is submitted, and those that are not held once more afterwards. Where graphs are retained, the join
+makes them.
 
 Shapes: b rows of s positions, N = b·s, T valid tokens of a group, T_i of its micro-batch i, H hidden, K
 experts per token, V vocabulary. The hidden state between layers is [b, s, H], or [b, s, streams, H] with
@@ -126,11 +127,12 @@ class LayerLoop:
         self.watch = watch
         self.shelf = shelf
         self.slots = slots or WeightSlots((), 0)
-        self.retain_layers, self.whole_groups = retain_layers, whole_groups
+        self.whole_groups = whole_groups
         self.known = known or {}
         self.passed = passed
         self._keep: Callable[[Tensor], Kept] = KeptOnDevice if shelf is None else shelf.keep
         self.train = spec.kind == "train"
+        self.retain_layers = retain_layers and self.train
         self.loss_sum = 0.0  # of the losses so far (last stage)
         self.recomputed = RecomputedRoutes()  # of this pass
 
@@ -258,7 +260,7 @@ class LayerLoop:
         if self.keeps(layer) and not self.retain_layers:
             state.layer_inputs[layer] = [self._keep(h) for h in hidden]
         context = self.model.experts.get(layer)
-        grown = self.retain_layers and layer >= self.passed.inputs and self.train
+        grown = self.retain_layers and layer >= self.passed.inputs
         if context is None:
             with torch.no_grad(), self._recorded(layer, state), self.clock.device("attention"):
                 state.hidden = [

@@ -285,7 +285,7 @@ class Stage:
             self.shelf.clear(shapes * len(passed) + outputs * retained, self.dtype, results)
         return self.loop(
             *(*own, spec, groups, *links, self.shelf, slots),
-            retain_layers=self.spec.activations == "retain" and spec.kind == "train",
+            retain_layers=self.spec.activations == "retain",
             whole_groups=self.spec.activations == "group",
             known=self.known_outputs,
             passed=self.spec.backward,

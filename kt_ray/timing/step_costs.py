@@ -131,7 +131,7 @@ class PlanDurations:
             parts += [("recompute", m) for m in group[1:]] if kind == "backward" else []
         for part, m in parts:
             retained = self.plan.attention_output == "retain" and not ranges
-            grown = self.plan.activations == "retain" and layer >= self.plan.backward.lowest
+            grown = self.plan.activations == "retain" and not bare and layer >= self.plan.backward.lowest
             held = {"retained": retained, "grown": grown}
             one, two = self._counted(part, layer, m, self.device, self.host, **held)
             factor = self._correction(part, layer, m)
