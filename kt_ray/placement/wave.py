@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.placement.memory import may_retain
+from kt_ray.placement.activation_bytes import may_retain
 from kt_ray.placement.plan_types import Budget, Held
 from kt_ray.placement.range_memory import RANGE_TOKENS
 from kt_ray.placement.render import gib

@@ -25,12 +25,12 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
+from kt_ray.placement.activation_bytes import may_retain
 from kt_ray.placement.devices import with_gpus, with_stream
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
 from kt_ray.placement.lane_share import NOTHING, UNTUNED, LaneRates, Tuning
 from kt_ray.placement.layout import Layout, layout_is_auto, layout_of, layouts, with_layout
-from kt_ray.placement.memory import may_retain
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
 from kt_ray.placement.render import LAYOUT, choice_text, counted, layout_text

@@ -31,8 +31,8 @@ from kt_ray.hardware.rates import (
     WIDE_BYTES,
     DeviceRate,
 )
+from kt_ray.placement.activation_bytes import masked
 from kt_ray.placement.lora_sizes import in_parts, module_ranks
-from kt_ray.placement.memory import masked
 from kt_ray.placement.plan_types import Plan
 
 # Operations that are dispatched, forward and backward, views not counted (torch.profiler, on a CPU).

@@ -27,7 +27,7 @@ from kt_ray.model.clock import Clock
 from kt_ray.model.layer_loop import LayerLoop
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
-from kt_ray.placement.memory import layer_activation_bytes
+from kt_ray.placement.activation_bytes import layer_activation_bytes
 from kt_ray.placement.order import Op
 from tests.helpers.hf_reference import Reference, Row, find_router, micro_batch, random_rows
 from tests.helpers.stages import DirectLink, TorchExchange, backward, forward, make_stages, pass_spec, run

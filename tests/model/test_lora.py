@@ -19,7 +19,7 @@ from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.dropout import CounterDropout, DropoutContext
 from kt_ray.model.lora import init_lora_a, inject_lora, is_gate, linear_names, resolve_targets
-from kt_ray.placement.memory import adapter_scratch_bytes
+from kt_ray.placement.activation_bytes import adapter_scratch_bytes
 from tests.placement.configs import make_config, small_dims
 
 NAMES = [

@@ -13,13 +13,11 @@ from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for, nominal_hardware
 from kt_ray.modes.plan import model_dims
+from kt_ray.placement.activation_bytes import layer_activation_bytes
 from kt_ray.placement.generation_memory import within_server
 from kt_ray.placement.lora_sizes import expert_lora_params, lora_params
 from kt_ray.placement.memory import (
     GIB,
-    index_scratch_bytes,
-    layer_activation_bytes,
-    mask_bytes,
 )
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
@@ -192,58 +190,6 @@ def test_replicas_divide_the_tokens() -> None:
     # 10 rows in micro-batches of 4, 4 and 2: the first replica has 6.
     config = make_config(rule={"replicas": 2}, trainer={"batch_size": 10, "micro_batch_size": 4})
     assert load_of(config, wave=2, groups=1).replica == 6 * 16
-
-
-@pytest.mark.parametrize(
-    ("changes", "masks", "on_gpu"),
-    [
-        ({}, 0, 0),
-        ({"data": {"packing": True}}, 1, 1),
-        ({"trainer": {"batch_size": 8, "micro_batch_size": 2}}, 1, 0),
-        ({"model": {"attn_implementation": "eager"}}, 2, 2),
-    ],
-)
-def test_attention_masks(changes: dict[str, Any], masks: int, on_gpu: int) -> None:
-    """bool [rows, 1, row, row], in bfloat16 where eager attention adds them; none for whole rows, nor on a
-    GPU for padding after them."""
-    config = make_config(
-        **{
-            "trainer": {"batch_size": 8},
-            **changes,
-            "data": {"max_length": 64, **changes.get("data", {})},
-        }
-    )
-    load = load_of(config, wave=8, groups=2)
-    assert mask_bytes(small_dims(), config, load, "bfloat16") == masks * 8 * 64 * 64
-    assert mask_bytes(small_dims(), config, load, "bfloat16", gpu=True) == on_gpu * 8 * 64 * 64
-    told = dataclasses.replace(small_dims(), model_type="minimax")
-    assert mask_bytes(told, config, load, "bfloat16", gpu=True) == masks * 8 * 64 * 64
-    chunks = ((32, 16),) * 4  # narrower than the row: whole masks of chunks, windows by blocks
-    for model_type, on_one in (("mixtral", on_gpu), ("llama4_text", max(1, on_gpu))):
-        near = dataclasses.replace(small_dims(), model_type=model_type, pair_widths=chunks)
-        assert mask_bytes(near, config, load, "bfloat16", gpu=True) == on_one * 8 * 64 * 64, model_type
-    indexed = dataclasses.replace(small_dims(), indexes=((2, False),) * 4)
-    assert mask_bytes(indexed, config, load, "bfloat16", gpu=True) == max(1, masks) * 8 * 64 * 64
-    # On a CPU a window smaller than the row needs a mask of its own, packed or not; with a long row none.
-    window = dataclasses.replace(small_dims(), pair_widths=((64, 0), (64, 16), (64, 16), (64, 0)))
-    more = 2 * masks if masks else 1
-    assert mask_bytes(window, config, load, "bfloat16") == more * 8 * 64 * 64
-    assert mask_bytes(window, config, load, "bfloat16", gpu=True) == 2 * on_gpu * 8 * 64 * 64
-    long = dataclasses.replace(load, row=8193)
-    assert mask_bytes(window, config, long, "bfloat16") == 2 * masks * 8 * 64 * 8193
-
-
-def test_an_index_holds_its_scores() -> None:
-    """DeepSeek-V3.2: 64 index heads, float32, twice. MiniMax-M3: 4 heads, and a mask of each query head."""
-    latent = small_dims("deepseek_v3", index_n_heads=64, index_head_dim=16, index_topk=4)
-    assert index_scratch_bytes(latent, 4096, 1, "bfloat16") == 2 * 64 * 4096 * 4
-    assert index_scratch_bytes(small_dims("deepseek_v3"), 4096, 1, "bfloat16") == 0
-    blocks = dataclasses.replace(small_dims("mixtral"), indexes=((4, True),) * 4, num_heads=32)
-    assert index_scratch_bytes(blocks, 100, 1, "bfloat16") == 100 * max(8 * 4, 4 * 32)
-    config = make_config(data={"max_length": 100})
-    dense = dataclasses.replace(blocks, indexes=())
-    more, less = (layer_activation_bytes(d, config, 1, "bfloat16", gpu=True) for d in (blocks, dense))
-    assert more - less >= 2 * 32 * 100  # kept for backward
 
 
 def test_a_plan_refuses_rows_whose_index_does_not_fit() -> None:

@@ -18,7 +18,8 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_from_file
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.model.head_ranges import Named
-from kt_ray.placement.memory import GIB, adapter_scratch_bytes, layer_activation_bytes
+from kt_ray.placement.activation_bytes import adapter_scratch_bytes, layer_activation_bytes
+from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.range_memory import TOKEN_BYTES, range_counts, range_workspace, without_ranges
