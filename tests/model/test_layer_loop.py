@@ -202,6 +202,8 @@ def test_one_micro_batch_at_a_time(
         # When one is recomputed: all others of both groups, or the first ones of both.
         most = {"retain": -1, "group": 3}.get(kind, 2 if not affine else 1)
         assert max(held, default=-1) == most
+        loops = forward(stages, replace(spec, kind="eval"), TorchExchange(reference))
+        assert not any(state.graphs for loop in loops for state in loop.groups)  # nothing comes back
         for stage in stages:
             states = spec.wave[0][0] + spec.wave[0][1]
             size = sum(-(-m.input_ids.size * 48 * 4 // 256) * 256 for m in states) * len(stage.model.layers)
