@@ -48,8 +48,8 @@ evaluate: terminal errors parse
 generate: errors [numpy torch]
 rewards: terminal errors parse evaluate [numpy]
 checkpoint: terminal errors disk pulse parse native checkpoint_dirs integer_packing rotations [torch]
-model: errors pulse parse gpu cpu_products gpu_turns native batch config dims placement generate checkpoint
-    [numpy torch]
+model: errors pulse parse gpu cpu_products gpu_turns native batch config dims placement optim generate
+    checkpoint [numpy torch]
 adapter: disk parse config checkpoint [torch]
 data: terminal errors disk parse batch config evaluate [numpy]
 experts: errors pulse gpu gpu_turns native config placement optim checkpoint model [torch]

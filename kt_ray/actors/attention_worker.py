@@ -31,7 +31,7 @@ from kt_ray.generate.requests import GenerationReport, SessionSpec, Token
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.native import DropoutSpec
-from kt_ray.optim.masters import Masters, flat_of, set_flat
+from kt_ray.optim.masters import Masters
 from kt_ray.optim.optimizers import AdamStep, squared_norm, use_torch_threads
 from kt_ray.placement.order import worker_program
 from kt_ray.placement.plan_types import Plan
@@ -234,17 +234,18 @@ class AttentionWorker(PlainActor):
         if not trainings:
             yield
             return
-        names, count = list(self.stage.parameters), len(self.stage.parameters)
-        others: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
-        for training in trainings:
-            own = [tensor.to(self.spec.device) for tensor in self._put_aside(training)[: 2 * count]]
-            values, grads = own[:count], own[count:]
-            others[training] = dict(zip(names, values, strict=True)), dict(zip(names, grads, strict=True))
+        flat = self.stage.flat
+        own = {
+            training: [tensor.to(self.spec.device) for tensor in self._put_aside(training)[:2]]
+            for training in trainings
+        }
+        others = {
+            training: (flat.by_name(values), flat.by_name(grads)) for training, (values, grads) in own.items()
+        }
         with self.stage.adapters.lent(others):
             yield
-        for training, (_, copies) in others.items() if self._on_gpu else ():
-            for kept, copied in zip(self._put_aside(training)[count:], copies.values(), strict=False):
-                kept.copy_(copied)
+        for training, (_, grads) in own.items() if self._on_gpu else ():
+            self._put_aside(training)[1].copy_(grads)
 
     def _run_pass(self, spec: PassSpec) -> WorkerPassReport:
         self.check_restored()
@@ -449,9 +450,9 @@ class AttentionWorker(PlainActor):
         return time.monotonic() - start
 
     def _exchange_parameters(self, tag: tuple[str, int]) -> None:
-        parameters = self.stage.parameters.values()
+        own = self.stage.flat.values
         if self.rank != 0:
-            set_flat(parameters, self.mailbox.take((*tag, self.part.stage)).tensors["flat"])
+            own.copy_(self.mailbox.take((*tag, self.part.stage)).tensors["flat"])
             return
         for stage in range(self.plan.stages):
             flat = self.masters.get(stage)
@@ -461,16 +462,19 @@ class AttentionWorker(PlainActor):
             if others:
                 self.port.send(others, Message((*tag, stage), {"flat": flat.cpu()}))
             if stage == 0:
-                set_flat(parameters, flat)
+                own.copy_(flat)
+
+    def _flat(self, what: str) -> torch.Tensor:
+        return self.stage.flat.grads if what == "grad" else self.stage.flat.values
 
     def _send_flat(self, what: str, tag: tuple[str, int, int]) -> None:
         """Send worker 0 this stage's parameters or gradients."""
-        self.port.send([ROOT], Message(tag, {"flat": flat_of(self.lora(what).values())}))
+        self.port.send([ROOT], Message(tag, {"flat": self._flat(what).cpu()}))
 
     def _flat_from(self, rank: int, what: str, tag: tuple[str, int, int]) -> torch.Tensor:
         """Worker 0: what `rank` sent with this tag; its own for rank 0."""
         if rank == 0:
-            return flat_of(self.lora(what).values())
+            return self._flat(what)
         return self.mailbox.take(tag).tensors["flat"]
 
     # -- what it trains ----------------------------------------------------------------------
@@ -479,10 +483,7 @@ class AttentionWorker(PlainActor):
         return () if self._masters is None else self._masters.named(what)
 
     def lora(self, what: str) -> Mapping[str, torch.Tensor]:
-        parameters = self.stage.parameters.items()
-        if what == "grad":
-            return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters}
-        return {name: p.data for name, p in parameters}
+        return self.stage.flat.by_name(self._flat(what))
 
     def adapter(self, which: bool | str = True) -> Mapping[str, torch.Tensor]:
         """Empty on replicas above 0, which have the same."""
@@ -506,13 +507,12 @@ class AttentionWorker(PlainActor):
 
     def _training_state(self) -> list[tuple[torch.Tensor, bool]]:
         self.stage.adapters.switch_all(True)
-        parameters = self.stage.parameters.values()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        assert len(gradients) == len(parameters), "discard() or a step comes first"
+        own = self.stage.flat.values, self.stage.flat.grads
         of_masters = [] if self._masters is None else self._masters.training_state()
-        return [(tensor, self._on_gpu) for tensor in (*parameters, *gradients, *of_masters)]
+        return [(tensor, self._on_gpu) for tensor in (*own, *of_masters)]
 
     def _moved(self) -> None:
+        self.stage.flat.find()
         self.stage.adapters.find_trained()
         if self._masters is not None:
             self._masters.find_values()

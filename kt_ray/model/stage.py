@@ -37,6 +37,7 @@ from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
 from kt_ray.model.token_exchange import ExpertExchange
 from kt_ray.model.token_loss import Head
+from kt_ray.optim.flat_parameters import FlatParameters
 
 # transformers sets torch's default dtype and device while it builds: one stage of a process at a time
 _building = threading.Lock()
@@ -49,6 +50,7 @@ class Stage:
         first: whether this stage embeds. last: whether it has the head.
         moe_layers: own layers with routed experts.
         parameters: canonical name -> float32 LoRA parameter, gradients in `.grad`.
+        flat: the vectors that the parameters and their gradients are views of.
         principal: PiSSA: the parameters' initial values, on the CPU; else empty.
         state_shape: of the hidden state between layers after [b, s]: (H,), or (streams, H).
         dtype: of the hidden state.
@@ -87,6 +89,7 @@ class Stage:
         self.state_shape = model.capture.state_shape
         self.dropout = DropoutContext()
         self.parameters = self._inject(model)
+        self.flat = FlatParameters(self.parameters, self.device)
         self.streamed = model.streamed
         if self.streamed is not None:
             self.streamed.attach(model.layers)
@@ -115,7 +118,6 @@ class Stage:
             self.shelf = HostShelf(self.device, "lower data.max_length", most=spec.waiting)
         self._watch: RouterWatch | None = None
         self._packing_checked = False
-        self.zero_grad()
 
     @property
     def weight_bytes(self) -> int:
@@ -335,11 +337,8 @@ class Stage:
     # ------------------------------------------------------------- parameters
 
     def zero_grad(self) -> None:
-        """Set every gradient to zeros (allocated from the start, so that a sum always has all of them)."""
-        for parameter in self.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.zero_()
+        """Set every gradient to zeros."""
+        self.flat.grads.zero_()
 
     def initial_parameters(self, seed: int | None = None) -> dict[str, Tensor]:
         """Every parameter's value before the first step. seed: None = the run's; PiSSA and DoRA have none."""

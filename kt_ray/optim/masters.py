@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from kt_ray.config.schema import OptimConfig
+from kt_ray.optim.flat_parameters import flat_size, views
 from kt_ray.optim.optimizers import LoraOptimizer, elementwise
 
 
 class Masters:
-    """Float32 masters of the non-expert LoRA of all stages: one flat vector per stage, with names.
+    """Float32 masters of the non-expert LoRA of all stages: one flat vector per stage, laid out as its own.
 
     Where the optimizer treats all elements alike a stage is one parameter to it; else every matrix is one,
     as a view of the same vector.
@@ -22,8 +23,7 @@ class Masters:
         self._shapes = shapes
         if optim.name == "deepspeed_cpu_adam":  # the experts' alone: these may lie on a GPU
             optim = replace(optim, name="adamw")
-        sizes = [sum(torch.Size(shape).numel() for shape in stage.values()) for stage in shapes]
-        self._flat = [torch.zeros(size, device=device, dtype=torch.float32) for size in sizes]
+        self._flat = [torch.zeros(flat_size(stage), device=device, dtype=torch.float32) for stage in shapes]
         self._grad = [torch.zeros_like(flat) for flat in self._flat]
         # per stage: the optimizer's parameters, one for all names or one for each
         self._parameters: list[list[torch.nn.Parameter]] = []
@@ -40,7 +40,7 @@ class Masters:
         self.optimizer = LoraOptimizer([p for stage in self._parameters for p in stage], optim, sides)
 
     def _parts(self, flat: torch.Tensor, stage: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:
-        return [flat] if self._whole else _views(flat, stage)
+        return [flat] if self._whole else views(flat, stage)
 
     def training_state(self) -> list[torch.Tensor]:
         """All tensors that are one training's own, in one order: values and moments, without names."""
@@ -69,32 +69,9 @@ class Masters:
         for i, (shapes, parameters) in enumerate(zip(self._shapes, self._parameters, strict=True)):
             if what in ("param", "grad"):
                 yield from zip(
-                    shapes, _views((self._flat if what == "param" else self._grad)[i], shapes), strict=True
+                    shapes, views((self._flat if what == "param" else self._grad)[i], shapes), strict=True
                 )
             elif self._whole:
-                yield from zip(shapes, _views(self.optimizer.state(parameters[0], what), shapes), strict=True)
+                yield from zip(shapes, views(self.optimizer.state(parameters[0], what), shapes), strict=True)
             else:
                 yield from zip(shapes, (self.optimizer.state(p, what) for p in parameters), strict=True)
-
-
-def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:
-    if not shapes:
-        return []
-    parts = flat.split([torch.Size(shape).numel() for shape in shapes.values()])
-    return [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
-
-
-def flat_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Tensors one after the other: float32 on the CPU."""
-    parts = [tensor.detach().flatten() for tensor in tensors]
-    flat = torch.cat(parts) if parts else torch.zeros(0)
-    return flat.to("cpu", torch.float32)
-
-
-def set_flat(parameters: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
-    """Overwrite parameters with what `flat_of` made."""
-    begin = 0
-    for parameter in parameters:
-        count = parameter.numel()
-        parameter.data.copy_(flat[begin : begin + count].view_as(parameter))
-        begin += count

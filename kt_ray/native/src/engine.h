@@ -178,8 +178,9 @@ class Engine {
     void check_process() const;
     // What computes these weights; throws std::invalid_argument for those it cannot compute.
     const Kernels& kernels(const Weights& weights, bool by_rows = false) const;
-    // task(first, last) over 0..count in runs of `step`, on all threads.
-    void spread(int64_t count, int64_t step, const std::function<void(int64_t, int64_t)>& task);
+    // task(i, first, last) over 0..counts[i] in runs of `step` for every i, on all threads.
+    void spread(const std::vector<int64_t>& counts, int64_t step,
+                const std::function<void(size_t, int64_t, int64_t)>& task);
     Lease take(size_t bytes);
     // Left operands of quantised products, empty where there are none.
     struct QuantisedRows {
