@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from kt_ray.dims.config_keys import Keys, LayerParts
 from kt_ray.dims.handed import has_index, keys_of, rotates
-from kt_ray.dims.model_dims import CacheWidth
+from kt_ray.dims.model_dims import CacheWidth, StateValues
+from kt_ray.dims.state_values import gated_delta, kimi_delta, lightning, mamba, mamba2, short_convolution
 
 
 def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
@@ -24,6 +25,7 @@ def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
         _mla(keys, layer, parts)
     else:  # linear attention of other kinds (lightning, mamba) is estimated as this
         grouped_query(keys, layer, parts)
+        parts.state = _state(keys) if is_linear(keys, layer) else None
 
 
 def kv_heads(keys: Keys) -> int:
@@ -227,7 +229,8 @@ def _compression(keys: Keys, layer: int) -> tuple[int, bool]:
 
 
 def is_linear(keys: Keys, layer: int) -> bool:
-    """Whether this layer's attention is a linear one (gated delta, Kimi delta, lightning, mamba)."""
+    """Whether this layer's attention is a linear one (gated delta, Kimi delta, lightning, mamba), or a short
+    convolution."""
     linear = keys.config.get("linear_attn_config")
     if isinstance(linear, Mapping) and isinstance(
         linear.get("kda_layers"), list
@@ -235,10 +238,33 @@ def is_linear(keys: Keys, layer: int) -> bool:
         return layer + 1 in linear["kda_layers"]
     types = keys.listed("layer_types")
     if types is not None:
-        return layer < len(types) and types[layer] in ("linear_attention", "mamba")
+        return layer < len(types) and types[layer] in ("linear_attention", "mamba", "conv")
     if keys.config.get("linear_num_key_heads"):
         return (layer + 1) % keys.size("full_attention_interval", default=4) != 0
-    return False
+    if keys.family == "jamba":
+        period = keys.size("attn_layer_period", default=8)
+        return layer % period != keys.size("attn_layer_offset", default=4, least=0)
+    return keys.family == "granitemoehybrid" or (keys.family == "minimax" and layer % 2 == 1)
+
+
+def _state(keys: Keys) -> StateValues | None:
+    """Of a layer whose parameters are estimated; None = not known."""
+    hidden, family = keys.size("hidden_size"), keys.family
+    if family == "granitemoehybrid":
+        heads, inner = keys.size("mamba_n_heads", default=128), keys.size("mamba_expand", default=2) * hidden
+        groups, state = keys.size("mamba_n_groups", default=1), keys.size("mamba_d_state", default=256)
+        chunk = keys.size("mamba_chunk_size", default=256)
+        return mamba2(heads, inner // heads, groups, state, chunk)
+    if family == "jamba":
+        rank = keys.config.get("mamba_dt_rank", "auto")
+        rank = -(-hidden // 16) if rank == "auto" else keys.size("mamba_dt_rank")
+        state = keys.size("mamba_d_state", default=16)
+        return mamba(keys.size("mamba_expand", default=2) * hidden, state, rank)
+    if family == "minimax":
+        heads = keys.size("num_attention_heads")
+        head = keys.size("head_dim", default=max(1, hidden // heads))
+        return lightning(heads, head, keys.size("block_size", default=256))
+    return short_convolution(hidden) if family == "lfm2_moe" else None
 
 
 def _kimi(keys: Keys) -> Keys | None:
@@ -270,12 +296,14 @@ def _kimi_delta(keys: Keys, inner: Keys, parts: LayerParts) -> None:
     parts.attention += width + heads + head  # dt_bias, A_log, norm
     parts.width = 3 * width
     parts.cache = CacheWidth(row=3 * width * kernel, state=width * head)
+    parts.state = kimi_delta(heads, head)
 
 
 def _gated_delta(keys: Keys, parts: LayerParts) -> None:
     """Qwen3-Next's and Qwen3.5's gated delta attention."""
     hidden = keys.size("hidden_size")
-    key = keys.size("linear_num_key_heads") * keys.size("linear_key_head_dim")
+    key_heads, key_head = keys.size("linear_num_key_heads"), keys.size("linear_key_head_dim")
+    key = key_heads * key_head
     value_heads, value_head = keys.size("linear_num_value_heads"), keys.size("linear_value_head_dim")
     value = value_heads * value_head
     if keys.family == "qwen3_next":
@@ -288,6 +316,7 @@ def _gated_delta(keys: Keys, parts: LayerParts) -> None:
         parts.project("linear_attn.in_proj_a", hidden, value_heads)
     parts.project("linear_attn.out_proj", value, hidden)
     conv = (2 * key + value) * keys.size("linear_conv_kernel_dim", default=4)
-    parts.cache = CacheWidth(row=conv, state=value * keys.size("linear_key_head_dim"))
+    parts.cache = CacheWidth(row=conv, state=value * key_head)
+    parts.state = gated_delta(key_heads, key_head, value_heads, value_head)
     parts.attention += conv + 2 * value_heads + value_head  # dt_bias and A_log, norm
     parts.width = 2 * key + value

@@ -11,6 +11,7 @@ from __future__ import annotations
 from kt_ray.dims.attention_params import attention, grouped_query
 from kt_ray.dims.config_keys import MOST_LAYERS, Keys, LayerParts
 from kt_ray.dims.model_dims import CacheWidth
+from kt_ray.dims.state_values import mamba2
 
 # Families whose experts the engine does not compute, whatever their activation is called.
 UNCOMPUTED = {
@@ -180,15 +181,21 @@ def _nemotron_block(keys: Keys, layer: int, parts: LayerParts) -> None:
         grouped_query(keys, layer, parts, "mixer")
     else:
         heads, head = keys.size("mamba_num_heads"), keys.size("mamba_head_dim")
-        inner, groups = heads * head, keys.size("n_groups", "mamba_n_groups")
-        convolved = inner + 2 * groups * keys.size("ssm_state_size")
+        inner, groups, state = (
+            heads * head,
+            keys.size("n_groups", "mamba_n_groups"),
+            keys.size("ssm_state_size"),
+        )
+        convolved = inner + 2 * groups * state
         kernel = keys.size("conv_kernel", "mamba_d_conv", default=4)
         parts.project("mixer.in_proj", hidden, inner + convolved + heads)
         parts.attention += inner * hidden  # out_proj, which no adapter reaches: kt_ray/model/lora.py
         bias = convolved if keys.flag("use_conv_bias", True) else 0
         parts.attention += convolved * kernel + bias + 3 * heads + inner  # dt_bias, A_log, D; norm
         parts.width = inner + convolved
-        parts.cache = CacheWidth(row=convolved * kernel, state=inner * keys.size("ssm_state_size"))
+        parts.cache = CacheWidth(row=convolved * kernel, state=inner * state)
+        chunk = keys.size("chunk_size", "mamba_chunk_size", default=128)
+        parts.state = mamba2(heads, head, groups, state, chunk)
 
 
 def _ungated_mlp(parts: LayerParts, name: str, hidden: int, intermediate: int) -> None:

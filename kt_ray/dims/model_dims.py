@@ -40,6 +40,29 @@ class CacheWidth(NamedTuple):
         return element * (self.token * tokens + near + self.row * rows) + 4 * self.state * rows
 
 
+class StateValues(NamedTuple):
+    """Values per token that a layer with a state from token to token keeps for backward (state_values.py).
+
+    plain: of the layer's type. wide: float32. chunked: float32, of rows that are filled up to multiples of
+    `chunk` tokens. pairs: of the layer's type, for each token of a chunk of the row. rounded: of the layer's
+    type, which a float32 layer has among the others. row: float32 values of a row besides.
+    """
+
+    plain: float = 0.0
+    wide: float = 0.0
+    chunked: float = 0.0
+    chunk: int = 1
+    pairs: float = 0.0
+    rounded: float = 0.0
+    row: float = 0.0
+
+    def bytes(self, row: int, element: int) -> float:
+        """Per token of rows of `row`; element: bytes of a value."""
+        filled = -(-row // self.chunk) * self.chunk / row
+        values = self.plain + self.pairs * min(row, self.chunk) + (self.rounded if element < 4 else 0)
+        return element * values + 4 * (self.wide + self.chunked * filled + self.row / row)
+
+
 class Handed(NamedTuple):
     """What a layer hands to later ones beside the hidden state (kt_ray/model/handed_results.py).
 
@@ -103,6 +126,8 @@ class ModelDims:
     # apart; () = no layer has one
     indexes: tuple[tuple[int, bool], ...] = ()
     cache_widths: tuple[CacheWidth, ...] = ()  # per layer: what generation keeps of a row
+    # per layer: what it keeps of a state that goes from token to token; None = it has none
+    states: tuple[StateValues | None, ...] = ()
     handed: tuple[Handed, ...] = ()  # what layers hand to later ones beside the hidden state
     # tokens that the model was made for (max_position_embeddings, or more by YaRN); 0 = it does not say
     context: int = 0

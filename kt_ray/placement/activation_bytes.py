@@ -4,6 +4,8 @@ masks. Per token, but where a function says otherwise.
 
 from __future__ import annotations
 
+import math
+
 from kt_ray.config.schema import Config
 from kt_ray.dims.layer_params import CHUNKED, HELD_BYTES, MASKS_PADDING, SINKS, holds_scores
 from kt_ray.dims.model_dims import ModelDims
@@ -44,6 +46,9 @@ def layer_activation_bytes(
             scores = element * dims.cache_widths[layer].near
         if not gpu and _scores_held(dims, config, layer, row):
             scores += 4 * dims.num_heads * row
+    state = dims.states[layer] if dims.states else None
+    if state and not gpu:
+        return linear + lora + norms + math.ceil(state.bytes(row, element))
     return linear + lora + norms + element * dims.attention_width + scores
 
 
@@ -56,15 +61,15 @@ def _scores_held(dims: ModelDims, config: Config, layer: int, row: int) -> bool:
     return 4 * rows * dims.num_heads * row**2 <= HELD_BYTES
 
 
-def may_retain(dims: ModelDims) -> bool:
+def may_retain(dims: ModelDims, *, gpu: bool) -> bool:
     """Whether a plan retains layers of its own accord: `layer_activation_bytes` counts all that they keep.
 
-    A state that goes from token to token keeps up to tens of times as much in torch's own kernels; an index,
-    a learned bias, sinks, streams of the hidden state and further norms keep more, too.
+    An index, a learned bias, sinks, streams of the hidden state and further norms keep more. On a GPU a state
+    that goes from token to token may have other kernels than torch's, which keep less.
     """
     plain = dims.affine and dims.hidden_streams == 1 and not any(heads for heads, _ in dims.indexes)
     plain &= dims.model_type not in SINKS and not holds_scores(dims.model_type, "sdpa")
-    return plain and attends_everywhere(dims)
+    return plain and (not gpu if dims.states else attends_everywhere(dims))
 
 
 def adapter_scratch_bytes(

@@ -119,7 +119,7 @@ def attention_kinds(
         return ("group",)
     if device != "cpu":
         return ("group", "micro_batch", "host")
-    retain = ("retain",) if resident is None and may_retain(dims) else ()
+    retain = ("retain",) if resident is None and may_retain(dims, gpu=False) else ()
     return (*retain, "group", "micro_batch")
 
 

@@ -406,7 +406,8 @@ def _other_attention(best: _Candidate) -> Iterator[Config]:
     if best.asked.rule.activations == "auto" and plan.activations != "retain":
         to_host = ("host",) if plan.stream_to == "workers" else ()
         slots = plan.resident is not None or plan.head_ranges
-        whole = ("retain",) if may_retain(plan.dims) and not slots else ()
+        gpu = plan.workers[0].device != "cpu"
+        whole = ("retain",) if may_retain(plan.dims, gpu=gpu) and not slots else ()
         for kind in ("group", *to_host, *whole):
             if kind != plan.activations:
                 yield with_keys(best.config, {"rule.activations": kind})

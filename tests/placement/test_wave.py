@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kt_ray.config.schema import Config, LoraConfig
+from kt_ray.placement.activation_bytes import may_retain
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Budget, Held, Plan
 from kt_ray.placement.wave import ROOM, BudgetOf, attention_kinds, choose_groups, fit, output_kinds
@@ -146,13 +147,21 @@ def test_what_attention_may_hold() -> None:
 
 @pytest.mark.parametrize(
     "keeps_more",
-    [{"model_type": "kimi_linear"}, {"model_type": "gpt_oss"}, {"indexes": ((2, False),)}, {"affine": False}],
+    [
+        {"model_type": "bailing_hybrid"},
+        {"model_type": "gpt_oss"},
+        {"indexes": ((2, False),)},
+        {"affine": False},
+    ],
 )
 def test_layers_are_retained_where_all_that_they_keep_is_counted(keeps_more: dict[str, Any]) -> None:
-    """Linear attention keeps up to 25 times what the plan counts of a layer."""
+    """A state from token to token keeps many times what attention does, so it has a count of its own."""
     dims = dataclasses.replace(DIMS, **keeps_more)
     assert attention_kinds(config_of(8), dims, "cpu") == ("group", "micro_batch")
     assert attention_kinds(config_of(8, activations="retain"), dims, "cpu") == ("retain",)
+    for family in ("kimi_linear", "nemotron_h", "qwen3_next"):
+        assert attention_kinds(config_of(8), small_dims(family), "cpu")[0] == "retain"
+        assert not may_retain(small_dims(family), gpu=True)
 
 
 def test_groups_follow_the_wave() -> None:
