@@ -178,7 +178,8 @@ async def _numbered_body(service: TrainService, request: Request, kind: type[Kin
         with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(await request.body())
             if isinstance(fields, dict):
-                service.refuse(fields.get("model_id"), fields.get("seq_id"))
+                load = kind is types.LoadWeightsRequest
+                service.refuse(fields.get("model_id"), fields.get("seq_id"), load=load)
         for fault in error.errors(include_url=False, include_input=False):
             value = fields
             for part in fault["loc"]:  # with the names of a union's branches, which are no fields

@@ -195,7 +195,7 @@ class TrainService:
 
         if request.session_id is None:
             model, number = self._ordered(request)
-            with self._numbered(model, number):
+            with self._numbered(model, number, lambda: self._bar(model, number)):
                 saved = found()
                 if saved.part != model.run.part:
                     raise bad(
@@ -203,7 +203,19 @@ class TrainService:
                         "model from it (create_training_client_from_state), or one with the same LoraConfig",
                         "path",
                     )
-            return self._submit(model, number, lambda: load(model, saved))
+
+            def run() -> Reply:
+                try:
+                    reply = load(model, saved)
+                except NoRoomYet:
+                    raise
+                except Exception:
+                    self._bar(model, number)
+                    raise
+                self._queue.bar(model.name, "")
+                return reply
+
+            return self._submit(model, number, run, loads=True)
         if request.model_seq_id is None:
             raise bad("model_seq_id is missing beside session_id", "model_seq_id")
         saved = found()
@@ -275,12 +287,12 @@ class TrainService:
         part = Pass(model.name, data, loss) if backward else None
         return self._submit(model, number, run, part=part)
 
-    def refuse(self, name: Any, number: Any) -> None:
+    def refuse(self, name: Any, number: Any, *, load: bool) -> None:
         """A model's request of that number has a body that is wrong; of any other this is nobody's."""
         with self._lock:
             model = self._models.get(name) if isinstance(name, str) else None
             if model is not None and isinstance(number, int) and number >= 1:
-                self._take_number(model, number, None)
+                self._take_number(model, number, partial(self._bar, model, number) if load else None)
 
     def optim_step(self, request: Any) -> Promise:
         model, number = self._ordered(request)
@@ -432,6 +444,16 @@ class TrainService:
         if model is not None:
             model.failed = number
 
+    def _bar(self, model: Model, number: int) -> Reply:
+        """The model does not have the weights that its client means; the SDK sends on before it knows."""
+        self._queue.bar(
+            model.name,
+            f"nothing was done: the load of a state before this, request {number}, had failed, so this "
+            "training has other weights than asked for. To fix: load a state that fits, or make another "
+            "training",
+        )
+        return plain({})
+
     def _drop(self, sampler: Sampler) -> Reply:
         self._rounds.drop(sampler)
         return plain({})
@@ -570,6 +592,7 @@ class TrainService:
         *,
         ends_turn: bool = False,
         part: Pass | None = None,
+        loads: bool = False,
     ) -> Promise:
         name = f"{model.name}:{number}"
         with self._open():
@@ -583,7 +606,7 @@ class TrainService:
                 self.promises.add(promise)
                 self.promises.settle(promise, told)
             else:
-                self._queue.submit(model.name, number, Work(promise, run, ends_turn, part))
+                self._queue.submit(model.name, number, Work(promise, run, ends_turn, part, loads))
                 self.promises.add(promise)
             return promise
 

@@ -31,12 +31,14 @@ class Work:
         promise: None = nothing waits for it: a request that was refused holds its place in the order.
         ends_turn: whether another model comes after it.
         part: a pass that may be one of several models' at once; None = it runs by itself.
+        loads: whether it runs where a load that failed holds up all others.
     """
 
     promise: Promise | None
     run: Callable[[], Reply] | None = None
     ends_turn: bool = False
     part: Pass | None = None
+    loads: bool = False
 
 
 @dataclass
@@ -47,6 +49,7 @@ class _Order:
     waiting: dict[int, Work] = field(default_factory=dict)
     moved: float = field(default_factory=time.monotonic)  # when the last one ran or the first began to wait
     later: float = 0.0  # before then nothing runs
+    barred: str = ""  # why all but loads fail
 
     @property
     def ready(self) -> bool:
@@ -96,6 +99,12 @@ class WorkQueue:
             order.waiting.setdefault(number, work)
             self.changed.notify_all()
 
+    def bar(self, model: str, why: str) -> None:
+        """From now on all of a model's requests but loads fail, each in its turn; "" = no longer."""
+        with self.changed:
+            if model in self._orders:
+                self._orders[model].barred = why
+
     def control(self, work: Work) -> None:
         with self.changed:
             self._control.append(work)
@@ -136,12 +145,14 @@ class WorkQueue:
             if party == CONTROL:
                 return self._control.popleft() if self._control else None
             order = self._orders.get(party)
-            if order is None or not order.ready:
-                return None
-            work = order.waiting.pop(order.next)
-            order.next += 1
-            order.moved = time.monotonic()
-            return work
+            while order is not None and order.ready:
+                work = order.waiting.pop(order.next)
+                order.next += 1
+                order.moved = time.monotonic()
+                if not order.barred or work.loads or work.promise is None:
+                    return work
+                self._promises.settle(work.promise, Failure(order.barred))
+            return None
 
     def put_back(self, model: str, work: Work, seconds: float) -> None:
         """What was taken last waits so long, and all of the model behind it."""
@@ -163,6 +174,7 @@ class WorkQueue:
                 for other, order in orders.items()
                 if other != model
                 and order.ready
+                and not order.barred
                 and order.waiting[order.next].part is not None
                 and fits(other)
             ]

@@ -145,3 +145,33 @@ def test_a_request_whose_predecessor_never_comes_fails(raw: Raw, monkeypatch: py
     assert "request 1 of this model never came" in raw.result(promised)["error"]
     assert "no step was taken" in raw.result(raw.step(model, 3))["error"]  # it may have been a pass
     assert raw.result(raw.step(model, 4)) == {"metrics": {"grad_norm": 0.0}}
+
+
+@pytest.mark.parametrize("seen", ["at once", "by its body", "in its turn"])
+def test_after_a_load_that_failed_nothing_is_done_until_one_succeeds(raw: Raw, seen: str) -> None:
+    """The SDK sends on what its client asked for behind it, before the client can know."""
+    others, model = [raw.model(0), raw.model(1)], raw.model(2)
+    paths = [raw.result(raw.post("save_weights", model_id=model, seq_id=n, path=f"p{n}")) for n in (1, 2)]
+    path, good = (one["path"] for one in paths)
+    raw.server.backend.gate.clear()
+    raw.passed(others[0], 1)
+    until(lambda: raw.calls("backward"))
+    load = {"model_id": model, "seq_id": 3, "path": path, "optimizer": True}
+    if seen == "in its turn":
+        raw.post("load_weights", **load)
+    assert raw.http.delete(f"training_runs/{model}/checkpoints/weights/p1").status_code == 204
+    if seen != "in its turn":
+        body = {**load, "path": 5} if seen == "by its body" else load
+        assert raw.http.post("load_weights", json=body).status_code in (400, 404)
+    raw.passed(others[1], 1)
+    behind = [raw.passed(model, 4), raw.step(model, 5), raw.post("save_weights", model_id=model, seq_id=6)]
+    behind.append(raw.post("save_weights_for_sampler", model_id=model, seq_id=7, sampling_session_seq_id=0))
+    raw.server.backend.gate.set()
+    for one in behind:
+        failed = raw.result(one)
+        assert failed["category"] == "user" and "request 3, had failed" in failed["error"]
+    assert not raw.calls("join", "step", "keep") and len(raw.calls("save_state")) == 2
+    assert raw.result(raw.post("load_weights", **{**load, "seq_id": 8, "path": good}))["path"] == good
+    assert isinstance(raw.result(raw.passed(model, 9)), bytes) and "metrics" in raw.result(
+        raw.step(model, 10)
+    )
