@@ -148,7 +148,9 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
             raise missing(f"{place}.{key}", message, where, f'{{"{role_key}": …, "{text_key}": …}}')
     given = message[role_key]
     role = ROLES.get(given, "") if isinstance(given, str) else ""
-    _check_place(role, given, before, where, place)
+    joins = given == "tool_call" and bool(before) and before[-1]["role"] == "assistant"
+    if not joins:
+        _check_place(role, given, before, where, place)
     content = _content(message.get(text_key), where, f"{place}.{text_key}", empty=bool(calls))
     if given in ("function_call", "tool_call"):
         calls, content = decoded(content, where, place), ""
@@ -185,7 +187,16 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
         marks.append(bool(mark))
     if marks:
         result["weight"] = int(all(marks))
-    before.append(result)
+    before.append(_joined(before.pop(), result, where, place) if joins else result)
+
+
+def _joined(answer: Turn, called: Turn, where: str, place: str) -> Turn:
+    """An answer and a call behind it: ms-swift writes each call of an answer as a turn of its own."""
+    both = answer.get("reasoning_content") and called.get("reasoning_content")
+    if both or answer.get("weight", 1) != called.get("weight", 1):
+        what = f"{place} is a part of the answer before it, and has another {'thought' if both else 'weight'}"
+        raise bad_row(what, where, called["tool_calls"][0]["function"]["name"], "one for both")
+    return {**called, **answer, "tool_calls": [*answer.get("tool_calls", ()), *called["tool_calls"]]}
 
 
 def _check_place(role: str, given: object, before: Sequence[Turn], where: str, place: str) -> None:

@@ -517,3 +517,20 @@ def test_tool_turns() -> None:
     row["messages"][1]["tool_calls"] = [{"function": {"name": "sum", "arguments": "{"}}]  # type: ignore[index]
     with pytest.raises(UserError, match=r"messages\[2\]\.tool_calls is not valid JSON.*line 1"):
         parse(row)
+
+
+def test_calls_in_a_row_are_one_answer() -> None:
+    """As in ms-swift's files."""
+    call = '{"name": "sum", "arguments": {"a": 1}}'
+    asked, ended = [("user", "q")], [("tool_response", "3"), ("tool_response", "3"), ("assistant", "a")]
+    calls = [("tool_call", call)] * 2
+    for said, turns in (("", calls), ("I add.", [("assistant", "I add."), *calls])):
+        found, _ = parse(chat(*asked, *turns, *ended))
+        assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+        answer = found.messages[1]
+        assert answer["content"] == said
+        assert [one["function"]["arguments"] for one in answer["tool_calls"]] == [{"a": 1}] * 2
+    row = chat(*asked, *calls, *ended)
+    row["messages"][1]["loss"] = False
+    with pytest.raises(UserError, match=r"messages\[3\] is a part of the answer before it.* weight"):
+        parse(row)
