@@ -99,11 +99,12 @@ def test_unwritable_directory(tmp_path: Path) -> None:
     """Space is missing only where the disk is full, the driver's directory where none is shared."""
     with pytest.raises(UserError, match=r"cannot be written; .*absent; .*To fix: .*all nodes share"):
         write_shard(tmp_path / "absent", "x.safetensors", {"a": torch.zeros(2)})
-    codes = [(errno.EACCES, False), (errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EFBIG, False)]
-    for code, space in codes:
+    for code in (errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EISDIR):
         with pytest.raises(UserError, match="cannot be written") as raised, writing("x", tmp_path, 8):
             raise OSError(code, os.strerror(code))
+        space = code in (errno.ENOSPC, errno.EDQUOT)
         assert (raised.value.required == "8 bytes of free space") == space
+        assert ("move away what lies there" in raised.value.remedy) == (code == errno.EISDIR)
         assert ("ulimit -f" in raised.value.remedy) == (code == errno.EFBIG)
 
 
