@@ -321,6 +321,14 @@ class TrainService:
                 raise bad(f"kind='{request.kind}' is not supported by this server; use 'snapshot'", "kind")
         if request.path is not None or request.sampling_session_seq_id is None:
             return self._save(request, SAMPLER, overwrite=False)
+        with self._numbered(model, number):
+            for key in ("ttl_seconds", "user_metadata"):
+                if getattr(request, key) is not None:
+                    raise bad(
+                        f"{key} is of a sampler without a name, which ends with its session and has no "
+                        "record. To fix: leave it out, or name the sampler (path)",
+                        key,
+                    )
         name = f"{model.session.name}:sample:{request.sampling_session_seq_id}"
 
         def keep() -> Reply:

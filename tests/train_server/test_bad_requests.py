@@ -105,6 +105,10 @@ PASSES = {
         lambda made: made.data[0].MergeFromString(b"\x9a\x06\x00"),
         "fields that tinker 0.38 does not know",
     ),
+    "provenance": (
+        lambda made: made.data[0].model_input_spans.add(),
+        r"provenance of tokens \(Datum.with_provenance\)",
+    ),
     "empty chunk": (lambda made: made.data[0].model_input.add(), "a chunk of no kind"),
     "no targets": (
         lambda made: made.data[0].loss_fn_inputs.pop("target_tokens"),
@@ -354,6 +358,16 @@ STEPS: list[tuple[str, dict[str, Any], str]] = [
     ("save_weights", {"path": "x", "ttl_seconds": 10**12}, "ttl_seconds is"),
     ("save_weights_for_sampler", {"sampling_session_seq_id": 1, "kind": "inflight"}, "kind='inflight'"),
     ("save_weights_for_sampler", {"path": "x", "kind": "inflight"}, "kind='inflight'"),
+    (
+        "save_weights_for_sampler",
+        {"sampling_session_seq_id": 1, "ttl_seconds": 5},
+        "ttl_seconds is of a sampler",
+    ),
+    (
+        "save_weights_for_sampler",
+        {"sampling_session_seq_id": 1, "user_metadata": {"a": "b"}},
+        "user_metadata is",
+    ),
     ("load_weights", {"path": "tinker://a/b", "optimizer": True}, "is no checkpoint's path"),
     ("load_weights", {"path": "x", "optimizer": True, "weights_access_token": "y"}, "weights_access_token"),
 ]
