@@ -11,6 +11,7 @@ from kt_ray.dims.config_keys import Keys, LayerParts
 from kt_ray.dims.handed import has_index, keys_of, rotates
 from kt_ray.dims.model_dims import CacheWidth, StateValues
 from kt_ray.dims.state_values import gated_delta, kimi_delta, lightning, mamba, mamba2, short_convolution
+from kt_ray.errors import UserError
 
 
 def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
@@ -98,6 +99,14 @@ def _chunk(keys: Keys, layer: int) -> int:
         chunked = bool(rotating[layer : layer + 1] and rotating[layer])
     else:
         chunked = (layer + 1) % keys.size("no_rope_layer_interval", default=4) != 0
+    if chunked and keys.config.get("attention_chunk_size", 8192) is None:  # transformers makes no mask then
+        raise UserError(
+            "the model attends in chunks, and its config.json does not say how long they are",
+            where=keys.where,
+            observed="attention_chunk_size null",
+            required="a number of tokens",
+            remedy='write "attention_chunk_size": 8192 there, as Llama 4 has it, or that of its training',
+        )
     return keys.size("attention_chunk_size", default=8192) if chunked else 0
 
 

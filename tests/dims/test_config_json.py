@@ -330,11 +330,13 @@ def test_unknown_family_is_read_by_its_keys_and_says_so() -> None:
         ({"num_experts_per_tok": 9}, "larger than the number of experts"),
         ({"first_k_dense_replace": 4}, "no layer of the model"),
         ({"torch_dtype": "int7"}, "torch_dtype"),
+        ({**SMALL["llama4_text"], "attention_chunk_size": None}, "attention_chunk_size null; required a num"),
     ],
 )
 def test_unusable_configs(change: dict[str, Any], message: str) -> None:
+    family = change.get("model_type", "deepseek_v3")
     with pytest.raises(UserError, match=message) as caught:
-        dims_from_config({**SMALL["deepseek_v3"], **change}, name="some/config.json")
+        dims_from_config({**SMALL[family], **change}, name="some/config.json")
     assert caught.value.remedy and "some/config.json" in caught.value.line()
 
 
