@@ -14,6 +14,7 @@ from typing import Any
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.turns import (
     FILL,
+    MEDIA,
     OPENAI,
     SHAREGPT,
     answer_of,
@@ -29,6 +30,7 @@ from kt_ray.data.turns import (
     tools_of,
     turn,
     turns,
+    unread_keys,
     wrong,
 )
 from kt_ray.errors import UserError
@@ -46,7 +48,7 @@ FORMATS: dict[str, str] = {
 }
 # Columns that other programs train with, and why kt_ray does not: a row that has something there is refused,
 # unless data.columns hides it. TRL hands the last one to the chat template.
-UNREAD = dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "only text is trained")
+UNREAD = dict.fromkeys(MEDIA, "only text is trained")
 UNREAD |= {"chat_template_kwargs": "a chat template writes all rows alike"}
 # ms-swift's names of a pair's other answer, or of all its turns
 _REJECTED = ("rejected_response", "rejected_messages")
@@ -86,7 +88,8 @@ class Parser:
 
     Attributes:
         format: as given, or as the first row decided.
-        unread: columns that hold something and are not read, in the order in which they came.
+        unread: columns, and keys of turns, that hold something and are not read, in the order in which they
+            came.
     """
 
     def __init__(
@@ -161,6 +164,9 @@ class Parser:
             known = ("text",) if self.format == "text" else (*_READ[self.format], "system", "tools")
             new = (name for name, value in row.items() if name not in known and is_there(value))
             self.unread |= dict.fromkeys(new)
+            for name in known:
+                if name in _TURNS:
+                    self.unread |= dict.fromkeys(unread_keys(row.get(name), name))
         if self.format == "text":
             return Conversation((), sample_id, where, text=_raw(row, where))
         seen = next((name for name in UNREAD if is_there(row.get(name))), None)

@@ -64,7 +64,7 @@ class SourceRows:
     format: str  # of its rows, as named or as detected
     rows: list[Conversation]  # conversations, sample_ids counted on from the source before
     left_out: str = ""  # which bad rows were left out
-    unread: Sequence[str] = ()  # columns that are not read
+    unread: Sequence[str] = ()  # columns, and keys of turns, that are not read
 
     def line(self) -> str:
         """One line of the report."""

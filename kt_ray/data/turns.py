@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kt_ray.data.row_types import Turn
@@ -47,6 +47,10 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Names under which files of OpenAI, ms-swift and Axolotl say whether an answer is trained.
 _MARKS = ("weight", "loss_scale", "loss", "train", "training")
 _PARTS = ("train_detail", "training_detail")  # Axolotl's names of which characters of a turn are trained
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # names of what is not text
+# Keys of a turn that are read, or refused, beside its role and its text: of any turn, and of a role's.
+_READ = {*MEDIA, *_PARTS, "tool_calls", "function_call", "tools"}
+_READ_OF = {"assistant": (*_THOUGHTS, *_MARKS), "tool": ("name", "tool_call_id")}
 # key of the role, key of the text
 OPENAI = ("role", "content")
 SHAREGPT = ("from", "value")
@@ -91,6 +95,19 @@ def answer_of(given: Any, prompt: Sequence[Turn], where: str, name: str) -> list
         result = [*prompt, turn("assistant", given, where, name)]
     require_answer(result, where)
     return result
+
+
+def unread_keys(given: Any, name: str) -> Iterator[str]:
+    """Keys inside the turns of the list `name` that hold something and are not read, for the report."""
+    for message in given if isinstance(given, list) else (given,):
+        if isinstance(message, dict):
+            role = role_of([message], 0) or ""
+            own = _READ_OF.get(role, ())
+            text = SHAREGPT if name not in ("messages", "prompt") and SHAREGPT[0] in message else OPENAI
+            for key, value in message.items():
+                if key not in _READ and key not in own and key not in text and is_there(value):
+                    others = any(key in read for read in _READ_OF.values())
+                    yield f"{name}.{key} of the {role}" if others else f"{name}.{key}"
 
 
 def role_of(given: Any, index: int) -> str | None:
@@ -143,6 +160,11 @@ def _append(before: list[Turn], message: Any, where: str, place: str, keys: tupl
         what = f"{place}.tools would be left out: tools stand beside the turns"
         remedy = f'move them to the row: {{"tools": […], "{place.partition("[")[0]}": […]}}'
         raise bad_row(what, where, kind(message["tools"]), '"tools" as a key of the row', remedy)
+    for key in MEDIA:
+        if is_there(message.get(key)):
+            what = f"{place} has {key}: only text is trained"
+            remedy = "delete that row, or the key to train the turn without it"
+            raise bad_row(what, where, kind(message[key]), "a turn of text alone", remedy)
     for key in keys:
         if key not in message and not (calls and key == text_key):
             raise missing(f"{place}.{key}", message, where, f'{{"{role_key}": …, "{text_key}": …}}')

@@ -396,6 +396,13 @@ def test_an_older_call_is_not_left_out() -> None:
     parse({"messages": [{"role": "user", "content": "q"}, {**call, "function_call": {"name": None}}]})
 
 
+def test_a_picture_of_a_turn_is_not_left_out() -> None:
+    asked = {"role": "user", "content": "What is this?", "images": ["a.png"]}
+    with pytest.raises(UserError, match=r"messages\[1\] has images: only text is trained.*line 1"):
+        parse({"messages": [asked, {"role": "assistant", "content": "A cat."}]})
+    parse({"messages": [asked | {"images": []}, {"role": "assistant", "content": "A cat.", "audio": None}]})
+
+
 def test_a_date_in_a_table_is_no_text_of_a_call() -> None:
     """pyarrow's reader of JSON makes one of "2024-05-01", and so does `datasets`."""
     day = datetime.datetime(2024, 5, 1)
