@@ -50,7 +50,8 @@ def _scratch() -> str:
 
 def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = True) -> list[str]:
     """`overrides` as Hydra takes them: lists without brackets get theirs, model=ORG/NAME becomes a path on
-    the hub, and the group choices that model.path and data.path imply are added, where none is made.
+    the hub, and the group choices that model.path, data.path and data.sources imply are added, where none is
+    made.
     A model that is not the package's implies data=jsonl, too: nobody means to train it on the demo's rows
     by naming none, and a plan's rows are as long as a user's.
 
@@ -71,7 +72,10 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
         f"{group}={option}"
         for group, option in _IMPLIED.items()
         if group not in keys
-        and (f"{group}.path" in keys or (group == "data" and _own_model(overrides, keys)))
+        and (
+            f"{group}.path" in keys
+            or (group == "data" and ("data.sources" in keys or _own_model(overrides, keys)))
+        )
     ]
     return choices + list(overrides)
 

@@ -179,6 +179,7 @@ def test_paths_choose_the_generic_options() -> None:
     assert config.model.path == str(Path("some/model").absolute())
     assert (config.model.name, config.model.build) == ("model", None)
     assert config.data.builtin is None
+    assert compose(["data.sources=[{path: a.jsonl}]"]).data.max_length == config.data.max_length  # not 128
     assert config.optim == Config().optim  # not the demo's learning rate
     chosen = ["model=deepseek_v3", "model.path=x"]
     assert expand(chosen) == ["data=jsonl", *chosen]
