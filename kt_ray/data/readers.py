@@ -25,7 +25,7 @@ HUB = "hf://"
 TABLES = (".parquet", ".arrow")
 SUFFIXES = (".jsonl", ".json", *TABLES, ".csv", ".tsv")
 TEXT_SUFFIXES = (".txt", ".md")
-_KINDS = ", ".join((*SUFFIXES, *TEXT_SUFFIXES))
+KINDS = ", ".join((*SUFFIXES, *TEXT_SUFFIXES))
 _SAVE = "save the data set again with save_to_disk"
 _SHOWN = 80  # characters of what is wrong
 _BETWEEN = re.compile(r"[\s,]*")  # rows of a list
@@ -56,7 +56,7 @@ def read_rows(
     listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not listed:
         raise UserError(
-            "the list of data files is empty", where=key, remedy=f"give {key} at least one file ({_KINDS})"
+            "the list of data files is empty", where=key, remedy=f"give {key} at least one file ({KINDS})"
         )
     told: list[UserError] = []
 
@@ -99,7 +99,7 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
                 "the data file is no regular file",
                 where=f"{key}={path}",
                 observed=kind_of_file(path),
-                required=_KINDS,
+                required=KINDS,
                 remedy=f"write its rows into a file, and name that in {key}",
             )
         if not path.is_file():
@@ -111,12 +111,14 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
                 "hub is hf://owner/name",
             )
         if path.suffix.lower() not in (*SUFFIXES, *TEXT_SUFFIXES):
+            packed = content if "unpacks it" in (content := content_of_file(path)) else ""
+            remedy = "convert it, for example to one JSON object per line in a .jsonl file"
             raise UserError(
                 "unknown kind of data file",
                 where=f"{key}={path}",
-                observed=path.suffix or "no suffix",
-                required=_KINDS,
-                remedy="convert it, for example to one JSON object per line in a .jsonl file",
+                observed=packed or path.suffix or "no suffix",
+                required=KINDS,
+                remedy=f"unpack it, and name what was in it in {key}" if packed else remedy,
             )
         _refuse_split(path, key, split)
         return [path]
@@ -205,22 +207,17 @@ def _saved_splits(path: Path) -> list[str] | None:
 
 def _data_files(path: Path, key: str) -> list[Path]:
     """Files with known suffixes, and links to nothing, in a directory and those inside it, by name."""
-    # Hidden files, and what only describes data, are not rows.
-    named = sorted(
-        p
-        for p in path.rglob("*")
-        if p.suffix.lower() in (*SUFFIXES, *TEXT_SUFFIXES)
-        and not any(part.startswith(".") for part in p.relative_to(path).parts)
-        and p.name.lower() not in ("readme.md", "license.txt", "dataset_info.json", "dataset_infos.json")
-    )
-    files = [p for p in named if p.is_file() or _is_broken(p)]
+    # What only describes data is not rows.
+    about = ("readme.md", "license.txt", "dataset_info.json", "dataset_infos.json")
+    known = (*SUFFIXES, *TEXT_SUFFIXES)
+    files = [p for p in _visible(path) if p.suffix.lower() in known and p.name.lower() not in about]
     if not files:
         inside = ", ".join(sorted(p.name for p in path.iterdir())[:5])
         raise UserError(
             "the directory holds no data file",
             where=f"{key}={path}",
             observed=inside or "nothing",
-            required=_KINDS,
+            required=KINDS,
             remedy=f"correct {key}, or put data files there",
         )
     return files
@@ -275,6 +272,26 @@ def other_splits(path: Path, key: str) -> dict[str, str]:
     files = _data_files(path, key)
     left = set(files).difference(_of_split(files, path, "train", key))
     return {str(file.relative_to(path)): _split_named(file, path) for file in sorted(left)}
+
+
+def unread_files(path: Path) -> list[str]:
+    """Files of a directory whose kind is not read: nobody would miss rows.jsonl.gz beside others."""
+    if not path.is_dir() or _saved_splits(path) is not None or (path / "state.json").is_file():
+        return []
+    known = (*SUFFIXES, *TEXT_SUFFIXES, ".py")  # the last describes data, as do these
+    about = ("readme", "license", "notice")
+    files = [p for p in _visible(path) if p.suffix.lower() not in known and p.stem.lower() not in about]
+    return [str(p.relative_to(path)) for p in files]
+
+
+def _visible(path: Path) -> list[Path]:
+    """Files, and links to nothing, in a directory and those inside it, by name, but for hidden ones."""
+    return sorted(
+        p
+        for p in path.rglob("*")
+        if not any(part.startswith(".") for part in p.relative_to(path).parts)
+        and (p.is_file() or _is_broken(p))
+    )
 
 
 def held_out_split(name: str, key: str, subset: str | None = None) -> str | None:
@@ -334,7 +351,7 @@ def _read(path: Path, on_bad: Callable[[UserError], None] | None) -> Iterator[tu
             "the data file is not UTF-8",
             where=str(path),
             observed=content or byte,
-            remedy=f"name the file after what it is, or unpack it ({_KINDS})" if content else convert,
+            remedy=f"name the file after what it is, or unpack it ({KINDS})" if content else convert,
         ) from error
     except OSError as error:
         raise cannot_be_read(path, error) from error

@@ -18,6 +18,7 @@ from kt_ray.data.formats import Parser
 from kt_ray.data.held_out_split import held_out_count
 from kt_ray.data.readers import (
     HELD_OUT,
+    KINDS,
     cannot_be_read,
     files_of,
     held_out_split,
@@ -25,6 +26,7 @@ from kt_ray.data.readers import (
     other_splits,
     parquet_rows,
     read_rows,
+    unread_files,
 )
 from kt_ray.data.row_types import Conversation
 from kt_ray.errors import UserError
@@ -166,26 +168,33 @@ def _local_files(data: DataConfig) -> list[Path]:
 
 
 def left_out(data: DataConfig) -> list[str]:
-    """Notes about files that are neither trained nor evaluated on because of their names alone: web-dev.jsonl
-    need not be a split called dev."""
+    """Notes about files of directories that are not read: those of unknown kinds, and those that are neither
+    trained nor evaluated on because of their names alone: web-dev.jsonl need not be a split called dev."""
     evaluated = [data.eval_path] if isinstance(data.eval_path, str) else data.eval_path or []
     folders = [*map(Path, evaluated)]
     used = {file.resolve() for file in _local_files(data)}
     notes = []
     for source in sources_of(data):
         for name in [source.path] if isinstance(source.path, str) else source.path:
-            if source.split is not None or is_hub(name) or Path(name) in folders:
+            if is_hub(name):
                 continue
             path = Path(name).expanduser()
+            if unread := unread_files(path):
+                notes.append(f"{name}: not read: {_first(unread)}; what is read: {KINDS}")
+            if source.split is not None or Path(name) in folders:
+                continue
             others = other_splits(path, source.key).items()
-            if files := {file: split for file, split in others if (path / file).resolve() not in used}:
-                first = ", ".join(f"{file} ({split})" for file, split in list(files.items())[:5])
-                more = f" and {len(files) - 5:,} more" if len(files) > 5 else ""
+            named = [f"{file} ({split})" for file, split in others if (path / file).resolve() not in used]
+            if named:
                 notes.append(
-                    f"{name}: not trained on, since their names tell another split: {first}{more}; to train "
-                    f"on them, list the files in {source.key}"
+                    f"{name}: not trained on, since their names tell another split: {_first(named)}; to "
+                    f"train on them, list the files in {source.key}"
                 )
     return notes
+
+
+def _first(files: Sequence[str]) -> str:
+    return ", ".join(files[:5]) + (f" and {len(files) - 5:,} more" if len(files) > 5 else "")
 
 
 def read_sources(

@@ -128,6 +128,12 @@ def test_files_that_a_name_alone_leaves_out_are_told(config: Build, tmp_path: Pa
     assert not load(config(path=[folder, named])).report.notes
     sources = [{"path": folder}, {"path": folder, "split": "validation"}]
     assert not load(config(sources=sources)).report.notes
+    for other in ("README", "load.py", ".hidden.gz", "more.jsonl.gz"):
+        Path(folder, other).write_bytes(b"\x1f\x8bpacked" if other.endswith("gz") else b"")
+    (note,) = load(config(path=folder, split="train")).report.notes
+    assert note.startswith(f"{folder}: not read: more.jsonl.gz; what is read: .jsonl, ")
+    with pytest.raises(UserError, match=r"a gzip archive.*\. To fix: unpack it"):
+        load(config(path=f"{folder}/more.jsonl.gz"))
 
 
 def test_limit_and_several_files(config: Build, tmp_path: Path) -> None:
