@@ -320,7 +320,41 @@ def _turns_with_system(row: dict[str, Any], where: str, name: str) -> list[Turn]
 
 def _answered(row: dict[str, Any], prompt: list[Turn], where: str, name: str) -> list[Turn]:
     """The row's prompt with the answer under `name`, which may hold the prompt itself."""
-    return _with_system(answer_of(row[name], prompt, where, name), _own_system(row, where))
+    messages = answer_of(row[name], prompt, where, name)
+    if role_of(row[name], 0) in ("system", "user"):
+        _hold_prompt(messages, row, where, name)
+    return _with_system(messages, _own_system(row, where))
+
+
+def _hold_prompt(messages: list[Turn], row: dict[str, Any], where: str, name: str) -> None:
+    """Refuse a prompt that the conversation under `name` beside it lacks: nobody would miss it. One that says
+    the whole conversation in one text is held by it."""
+    asked = [message["content"] for message in messages[:-1]]
+    last = next(turn["content"].strip() for turn in reversed(messages) if turn["role"] == "user")
+    for key in _PROMPTS:
+        lost = next((t for t in _asked(row.get(key)) if last not in t and not any(t in a for a in asked)), "")
+        if lost:
+            hide = f"{key}:null" if name in ("chosen", "rejected") else f"conversations:{name},{key}:null"
+            raise bad_row(
+                f"{name} is a conversation of its own, without what {key} of the row says",
+                where,
+                kind(lost),
+                f"the whole conversation in {name}, or its answer alone",
+                f"write the prompt into the conversation; data.columns={{{hide}}} trains without it",
+            )
+
+
+def _asked(value: Any) -> list[str]:
+    """The texts of a prompt, from whichever kind of value holds it, but for answers."""
+    texts = []
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, dict):
+            asks = role_of([part], 0) in ("system", "user")
+            part = part.get("content", part.get("value")) if asks else None
+        elif isinstance(part, list):  # of history
+            part = part[0] if part else None
+        texts += [part.strip()] if isinstance(part, str) and part.strip() else []
+    return texts
 
 
 def _own_system(row: dict[str, Any], where: str) -> str | None:

@@ -246,7 +246,7 @@ def test_sharegpt_system_prompts() -> None:
     "row",
     [
         {"prompt": [{"role": "user", "content": "q"}], "completion": "a"},
-        {"prompt": "ignored", "completion": chat(*QA)["messages"]},
+        {"prompt": "q", "completion": chat(*QA)["messages"]},
         {"prompt": [{"role": "user", "content": "q"}], "completion": "a", "label": True},
         {"prompt": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": "b"},
         {"chosen": chat(*QA)["messages"], "rejected": chat(("user", "q"), ("assistant", "b"))["messages"]},
@@ -386,6 +386,22 @@ def test_lists_kept_as_json_text() -> None:
 
 CALL = {"id": "1", "type": "function", "function": {"name": "sum", "arguments": '{"a": 1}'}}
 TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("prompt", ["Q1", [{"role": "system", "content": "Be kind."}]])
+def test_a_prompt_beside_a_whole_conversation_is_not_left_out(prompt: Any) -> None:
+    asked, good, bad = chat(("user", "Q2"), ("assistant", "A"), ("assistant", "B"))["messages"]
+    row = {"prompt": prompt, "completion": [asked, good]}
+    with pytest.raises(UserError, match=r"completion is .* prompt of the row says.*completion,prompt:null"):
+        parse(row)
+    assert (
+        Parser("auto", None, {"conversations": "completion", "prompt": None})(row, "", 0).messages[1] == good
+    )
+    pair = {"prompt": prompt, "chosen": [asked, good], "rejected": [asked, bad]}
+    with pytest.raises(UserError, match=r"chosen is a conversation.*data\.columns=\{prompt:null\}"):
+        parse(pair)
+    for same in ("Q2 ", "user: Q1 assistant: A1 user: Q2", [asked], ""):
+        parse(pair | {"prompt": same})
 
 
 def test_an_older_call_is_not_left_out() -> None:
