@@ -36,6 +36,7 @@ _AMID = (
     "some answers begin amid a token that holds the end of their prompt, too (a blank, say): in generation "
     "the prompt is tokenized alone, so that they begin otherwise; let such prompts end without it"
 )
+_MARKED = "texts of rows hold what the chat template parts turns with, as if they were rendered before: "
 Span = tuple[int, int]  # characters of the rendering, half-open
 
 
@@ -181,7 +182,24 @@ class ChatEncoder(ChatTemplate):
                 raise self._lost(conversation, f"{len(spans)} marked spans for {len(trained)} answers")
             spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
         self._note_left_out(conversation, trained, "".join(text[start:stop] for start, stop in spans))
+        self._note_marks(conversation)
         return text, spans
+
+    def _note_marks(self, conversation: Conversation) -> None:
+        """Note the first row whose own text holds a token that parts turns: it is taken for the real one."""
+        if self._marks and not any(note.startswith(_MARKED) for note in self.notes):
+            for message in conversation.messages:
+                if found := next((mark for mark in self._marks if mark in message["content"]), None):
+                    self.notes.append(f"{_MARKED}{found} in {conversation.where}")
+                    break
+
+    @cached_property
+    def _marks(self) -> list[str]:
+        """The special tokens that the template writes itself."""
+        with contextlib.suppress(Exception):  # it may want other turns than these
+            text = self._render(SIMPLEST)
+            return [token for token in self._special if len(token) > 1 and token in text]
+        return []
 
     def _note_left_out(self, conversation: Conversation, trained: Sequence[bool], said: str) -> None:
         """Note a template that leaves out of trained answers what was thought or said, or changes it."""

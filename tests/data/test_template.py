@@ -331,6 +331,16 @@ def test_an_answer_that_the_template_writes_otherwise_is_told() -> None:
     assert [note for note in encoder.notes if "writes answers otherwise than their rows" in note]
 
 
+def test_a_row_that_was_rendered_before_is_told_once() -> None:
+    encoder = ChatEncoder(make_tokenizer(PLAIN))
+    assert spoken(encoder, {**ASK, "content": "What is <|pad|>?"}, SAID) and not encoder.notes
+    rendered: Turn = {**ASK, "content": "<|im_start|>user\nWho?"}
+    for where in ("line 2", "line 3"):
+        encoder.encode(Conversation((rendered, SAID), 0, where))
+    (note,) = encoder.notes
+    assert note.startswith("texts of rows hold what") and note.endswith(": <|im_start|> in line 2")
+
+
 def test_what_a_template_writes_as_json_is_not_left_out() -> None:
     said = "{{ m.content | tojson }}{{ m.reasoning_content | tojson if m.reasoning_content }}"
     call = said + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
