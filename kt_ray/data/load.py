@@ -151,20 +151,14 @@ def read_split(
     skip = data.bad_rows == "skip"
     parts = read_sources(sources_of(data), data.limit, skip)
     rows = [row for part in parts for row in part.rows]
-    notes = [*left_out(data), *(part.left_out for part in parts if part.left_out)]
-    notes += [
-        f"{part.source.name}: raw text has no turns, and so no system prompt (data.system)"
-        for part in parts
-        if part.format == "text" and part.source.system
-    ]
+    notes = [*left_out(data), *(note for part in parts for note in part.notes())]
     if data.eval_path is None:
         train, held_out = split(rows, data.eval_fraction, seed)
         return parts, train, held_out, notes
     (other,) = read_sources([eval_source(data)], skip_bad=skip)
     prompts = {same_prompt(row.prompt_key) for row in rows}
     shared = sum(same_prompt(row.prompt_key) in prompts for row in other.rows)
-    if other.left_out:
-        notes.append(other.left_out)
+    notes += other.notes()
     if shared:
         notes.append(f"{shared} of {len(other.rows)} held-out rows ask a question that training rows ask too")
     return parts, rows, other.rows, notes

@@ -32,7 +32,7 @@ from kt_ray.data.row_types import Conversation
 from kt_ray.errors import UserError
 from kt_ray.parse import parse_json
 
-_MOST_NAMED = 8  # columns in a line of the report
+_MOST_NAMED = 8  # columns in a note
 _BYTES_PER_TOKEN = 3  # of raw text, for a count that is rather too large
 
 
@@ -72,9 +72,17 @@ class SourceRows:
         """One line of the report."""
         how = "detected" if self.source.format == "auto" else "as set"
         weight = f", weight {self.source.weight:g}" if self.source.weight != 1 else ""
-        first, more = ", ".join(self.unread[:_MOST_NAMED]), len(self.unread) - _MOST_NAMED
-        unread = f"; not read: {first}" + (f" and {more} more" if more > 0 else "") if first else ""
-        return f"{self.source.name}: {len(self.rows):,} rows, format {self.format} ({how}){weight}{unread}"
+        return f"{self.source.name}: {len(self.rows):,} rows, format {self.format} ({how}){weight}"
+
+    def notes(self) -> list[str]:
+        """What of the source is not trained on, though it is there."""
+        notes = [self.left_out] if self.left_out else []
+        if self.unread:
+            names = _first([name or "the column without a name" for name in self.unread], _MOST_NAMED)
+            notes.append(f"{self.source.name}: keys of rows that are not read: {names}")
+        if self.format == "text" and self.source.system:
+            notes.append(f"{self.source.name}: raw text has no turns, and so no system prompt (data.system)")
+        return notes
 
 
 def sources_of(data: DataConfig) -> list[Source]:
@@ -193,8 +201,8 @@ def left_out(data: DataConfig) -> list[str]:
     return notes
 
 
-def _first(files: Sequence[str]) -> str:
-    return ", ".join(files[:5]) + (f" and {len(files) - 5:,} more" if len(files) > 5 else "")
+def _first(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def read_sources(

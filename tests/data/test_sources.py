@@ -63,7 +63,7 @@ def test_each_source_has_its_own_options(tmp_path: Path) -> None:
     chat = [{"conversations": [asked, {"from": "gpt", "value": "a", "weight": 1, "lang": "en"}]}] * 2
     others = dict.fromkeys(f"more{number}" for number in range(9)) | {"images": []}
     chat = [chat[0] | others, chat[1] | dict.fromkeys(others, "x") | {"images": None, "tools": []}, chat[0]]
-    first = {"q": "x", "output": "a", "id": 7, "seen": None, "history": [], "from": "here"}
+    first = {"q": "x", "output": "a", "id": 7, "seen": None, "history": [], "from": "here", "": "0"}
     data = DataConfig(
         system="shared",
         sources=[
@@ -76,9 +76,13 @@ def test_each_source_has_its_own_options(tmp_path: Path) -> None:
     )
     parts = read_sources(sources_of(data))
     assert [part.line() for part in parts] == [
-        "a.jsonl: 1 rows, format alpaca (detected); not read: id, from",
-        "b.jsonl: 2 rows, format sharegpt (detected), weight 2; not read: conversations.weight of the user, "
-        "conversations.role, conversations.lang, more0, more1, more2, more3, more4 and 4 more",
+        "a.jsonl: 1 rows, format alpaca (detected)",
+        "b.jsonl: 2 rows, format sharegpt (detected), weight 2",
+    ]
+    assert [note for part in parts for note in part.notes()] == [
+        "a.jsonl: keys of rows that are not read: id, from, the column without a name",
+        "b.jsonl: keys of rows that are not read: conversations.weight of the user, conversations.role, "
+        "conversations.lang, more0, more1, more2, more3, more4 and 4 more",
     ]
     rows = [row for part in parts for row in part.rows]
     assert [row.sample_id for row in rows] == [0, 1, 2]
