@@ -189,6 +189,8 @@ class Parser:
         chosen, *rejected = (
             tuple(_with_system(messages, self.system)) for messages in _PARSE[self.format](row, where)
         )
+        if (_own_system(row, where) or chosen[0]["content"]) != chosen[0]["content"]:
+            self.unread["system, where turns begin with another one"] = None
         return Conversation(chosen, sample_id, where, tools, rejected[0] if rejected else None, label)
 
     def _renamed(self, row: dict[str, Any], where: str) -> dict[str, Any]:

@@ -259,6 +259,13 @@ def test_a_rows_system_prompt_goes_before_lists_of_turns(row: Any) -> None:
     assert found.rejected is None or found.rejected[:2] == found.messages[:2]
 
 
+def test_a_system_prompt_beside_another_one_is_told() -> None:
+    parser = Parser("auto", "default")
+    for own, unread in (("own", []), ("other", ["system, where turns begin with another one"])):
+        row = {"system": own, **chat(("system", "own"), *QA)}
+        assert parser(row, "", 0).messages[0]["content"] == "own" and [*parser.unread] == unread
+
+
 def test_raw_text() -> None:
     found, name = parse({"text": " Once.\n"})
     assert (name, found.text, found.messages, found.kind) == ("text", " Once.\n", (), "sft")
