@@ -264,13 +264,22 @@ class RayCluster(ActorCluster):
         self.dashboard_url = dashboard_url(context)
 
     def _init(self, **how: Any) -> Any:
-        handler = signal.getsignal(signal.SIGTERM)
-        context = ray.init(namespace=self.namespace, log_to_driver=False, logging_level=logging.ERROR, **how)
-        self.connected = True
-        if callable(handler) and threading.current_thread() is threading.main_thread():
-            # ray.init puts its own in place, which ends the process with code 15.
-            signal.signal(signal.SIGTERM, handler)
-        return context
+        # ray.init puts a handler of SIGTERM in place that ends the process with code 15, without a word.
+        handler: Any = signal.getsignal(signal.SIGTERM)
+        ours = callable(handler) and threading.current_thread() is threading.main_thread()
+        try:
+            context = ray.init(
+                namespace=self.namespace, log_to_driver=False, logging_level=logging.ERROR, **how
+            )
+            self.connected = True
+            return context
+        except SystemExit as ended:
+            if ours and ended.code == signal.SIGTERM:
+                handler(signal.SIGTERM, None)
+            raise
+        finally:
+            if ours:
+                signal.signal(signal.SIGTERM, handler)
 
     def _find_hosts(self) -> tuple[str, ...]:
         """Which node is which host of a plan for several; its expert actors get that host's CPUs."""
@@ -667,15 +676,15 @@ class RayCluster(ActorCluster):
 
 @contextlib.contextmanager
 def _deaf_to_hangups() -> Iterator[None]:
-    """Processes started inside ignore SIGHUP: a closed terminal asks the driver to save, which needs them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """Processes started inside ignore SIGHUP: a closed terminal asks the driver to save, which needs them.
+
+    It reaches the driver when the block ends. An ignored signal would be lost, a blocked one waits.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _last_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from kt_ray.config.schema import ClusterConfig, Config
 from kt_ray.errors import TryAgain, UserError
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
+from kt_ray.runs.start_cluster import Ended, _interrupted
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.ray_place import Place, arena_bytes, ray_place, shared_memory
 from tests.helpers.runs import config_for, local_cluster, one_pass, plan_for, steps, waves_of
@@ -311,3 +313,28 @@ def test_without_a_free_port_there_is_no_dashboard(
     asked, _, start = starts(monkeypatch, [])
     assert start() == "context" and asked == [(False, None)]
     assert "ports 9000 to 9049 are taken: no dashboard" in caplog.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_ray_starts_ends_the_run_in_its_own_way(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Ray's handler of SIGTERM, which it has while it starts, ends the process with code 15. A hang-up is
+    hidden from what is started then, not from the driver."""
+    cluster, blocked = RayCluster.__new__(RayCluster), set()
+    cluster.namespace = "signals"
+
+    def init(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        blocked.update(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(ray_cluster_module.ray, "init", init)
+    guard: Any = SimpleNamespace(own_ray=contextlib.nullcontext)
+    cluster.config = ClusterConfig(dashboard=False)
+    with _interrupted():
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(Ended):
+            cluster._start_local(guard)
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.SIGHUP in blocked and signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
