@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable
@@ -132,7 +133,7 @@ def _told(error: UserError) -> int:
 
 
 def refusal(error: Exception) -> UserError | None:
-    """What the system refuses and a user can mend: a home, a disk's room, a path. None = it is none."""
+    """What the system refuses and a user can mend: a home, memory, threads, a disk, a path; else None."""
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of pathlib
         return UserError(
             "this user has no home directory",
@@ -140,6 +141,8 @@ def refusal(error: Exception) -> UserError | None:
             observed="not set, and no such user in the system's list",
             remedy="set HOME to a directory that you may write to",
         )
+    if (short := _shortage(error)) is not None:
+        return short
     if not isinstance(error, OSError):
         return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -163,6 +166,34 @@ def refusal(error: Exception) -> UserError | None:
             where=str(error.filename),
             observed=error.strerror,
             remedy="ask its owner for access (or that of a directory above it), or name another path",
+        )
+    return None
+
+
+def _shortage(error: Exception) -> TryAgain | None:
+    """Memory or threads that the system does not give. None = it is none."""
+    text = str(error)
+    if (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or "DefaultCPUAllocator" in text  # torch's
+    ):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        raised = f"raise the limit on addresses (ulimit -v is {limit >> 10} KiB)"
+        freed = "end other programs (see free -g), or allow more (/proc/sys/vm/overcommit_memory)"
+        return TryAgain(
+            "this process gets no more memory",
+            observed=text.rpartition("DefaultCPUAllocator: ")[2] or type(error).__name__,
+            required="the memory that mode=plan counts, and what Python and its libraries take beside it",
+            remedy=freed if limit == resource.RLIM_INFINITY else raised,
+        )
+    # of Python's threads; of C++'s, and of new processes
+    if text == "can't start new thread" or text.endswith(os.strerror(errno.EAGAIN)):
+        return TryAgain(
+            "this user gets no more threads or processes",
+            observed=text,
+            required="a thread for each core of the plan, and some dozens for Python, Ray and libraries",
+            remedy="raise the limit (ulimit -u, or --pids-limit of the container), or end other programs",
         )
     return None
 

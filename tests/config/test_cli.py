@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -418,6 +420,34 @@ def test_a_user_without_a_home_is_told(
     assert cli.main([]) == BAD_INPUT
     err = capfd.readouterr().err
     assert err.startswith("error: this user has no home directory; at HOME") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        (MemoryError(), "memory; found MemoryError"),
+        (OSError(errno.ENOMEM, "no room"), "memory; found [Errno 12] no room"),
+        (
+            RuntimeError("[enforce] DefaultCPUAllocator: can't allocate"),
+            "memory; found can't allocate",
+        ),
+        (
+            RuntimeError("can't start new thread"),
+            "threads or processes; found can't start new thread",
+        ),
+        (RuntimeError(os.strerror(errno.EAGAIN)), "threads or processes; found Resource temporarily"),
+    ],
+)
+def test_memory_or_threads_that_run_out_are_no_bug_and_may_be_there_later(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], raised: Exception, line: str
+) -> None:
+    _mode_that(monkeypatch, _raiser(raised))
+    for limit, remedy in ((resource.RLIM_INFINITY, "end other programs"), (1 << 20, "ulimit -v is 1024 KiB")):
+        monkeypatch.setattr("resource.getrlimit", lambda _, limit=limit: (limit, limit))
+        assert cli.main([]) == STOPPED
+        err = capfd.readouterr().err
+        assert f"gets no more {line}" in err and "To fix: " in err and err.count("\n") == 1
+        assert remedy in err or "--pids-limit" in err
 
 
 def test_a_bug_shows_its_traceback(
