@@ -102,10 +102,15 @@ class RunDir:
                 run.close()
                 raise
         except OSError as error:
+            place = named or root
+            link = next((p for p in (place, *place.parents) if p.is_symlink() and not p.exists()), None)
+            observed = error.strerror or str(error)
+            if link is not None:
+                observed = f"{link}, a link to {link.readlink()}, which is not there (a disk not mounted?)"
             raise UserError(
                 "the run directory cannot be written",
-                where=str(named or root),
-                observed=error.strerror or str(error),
+                where=str(place),
+                observed=observed,
                 remedy="set run.root to a directory that you may write to",
             ) from error
         return run

@@ -129,6 +129,12 @@ RUN: list[Case] = [
         lambda p: p.write("file", "x"),
     ),
     Case(
+        "run.root is a link to nothing",
+        TINY + " run.root={dir}/away",
+        ["run directory cannot be written", "found {dir}/away, a link to /nowhere, which is not there"],
+        lambda p: (p.path / "away").symlink_to("/nowhere"),
+    ),
+    Case(
         "resume below a run.root that is a file",
         TINY + " run.root={dir}/file trainer.resume=latest",
         ["no run of model 'model' has a checkpoint", "{dir}/file", "run.root"],
