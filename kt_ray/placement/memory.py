@@ -24,7 +24,8 @@ Attention worker with n layers:
                       a LoRA module or an index needs for a moment, of one micro-batch
                       (`adapter_scratch_bytes`, `index_scratch_bytes`). By ranges: range_memory.py;
                       T_r * data.max_length of attention masks, kept for the whole pass (`mask_bytes`)
-    logits            rows of one chunk * vocabulary * (b + 8), on the last stage
+    logits            rows of one chunk * vocabulary * (b + 12), on the last stage: logits, and their
+                      log-probabilities and two gradients in float32
     staging           `worker_staging`
 Generation keeps caches in place of activations: `generation_memory`. Passes of mode=eval keep neither.
 LoRA is float32: 4 bytes for the weights, 4 for the gradients; AdamW's moments another 8; a copy that is the
@@ -410,7 +411,7 @@ def worker_items(
         "embedding": element * dims.embedding_params * looked_up,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
         "workspace": max(recompute + unpacked, 4 * probed) + mask_bytes(dims, config, load, dtype, gpu=gpu),
-        "logits": logits * dims.vocab_size * (element + 8) if last else 0,
+        "logits": logits * dims.vocab_size * (element + 12) if last else 0,
         "staging": worker_staging(
             dims,
             load.replica,
