@@ -24,7 +24,7 @@ from kt_ray.actors.generation_session import WorkerSession
 from kt_ray.actors.specs import lent_experts
 from kt_ray.batch import Objective, PassSpec, TokenLoss
 from kt_ray.config.schema import OptimConfig
-from kt_ray.experts.process_memory import bound_compiled_products
+from kt_ray.experts.process_memory import bound_compiled_products, give_back_freed_memory
 from kt_ray.experts.shared_experts import ExportedExperts, OpenExperts
 from kt_ray.experts.worker_lane import LaneTokens, WorkerLane
 from kt_ray.generate.requests import GenerationReport, SessionSpec, Token
@@ -84,6 +84,8 @@ class AttentionWorker(PlainActor):
         self._stage: Stage | None = None
         self._lane: WorkerLane | None = None
         self._masters: Masters | None = None
+        if plan.is_tight:
+            give_back_freed_memory()
         bound_compiled_products(tight=plan.is_tight)  # before the first product in this process
         use_torch_threads(self.part.threads)
 

@@ -5,6 +5,7 @@ torch's error is raised by hand here, and CUDA's functions are stand-ins.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kt_ray.actors import attention_worker
 from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.config.schema import OptimConfig
 from kt_ray.errors import UserError
@@ -21,6 +23,7 @@ from kt_ray.model.stage_spec import StageSpec
 from kt_ray.optim.masters import Masters
 from kt_ray.placement.memory import GPU_RUNTIME
 from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Budget
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, waves_of
 from tests.placement.configs import make_config, make_hardware, small_dims
@@ -99,6 +102,29 @@ def test_a_cap_is_planned_for_and_kept(rule: dict[str, Any], monkeypatch: pytest
     assert len(set_to) == 2
     larger = make_plan(dims, make_config(rule={"gpu_memory": 30.0, **rule}), hardware)
     assert larger.budgets == plan.budgets
+
+
+@pytest.mark.parametrize(
+    ("items", "gpus", "gives"),
+    [
+        ({"experts": 84}, 0, 0),
+        ({"experts": 86}, 0, 1),
+        ({"experts": 60, "kept activations": 20}, 0, 1),  # freed, a part of it may stay in the process
+        ({"experts": 60, "kept activations": 20}, 1, 0),  # whose device has them
+    ],
+)
+def test_freed_memory_is_given_back_where_it_would_fill_a_socket(
+    items: dict[str, int], gpus: int, gives: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dims = small_dims()
+    plan = make_plan(dims, make_config(), make_hardware(gpus=gpus))
+    plan = replace(plan, budgets=(Budget("socket 0", items, 100),))
+    given: list[bool] = []
+    monkeypatch.setattr(attention_worker, "give_back_freed_memory", lambda: given.append(True))
+    monkeypatch.setattr(attention_worker, "bound_compiled_products", lambda tight: None)
+    spec = StageSpec("", plan.workers[0].layers, dims.num_layers)
+    AttentionWorker(plan, 0, spec, OptimConfig(), 1.0)
+    assert len(given) == gives
 
 
 def test_a_cap_without_a_gpu_is_said_to_change_nothing() -> None:

@@ -24,7 +24,6 @@ from kt_ray.actors.build_actor import build_actor
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.specs import show_own_gpu
 from kt_ray.experts import bind_to_cpus
-from kt_ray.experts.process_memory import give_back_freed_memory
 from kt_ray.gpu import PageLock
 from kt_ray.placement.render import experts_per_layer
 from kt_ray.placement.transports import Transport
@@ -425,8 +424,6 @@ class RayActor:
         # Before torch allocates or starts threads: memory is then first touched on the right node.
         if cpus:
             bind_to_cpus(cpus)
-        if kind == "worker" and args[0].is_tight:
-            give_back_freed_memory()
         if kind == "experts":
             show_own_gpu(args[1])
         self._address: Address = (kind, rank)
