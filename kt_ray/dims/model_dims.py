@@ -45,7 +45,8 @@ class StateValues(NamedTuple):
 
     plain: of the layer's type. wide: float32. chunked: float32, of rows that are filled up to multiples of
     `chunk` tokens. pairs: of the layer's type, for each token of a chunk of the row. rounded: of the layer's
-    type, which a float32 layer has among the others. row: float32 values of a row besides.
+    type, which a float32 layer has among the others. row: float32 values of a row besides. package: whose
+    kernels transformers takes in the place of torch's own functions where it is installed; "" = of none.
     """
 
     plain: float = 0.0
@@ -55,6 +56,7 @@ class StateValues(NamedTuple):
     pairs: float = 0.0
     rounded: float = 0.0
     row: float = 0.0
+    package: str = ""
 
     def bytes(self, row: int, element: int) -> float:
         """Per token of rows of `row`; element: bytes of a value."""

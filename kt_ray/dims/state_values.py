@@ -1,5 +1,6 @@
-"""What torch's own kernels of a state that goes from token to token keep for backward, where transformers has
-no others (on a CPU always). They differ by kind, and are many times what attention over keys keeps.
+"""What torch's own functions of a state that goes from token to token keep for backward: on a CPU, and on a
+GPU without the package that has kernels. They differ by kind, and are many times what attention over keys
+keeps.
 
 Counted from the functions of transformers 5 that each names: every tensor that autograd saves, once.
 """
@@ -25,6 +26,7 @@ def gated_delta(key_heads: int, key: int, heads: int, value: int) -> StateValues
         wide=2 * keys + 3 * values + 3 * heads,
         chunked=6 * keys + 3 * values + 5 * pairs + keys * value / _DELTA_CHUNK + 5 * heads,
         chunk=_DELTA_CHUNK,
+        package="fla",
     )
 
 
@@ -41,6 +43,7 @@ def kimi_delta(heads: int, head: int) -> StateValues:
         wide=7 * width + 2 * heads,
         chunked=3 * chunk * width + rows + 2 * chunk * heads + 13 * width + width * head / chunk + heads,
         chunk=chunk,
+        package="fla",
     )
 
 
@@ -54,6 +57,7 @@ def mamba2(heads: int, head: int, groups: int, state: int, chunk: int) -> StateV
         chunked=3 * inner + 3 * states + 3 * heads * chunk + 2 * inner * state / chunk + 2 * heads,
         chunk=chunk,
         row=2 * inner * state + chunk**2 / 2,  # the first state, and two masks of a chunk
+        package="mamba_ssm",
     )
 
 
@@ -63,6 +67,7 @@ def mamba(inner: int, state: int, rank: int) -> StateValues:
         plain=8 * inner + 2 * state + 2 * rank,
         wide=3 * inner * state + 2 * inner + 3 * state + rank,
         rounded=inner * state,
+        package="mamba_ssm",
     )
 
 

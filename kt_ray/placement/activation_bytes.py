@@ -5,10 +5,11 @@ masks. Per token, but where a function says otherwise.
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.layer_params import CHUNKED, HELD_BYTES, MASKS_PADDING, SINKS, holds_scores
-from kt_ray.dims.model_dims import ModelDims
+from kt_ray.dims.model_dims import ModelDims, StateValues
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
 from kt_ray.placement.generation_memory import generates, longest_row
 from kt_ray.placement.lora_sizes import adapted, in_parts
@@ -47,7 +48,7 @@ def layer_activation_bytes(
         if not gpu and _scores_held(dims, config, layer, row):
             scores += 4 * dims.num_heads * row
     state = dims.states[layer] if dims.states else None
-    if state and not gpu:
+    if state and by_torch(state, gpu=gpu):
         return linear + lora + norms + math.ceil(state.bytes(row, element))
     return linear + lora + norms + element * dims.attention_width + scores
 
@@ -61,15 +62,22 @@ def _scores_held(dims: ModelDims, config: Config, layer: int, row: int) -> bool:
     return 4 * rows * dims.num_heads * row**2 <= HELD_BYTES
 
 
+def by_torch(state: StateValues, *, gpu: bool) -> bool:
+    """Whether torch's own functions compute a state, which keep what it says, and no package's kernels."""
+    return not gpu or not state.package or find_spec(state.package) is None
+
+
 def may_retain(dims: ModelDims, *, gpu: bool) -> bool:
     """Whether a plan retains layers of its own accord: `layer_activation_bytes` counts all that they keep.
 
-    An index, a learned bias, sinks, streams of the hidden state and further norms keep more. On a GPU a state
-    that goes from token to token may have other kernels than torch's, which keep less.
+    An index, a learned bias, sinks, streams of the hidden state and further norms keep more. What a package's
+    kernels keep of a state that goes from token to token is not known.
     """
     plain = dims.affine and dims.hidden_streams == 1 and not any(heads for heads, _ in dims.indexes)
     plain &= dims.model_type not in SINKS and not holds_scores(dims.model_type, "sdpa")
-    return plain and (not gpu if dims.states else attends_everywhere(dims))
+    if dims.states:
+        return plain and all(by_torch(state, gpu=gpu) for state in dims.states if state)
+    return plain and attends_everywhere(dims)
 
 
 def adapter_scratch_bytes(

@@ -15,6 +15,7 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import GPU_FREE, Gpu, Hardware, Socket, with_hosts
+from kt_ray.placement.activation_bytes import by_torch
 from kt_ray.placement.balance import place_experts
 from kt_ray.placement.devices import (
     attention_hosts,
@@ -45,6 +46,9 @@ from kt_ray.placement.wave import Fit, Held, attention_kinds, choose_groups, fit
 from kt_ray.placement.wave_tokens import load_of
 from kt_ray.placement.weight_slots import streaming
 from kt_ray.placement.worker_lanes import plan_worker_lanes, streams_to_workers, with_places
+
+# Packages with kernels of states, as they are installed.
+_DISTRIBUTIONS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
 
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
@@ -231,7 +235,7 @@ def _laid_out(
     split = split_layers(dims, rule, stages, balance)
     devices = stage_devices(rule, device, split.devices, hardware)
     hosts = attention_hosts(rule, device, hardware.hosts)
-    notes = [*dims.notes, *_weights_notes(dims, config, dtype)]
+    notes = [*dims.notes, *_weights_notes(dims, config, dtype), *_state_notes(dims, gpu=device != "cpu")]
     if dims.dtype == "float16":
         notes.append(f"the checkpoint's float16 becomes {dtype}: gradients would leave its range")
     if hardware.gpu_fault and rule.device == "auto":
@@ -549,6 +553,17 @@ def _weights_notes(dims: ModelDims, config: Config, dtype: str) -> list[str]:
     if config.model.keep_quantized:
         return ["quantised weights outside the experts stay as they are stored and are dequantised when used"]
     return [f"quantised weights outside the experts are dequantised to {dtype} when they are loaded"]
+
+
+def _state_notes(dims: ModelDims, *, gpu: bool) -> list[str]:
+    """Which package a GPU lacks for layers with a state from token to token."""
+    lacking = [state.package for state in dims.states if state and state.package and by_torch(state, gpu=gpu)]
+    if not gpu or not lacking:
+        return []
+    return [
+        f"the states of {counted(len(lacking), 'layer')} are computed by torch's own functions, which take "
+        f"more memory (counted) and time (not counted) than kernels: pip install {_DISTRIBUTIONS[lacking[0]]}"
+    ]
 
 
 def _backend_notes(rule: RuleConfig, hardware: Hardware) -> list[str]:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kt_ray.placement.activation_bytes import index_scratch_bytes, layer_activation_bytes, mask_bytes
+from kt_ray.placement.plan import make_plan
 from kt_ray.placement.wave_tokens import load_of
-from tests.placement.configs import make_config, small_dims
+from tests.placement.configs import make_config, make_hardware, small_dims
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,23 @@ def test_an_index_holds_its_scores() -> None:
     dense = dataclasses.replace(blocks, indexes=())
     more, less = (layer_activation_bytes(d, config, 1, "bfloat16", gpu=True) for d in (blocks, dense))
     assert more - less >= 2 * 32 * 100  # kept for backward
+
+
+@pytest.mark.parametrize(("family", "package"), [("kimi_linear", "fla"), ("nemotron_h", "mamba_ssm")])
+def test_a_gpu_without_a_packages_kernels_keeps_states_as_a_cpu(
+    family: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers then takes torch's own functions, which keep many times as much."""
+    dims, found = small_dims(family), {}
+    for there in (True, False):
+        names = {package} if there else set()
+        monkeypatch.setattr("kt_ray.placement.activation_bytes.find_spec", dict.fromkeys(names, True).get)
+        notes = "".join(make_plan(dims, make_config(), make_hardware(gpus=1)).notes)
+        assert ("pip install" in notes) != there
+        found[there] = [
+            layer_activation_bytes(dims, make_config(), layer, "bfloat16", gpu=True)
+            for layer, state in enumerate(dims.states)
+            if state
+        ]
+        assert "pip install" not in "".join(make_plan(dims, make_config(), make_hardware(gpus=0)).notes)
+    assert min(less / more for less, more in zip(found[False], found[True], strict=True)) > 3
