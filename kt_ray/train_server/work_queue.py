@@ -186,9 +186,10 @@ class WorkQueue:
             for model, order in self._orders.items():
                 if order.waiting and order.next not in order.waiting and time.monotonic() - order.moved > GAP:
                     self.on_gap(model, order.next)
-                    self._fail(
-                        order, f"request {order.next} of this model never came; those after it cannot run"
-                    )
+                    why = f"request {order.next} of this model never came; those after it cannot run"
+                    if any(work.loads for work in order.waiting.values()):
+                        order.barred = f"{why}, a load of a state among them. To fix: load it again"
+                    self._fail(order, why)
                     order.next = max(order.waiting) + 1
                     order.waiting.clear()
 

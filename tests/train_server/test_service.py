@@ -150,6 +150,11 @@ def test_a_gap_in_a_models_numbers_spoils_its_step(raw: Raw, monkeypatch: pytest
     assert "never came" in raw.result(late)["error"]
     assert "no step was taken" in raw.result(raw.step(model, 4))["error"]
     assert not raw.calls("step")
+    load = raw.result(raw.post("save_weights", model_id=model, seq_id=5, path="a")) | {"optimizer": True}
+    assert "never came" in raw.result(raw.post("load_weights", model_id=model, seq_id=7, **load))["error"]
+    assert "a load of a state among them" in raw.result(raw.step(model, 8))["error"]
+    raw.result(raw.post("load_weights", model_id=model, seq_id=9, **load))
+    assert "metrics" in raw.result(raw.step(model, 10))
 
 
 def test_a_state_of_other_settings_is_refused(tmp_path: Path) -> None:
