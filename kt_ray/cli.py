@@ -205,7 +205,7 @@ def _check_flags(arguments: Sequence[str]) -> None:
         match = closest(flag, FLAGS)
         if name == "resume":
             remedy = f"write resume={value or 'runs/NAME'}, without dashes"
-        elif match and name not in fields():
+        elif match and name not in fields() and name not in groups():
             remedy = f"write {match}"
         else:
             refuse_peer_options(unknown)

@@ -60,7 +60,9 @@ def _error(config: Config, fault: Fault) -> UserError:
 
 
 def _other_key(key: str, word: str) -> str:
-    """What to set where a loss of dpo is named as a stage, or a stage as its loss; "" = neither."""
+    """What to do where the word is one of another key: a stage, a loss of dpo, or a tool; "" = it is none."""
+    if key == "mode" and word in ("convert", "export", "inspect", "merge"):
+        return f"run python -m kt_ray.tools {word} (--help says how)"
     if key == "trainer.stage" and word in WORDS["preference.loss"]:
         return f"set trainer.stage=dpo preference.loss={word}"
     if key == "preference.loss" and word in WORDS["trainer.stage"]:
@@ -76,8 +78,9 @@ def single_keys(config: Config) -> Iterator[Fault]:
             if isinstance(word, str) and word not in words:
                 match, meant = guess(word, words)
                 allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if key in BOUNDS else words)
-                remedy = _other_key(key, word) or f"set {key}={match or words[0]}"
-                yield Fault(key, f"is not known{meant}", allowed, remedy)
+                other = _other_key(key, word)
+                remedy = other or f"set {key}={match or words[0]}"
+                yield Fault(key, f"is not known{'' if other else meant}", allowed, remedy)
     for key, words in LISTED.items():
         for word in (word for word in value_of(config, key) if word not in words):
             fault = f"has the unknown entry {word}{guess(word, words)[1]}"
