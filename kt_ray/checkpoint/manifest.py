@@ -160,7 +160,7 @@ class Manifest:
                 "go on with resume=runs/NAME, which takes them from the run, or set these keys as required "
                 "(data: the same rows, tokenizer, data.max_length and held-out rows, which "
                 "data.eval_fraction=auto leaves out with trainer.eval_every=0), or start without "
-                "trainer.resume",
+                "trainer.resume: lora.adapter=runs/NAME begins a new run with that run's adapter",
             )
 
 

@@ -54,7 +54,12 @@ RUN: list[Case] = [
     Case(
         "resume with other data",
         RESUME,
-        ["written with other settings", "digest of the tokenised training rows", "the same rows"],
+        [
+            "written with other settings",
+            "digest of the tokenised training rows",
+            "the same rows",
+            "lora.adapter",
+        ],
         lambda p: (p.run, p.rows(*ROWS[:-1], {"instruction": "new", "output": "row"})),
     ),
     Case(
