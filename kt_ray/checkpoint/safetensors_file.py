@@ -107,9 +107,7 @@ def writing(what: str, where: Path, size: int | None = None, remedy: str = _SPAC
         required = f"{size} bytes of free space" if full and size is not None else None
         fault = f"{what} cannot be written"
         if error.errno == errno.EFBIG:  # room is not what lacks
-            remedy = (
-                "raise the limit (ulimit -f), or set run.root to a file system that takes files this large"
-            )
+            remedy = "raise the limit (ulimit -f), or write to a file system that takes files this large"
         elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
             remedy = "move away what lies there under that name: a file needs its place, or a directory"
         raise UserError(fault, where=str(where), observed=error, required=required, remedy=remedy) from error

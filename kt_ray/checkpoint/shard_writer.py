@@ -240,11 +240,9 @@ def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
                 "repeat the command that began it, or choose another directory",
             )
     else:
-        try:
+        with writing("output directory", out, remedy="name a directory that you may write to"):
             record.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(record, json.dumps(job, indent=2) + "\n")
-        except OSError as error:
-            raise UserError("output directory cannot be written", where=str(out), observed=error) from error
     with record.open("r+b") as lock:  # for writing: else NFS refuses an exclusive lock
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -96,6 +96,8 @@ def test_another_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         write_shards(tmp_path / "file", units([]), JOB)
+    with pytest.raises(UserError, match=r"output directory cannot be written.*To fix: name a directory"):
+        write_shards(Path("/proc/out"), units([]), JOB)
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
