@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -75,6 +76,7 @@ START_AGAIN = (
 )
 NOT_IMPORTED = "failed to import on the worker"  # Ray's words; it takes such an actor for a dead one
 TAKEN = 10.0  # seconds after which a node that had room is another run's, at the first try
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 LOOK = 5.0  # seconds between looks at whether Ray still has a node
 
 # Settings of the driver's environment that actors must see as well.
@@ -233,6 +235,14 @@ class RayCluster(ActorCluster):
                 ray.shutdown()
                 guard.sweep()
                 why = _last_line(error)
+                if isinstance(error, OSError) and error.errno in UNWRITABLE:  # it stays so
+                    raise UserError(
+                        "Ray cannot write its directory",
+                        where=os.environ.get("RAY_TMPDIR", "/tmp"),
+                        observed=why,
+                        remedy="free space there, or set RAY_TMPDIR to another directory, with a short "
+                        "name; cluster=local runs without Ray",
+                    ) from error
                 if last:
                     raise TryAgain(
                         "Ray cannot be started on this host",

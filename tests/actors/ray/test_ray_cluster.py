@@ -1,6 +1,7 @@
 """The same actors under Ray: bit-identical to one process, errors and deaths reported, a clean end."""
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -304,6 +305,18 @@ def test_a_host_too_busy_for_ray_is_said_in_one_line(
     assert raised.value.line().startswith(line) and "cluster=local" in raised.value.remedy
     assert asked == [(False, None)] * 3 and cleaned == ["shutdown", "sweep"] * 3
     assert caplog.text.count("once more: The current node timed out") == 2
+
+
+def test_a_directory_that_ray_cannot_write_is_no_matter_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch")
+    full = OSError(errno.ENOSPC, "No space left on device", "/scratch/ray")
+    asked, cleaned, start = starts(monkeypatch, [full], dashboard=False)
+    with pytest.raises(
+        UserError, match=r"its directory; at /scratch; found .*No space.*RAY_TMPDIR"
+    ) as raised:
+        start()
+    assert not isinstance(raised.value, TryAgain)
+    assert len(asked) == 1 and cleaned == ["shutdown", "sweep"]
 
 
 def test_without_a_free_port_there_is_no_dashboard(
