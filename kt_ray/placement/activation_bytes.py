@@ -8,7 +8,16 @@ import math
 from importlib.util import find_spec
 
 from kt_ray.config.schema import Config
-from kt_ray.dims.layer_params import CHUNKED, HELD_BYTES, MASKS_PADDING, SINKS, holds_scores
+from kt_ray.dims.layer_params import (
+    CHUNKED,
+    HELD_BYTES,
+    MASKS_PADDING,
+    MORE_NORMS,
+    SINK_FEATURES,
+    SINKS,
+    flash_width,
+    holds_scores,
+)
 from kt_ray.dims.model_dims import ModelDims, StateValues
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
 from kt_ray.placement.generation_memory import generates, longest_row
@@ -32,7 +41,8 @@ def layer_activation_bytes(
         lora = sum(6 * rank for _, _, rank in sizes)
     else:
         lora = sum(each * i + dora * o + 8 * rank for i, o, rank in sizes)
-    norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
+    norms = 2 * dims.hidden_streams + MORE_NORMS.get(dims.model_type, 0)
+    normed = norms * dims.hidden_size * (element + 4)
     scores = 0
     row = longest_row(dims, config) if generates(config) else config.data.widest_row
     if holds_scores(dims.model_type, config.model.attn_implementation):
@@ -49,8 +59,16 @@ def layer_activation_bytes(
             scores += 4 * dims.num_heads * row
     state = dims.states[layer] if dims.states else None
     if state and by_torch(state, gpu=gpu):
-        return linear + lora + norms + math.ceil(state.bytes(row, element))
-    return linear + lora + norms + element * dims.attention_width + scores
+        return linear + lora + normed + math.ceil(state.bytes(row, element))
+    return linear + lora + normed + element * _attention_values(dims, gpu=gpu) + scores
+
+
+def _attention_values(dims: ModelDims, *, gpu: bool) -> int:
+    """Queries, keys and values of a layer with attention over keys. With sinks on a CPU every head has its
+    own, as wide as the kernel wants them with the sink's features, and so are the outputs."""
+    if dims.model_type not in SINKS or gpu:
+        return dims.attention_width
+    return 4 * dims.num_heads * flash_width(dims.attention_width // (3 * dims.num_heads) + SINK_FEATURES)
 
 
 def _scores_held(dims: ModelDims, config: Config, layer: int, row: int) -> bool:
@@ -70,14 +88,20 @@ def by_torch(state: StateValues, *, gpu: bool) -> bool:
 def may_retain(dims: ModelDims, *, gpu: bool) -> bool:
     """Whether a plan retains layers of its own accord: `layer_activation_bytes` counts all that they keep.
 
-    An index, a learned bias, sinks, streams of the hidden state and further norms keep more. What a package's
-    kernels keep of a state that goes from token to token is not known.
+    Not of scores, several streams of the hidden state, nor of an index of each head. On a GPU, what a package's
+    kernels keep of a state that goes from token to token is not known; and sinks, an index and norms after the
+    experts have been measured on a CPU alone.
     """
-    plain = dims.affine and dims.hidden_streams == 1 and not any(heads for heads, _ in dims.indexes)
-    plain &= dims.model_type not in SINKS and not holds_scores(dims.model_type, "sdpa")
+    if dims.hidden_streams > 1 or holds_scores(dims.model_type, "sdpa"):
+        return False
+    if any(apart for _, apart in dims.indexes):
+        return False
+    indexed = any(heads for heads, _ in dims.indexes)
+    if gpu and (indexed or dims.model_type in SINKS or not dims.affine):
+        return False
     if dims.states:
-        return plain and all(by_torch(state, gpu=gpu) for state in dims.states if state)
-    return plain and attends_everywhere(dims)
+        return all(by_torch(state, gpu=gpu) for state in dims.states if state)
+    return attends_everywhere(dims)
 
 
 def adapter_scratch_bytes(

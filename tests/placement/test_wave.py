@@ -146,27 +146,30 @@ def test_what_attention_may_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    "keeps_more",
-    [
-        {"model_type": "bailing_hybrid"},
-        {"model_type": "gpt_oss"},
-        {"indexes": ((2, False),)},
-        {"affine": False},
-    ],
+    "keeps_more", [{"model_type": "jamba"}, {"model_type": "inkling_text"}, {"indexes": ((2, True),)}]
 )
-def test_layers_are_retained_where_all_that_they_keep_is_counted(
-    keeps_more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A state from token to token keeps many times what attention does, so it has a count of its own."""
-    dims = dataclasses.replace(DIMS, **keeps_more)
+def test_layers_are_retained_where_all_that_they_keep_is_counted(keeps_more: dict[str, Any]) -> None:
+    dims = dataclasses.replace(DIMS, **keeps_more)  # a Jamba of which no layer's state is known
     assert attention_kinds(config_of(8), dims, "cpu") == ("group", "micro_batch")
     assert attention_kinds(config_of(8, activations="retain"), dims, "cpu") == ("retain",)
-    for family in ("kimi_linear", "nemotron_h", "qwen3_next"):
-        assert attention_kinds(config_of(8), small_dims(family), "cpu")[0] == "retain"
-    for found in (None, "there"):  # on a GPU a package's kernels keep what nobody counted
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "deepseek_v32"])
+def test_what_a_cpu_alone_is_known_to_keep(family: str) -> None:
+    dims = small_dims(family)
+    assert attention_kinds(config_of(8), dims, "cpu")[0] == "retain"
+    assert may_retain(DIMS, gpu=True) and not may_retain(dims, gpu=True)
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "nemotron_h", "qwen3_next"])
+def test_what_a_packages_kernels_keep_of_a_state_is_not_known(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dims = small_dims(family)
+    assert attention_kinds(config_of(8), dims, "cpu")[0] == "retain"
+    for found in (None, "there"):
         monkeypatch.setattr("kt_ray.placement.activation_bytes.find_spec", lambda name, found=found: found)
-        assert may_retain(small_dims("kimi_linear"), gpu=True) == (found is None)
-        assert may_retain(small_dims("kimi_linear"), gpu=False)
+        assert may_retain(dims, gpu=True) == (found is None)
 
 
 def test_groups_follow_the_wave() -> None:
