@@ -60,12 +60,15 @@ def layer_activation_bytes(
     state = dims.states[layer] if dims.states else None
     if state and by_torch(state, gpu=gpu):
         return linear + lora + normed + math.ceil(state.bytes(row, element))
-    return linear + lora + normed + element * _attention_values(dims, gpu=gpu) + scores
+    return linear + lora + normed + element * _attention_values(dims, layer, gpu=gpu) + scores
 
 
-def _attention_values(dims: ModelDims, *, gpu: bool) -> int:
-    """Queries, keys and values of a layer with attention over keys. With sinks on a CPU every head has its
-    own, as wide as the kernel wants them with the sink's features, and so are the outputs."""
+def _attention_values(dims: ModelDims, layer: int, *, gpu: bool) -> int:
+    """Queries, keys and values of a layer; of a block without attention (Nemotron-H) none. With sinks on a
+    CPU every head has its own, as wide as the kernel wants them with the sink's features, and so are the
+    outputs."""
+    if dims.states and not dims.states[layer] and not dims.pair_widths[layer][0]:
+        return 0
     if dims.model_type not in SINKS or gpu:
         return dims.attention_width
     return 4 * dims.num_heads * flash_width(dims.attention_width // (3 * dims.num_heads) + SINK_FEATURES)
@@ -88,9 +91,9 @@ def by_torch(state: StateValues, *, gpu: bool) -> bool:
 def may_retain(dims: ModelDims, *, gpu: bool) -> bool:
     """Whether a plan retains layers of its own accord: `layer_activation_bytes` counts all that they keep.
 
-    Not of scores, several streams of the hidden state, nor of an index of each head. On a GPU, what a package's
-    kernels keep of a state that goes from token to token is not known; and sinks, an index and norms after the
-    experts have been measured on a CPU alone.
+    Not of scores, several streams of the hidden state, nor of an index of each head. On a GPU, what a
+    package's kernels keep of a state that goes from token to token is not known; and sinks, an index and norms
+    after the experts have been measured on a CPU alone.
     """
     if dims.hidden_streams > 1 or holds_scores(dims.model_type, "sdpa"):
         return False

@@ -84,3 +84,17 @@ def test_a_gpu_without_a_packages_kernels_keeps_states_as_a_cpu(
         ]
         assert "pip install" not in "".join(make_plan(dims, make_config(), make_hardware(gpus=0)).notes)
     assert min(less / more for less, more in zip(found[False], found[True], strict=True)) > 3
+
+
+def test_a_block_without_attention_keeps_no_queries() -> None:
+    """Nemotron-H: a layer is a mixer, attention or experts."""
+    dims = small_dims("nemotron_h")
+    alike = dataclasses.replace(dims, pair_widths=((1, 0),) * dims.num_layers)
+    plain = [not pair and not state for (pair, _), state in zip(dims.pair_widths, dims.states, strict=True)]
+    for gpu in (False, True):
+        more, less = (
+            [layer_activation_bytes(d, make_config(), n, "bfloat16", gpu=gpu) for n in range(dims.num_layers)]
+            for d in (alike, dims)
+        )
+        gone = [a - b for a, b in zip(more, less, strict=True)]
+        assert gone == [2 * dims.attention_width * own for own in plain] and max(gone) > 0
