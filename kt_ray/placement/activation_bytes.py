@@ -77,7 +77,11 @@ def _attention_values(dims: ModelDims, layer: int, *, gpu: bool) -> int:
 def _scores_held(dims: ModelDims, config: Config, layer: int, row: int) -> bool:
     """Whether a CPU holds the scores of short rows, in float32: of values narrower than keys, or wider
     (kt_ray/model/attention.py)."""
-    if not attends_everywhere(dims) or dims.attention_width == 3 * heads_width(dims, layer):
+    if dims.states:  # beside which some layers attend
+        pair = dims.pair_widths[layer][0]
+        if dims.states[layer] or not pair or pair == 2 * heads_width(dims, layer):
+            return False
+    elif not attends_everywhere(dims) or dims.attention_width == 3 * heads_width(dims, layer):
         return False
     rows = config.micro_batch_rows(config.rule.replica_count) * config.rows_per_unit
     return 4 * rows * dims.num_heads * row**2 <= HELD_BYTES
@@ -91,9 +95,9 @@ def by_torch(state: StateValues, *, gpu: bool) -> bool:
 def may_retain(dims: ModelDims, *, gpu: bool) -> bool:
     """Whether a plan retains layers of its own accord: `layer_activation_bytes` counts all that they keep.
 
-    Not of scores, several streams of the hidden state, nor of an index of each head. On a GPU, what a
-    package's kernels keep of a state that goes from token to token is not known; and sinks, an index and norms
-    after the experts have been measured on a CPU alone.
+    Not of scores, several streams of the hidden state, nor of an index of each head. On a GPU, what
+    kernels of a package keep of a state that goes from token to token is not known; and sinks, an index and
+    norms after the experts have been measured on a CPU alone.
     """
     if dims.hidden_streams > 1 or holds_scores(dims.model_type, "sdpa"):
         return False

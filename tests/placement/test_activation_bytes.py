@@ -10,6 +10,9 @@ import pytest
 
 from kt_ray.placement.activation_bytes import index_scratch_bytes, layer_activation_bytes, mask_bytes
 from kt_ray.placement.plan import make_plan
+
+
+from kt_ray.placement.range_memory import heads_width
 from kt_ray.placement.wave_tokens import load_of
 from tests.placement.configs import make_config, make_hardware, small_dims
 
@@ -91,10 +94,19 @@ def test_a_block_without_attention_keeps_no_queries() -> None:
     dims = small_dims("nemotron_h")
     alike = dataclasses.replace(dims, pair_widths=((1, 0),) * dims.num_layers)
     plain = [not pair and not state for (pair, _), state in zip(dims.pair_widths, dims.states, strict=True)]
-    for gpu in (False, True):
-        more, less = (
-            [layer_activation_bytes(d, make_config(), n, "bfloat16", gpu=gpu) for n in range(dims.num_layers)]
-            for d in (alike, dims)
-        )
-        gone = [a - b for a, b in zip(more, less, strict=True)]
-        assert gone == [2 * dims.attention_width * own for own in plain] and max(gone) > 0
+    more, less = (
+        [layer_activation_bytes(d, make_config(), n, "bfloat16", gpu=True) for n in range(dims.num_layers)]
+        for d in (alike, dims)
+    )
+    gone = [a - b for a, b in zip(more, less, strict=True)]
+    assert gone == [2 * dims.attention_width * own for own in plain] and max(gone) > 0
+
+
+def test_latent_attention_beside_states_holds_its_scores() -> None:
+    """Kimi-Linear's, of short rows on a CPU; heads whose values are as wide as their keys hold none."""
+    dims, config = small_dims("kimi_linear"), make_config(data={"max_length": 64})
+    layer = dims.states.index(None)
+    pairs = tuple((2 * heads_width(dims, layer), window) for _, window in dims.pair_widths)
+    alike = dataclasses.replace(dims, pair_widths=pairs)
+    more, less = (layer_activation_bytes(d, config, layer, "bfloat16") for d in (dims, alike))
+    assert more - less == 4 * dims.num_heads * 64
