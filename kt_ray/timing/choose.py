@@ -172,7 +172,7 @@ class _Search:
         return self.found[kind]
 
     def best_from(self, start: _Candidate) -> _Candidate:
-        """What is fastest from here, from waves half as large, or with layers that pass through the card.
+        """What is fastest from here, from waves half as large, or with all layers passing through the card.
 
         These two gain little by themselves, but what the room is good for is found out from there as well.
         """
@@ -180,9 +180,12 @@ class _Search:
         better = (half for half in halves if half.seconds * TUNED_GAIN < start.seconds)
         ends = [self.climbed(one) for one in (start, *better)]
         best = self.tuned(_faster(ends[0], ends[1:], TUNED_GAIN))
-        if best.plan.resident is not None:
+        if best.plan.resident == 0:
             return best
         passing = self.fitting(_other_residents(best, (0.0,)), best.plan.tuning)
+        passing += [
+            one for small in passing for one in self.fitting(_other_micro_batches(small), best.plan.tuning)
+        ]
         near = (one for one in passing if one.seconds < NEAR * best.seconds)
         return _faster(best, [self.tuned(self.climbed(one)) for one in near])
 
