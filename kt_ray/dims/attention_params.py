@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from kt_ray.dims.config_keys import Keys, LayerParts
 from kt_ray.dims.handed import has_index, keys_of, rotates
-from kt_ray.dims.model_dims import CacheWidth, StateValues
+from kt_ray.dims.model_dims import CacheWidth, Compression, StateValues
 from kt_ray.dims.state_values import gated_delta, kimi_delta, lightning, mamba, mamba2, short_convolution
 from kt_ray.errors import UserError
 
@@ -198,6 +198,7 @@ def _deepseek_v4(keys: Keys, layer: int, parts: LayerParts) -> None:
     if ratio:
         name = "self_attn.compressor"
         overlap = 2 if fine else 1  # the fine compressor keeps two overlapping windows
+        parts.compression = Compression(ratio, overlap * head)
         parts.attention += overlap * head * ratio + head  # position bias, norm
         parts.project(f"{name}.kv_proj", hidden, overlap * head)
         parts.project(f"{name}.gate_proj", hidden, overlap * head)
@@ -206,6 +207,8 @@ def _deepseek_v4(keys: Keys, layer: int, parts: LayerParts) -> None:
         parts.cache = parts.cache._replace(token=head / ratio, row=kept)
         if fine:
             index_heads, index_head = keys.size("index_n_heads"), keys.size("index_head_dim")
+            width = 2 * (head + index_head)
+            parts.compression = Compression(ratio, width, index_heads, index_head)
             parts.attention += 2 * index_head * ratio + index_head
             kept += 2 * (2 * index_head * (ratio - 1) + index_head * ratio)
             parts.cache = parts.cache._replace(token=(head + index_head) / ratio, row=kept)

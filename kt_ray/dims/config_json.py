@@ -175,6 +175,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         pair_widths=tuple((p.pair, p.window) for p in parts),
         indexes=tuple(p.index for p in parts),
         cache_widths=tuple(p.cache for p in parts),
+        compressions=tuple(p.compression for p in parts) if any(p.compression.tokens for p in parts) else (),
         states=tuple(p.state for p in parts) if any(p.state for p in parts) else (),
         handed=handed(keys, layers),
         context=longest or _context(keys),

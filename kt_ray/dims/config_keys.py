@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kt_ray.dims.model_dims import CacheWidth, StateValues
+from kt_ray.dims.model_dims import CacheWidth, Compression, StateValues
 from kt_ray.errors import UserError
 
 # Other names that checkpoints give the same architecture.
@@ -126,6 +126,7 @@ class LayerParts:
     # heads of the index that chooses a query's keys, 0 without one; whether query heads choose apart
     index: tuple[int, bool] = (0, False)
     cache: CacheWidth = field(default_factory=CacheWidth)  # what generation keeps of a row
+    compression: Compression = field(default_factory=Compression)
     state: StateValues | None = None  # what it keeps of a state that goes from token to token
 
     def project(self, name: str, n_in: int, n_out: int, bias: bool = False) -> None:

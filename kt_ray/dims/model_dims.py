@@ -65,6 +65,23 @@ class StateValues(NamedTuple):
         return element * values + 4 * (self.wide + self.chunked * filled + self.row / row)
 
 
+class Compression(NamedTuple):
+    """DeepSeek-V4's compressed tokens beside the row's own.
+
+    tokens: per compressed one, 0 = there are none. width: of what a token gives to them. index_heads,
+    index_head: of the index that chooses among them, and its width; 0 = all are seen.
+    """
+
+    tokens: int = 0
+    width: int = 0
+    index_heads: int = 0
+    index_head: int = 0
+
+    def keys(self, row: int) -> int:
+        """Compressed tokens of a row."""
+        return row // self.tokens if self.tokens else 0
+
+
 class Handed(NamedTuple):
     """What a layer hands to later ones beside the hidden state (kt_ray/model/handed_results.py).
 
@@ -128,6 +145,7 @@ class ModelDims:
     # apart; () = no layer has one
     indexes: tuple[tuple[int, bool], ...] = ()
     cache_widths: tuple[CacheWidth, ...] = ()  # per layer: what generation keeps of a row
+    compressions: tuple[Compression, ...] = ()  # per layer; () = no layer compresses
     # per layer: what it keeps of a state that goes from token to token; None = it has none
     states: tuple[StateValues | None, ...] = ()
     handed: tuple[Handed, ...] = ()  # what layers hand to later ones beside the hidden state

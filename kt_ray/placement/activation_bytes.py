@@ -18,7 +18,7 @@ from kt_ray.dims.layer_params import (
     flash_width,
     holds_scores,
 )
-from kt_ray.dims.model_dims import ModelDims, StateValues
+from kt_ray.dims.model_dims import Compression, ModelDims, StateValues
 from kt_ray.dims.weight_formats import ELEMENT_BYTES
 from kt_ray.placement.generation_memory import generates, longest_row
 from kt_ray.placement.lora_sizes import adapted, in_parts
@@ -43,10 +43,16 @@ def layer_activation_bytes(
         lora = sum(each * i + dora * o + 8 * rank for i, o, rank in sizes)
     norms = 2 * dims.hidden_streams + MORE_NORMS.get(dims.model_type, 0)
     normed = norms * dims.hidden_size * (element + 4)
+    if dims.hidden_streams > 1:
+        normed += _collapsed_bytes(dims, element)
     scores = 0
     row = longest_row(dims, config) if generates(config) else config.data.widest_row
     if holds_scores(dims.model_type, config.model.attn_implementation):
-        scores = dims.num_heads * row * (element + 4)
+        keys = row
+        if compression := _compression(dims, layer):
+            keys += compression.keys(row) + 1  # and the sink
+            scores = math.ceil(_compressed_bytes(dims, config, layer, row, element))
+        scores += keys * dims.num_heads * (element + 4)
     elif not generates(config):
         window = dims.pair_widths[layer][1] if dims.pair_widths else 0
         # torch adds a mask in the type of the queries, and autograd keeps it. Blocks have their keys and
@@ -61,6 +67,30 @@ def layer_activation_bytes(
     if state and by_torch(state, gpu=gpu):
         return linear + lora + normed + math.ceil(state.bytes(row, element))
     return linear + lora + normed + element * _attention_values(dims, layer, gpu=gpu) + scores
+
+
+def _collapsed_bytes(dims: ModelDims, element: int) -> int:
+    """Of several residual streams, for attention and for the MLP: what they become together, its norm, what
+    goes back to them, and the weights of the streams at first and after each of DeepSeek-V4's 20 rounds."""
+    streams = dims.hidden_streams
+    return 2 * (dims.hidden_size * (2 * element + 4) + 21 * 2 * 4 * (streams**2 + streams))
+
+
+def _compression(dims: ModelDims, layer: int) -> Compression | None:
+    return dims.compressions[layer] if dims.compressions else None
+
+
+def _compressed_bytes(dims: ModelDims, config: Config, layer: int, row: int, element: int) -> float:
+    """DeepSeek-V4's attention beside its scores: what compresses tokens; an index over those with its queries
+    and twice the scores of each head in float32, what it chooses, and where. Of several rows torch copies
+    keys, values and compressed tokens to multiply them: for each head, or for each query of the index."""
+    compression = dims.compressions[layer]
+    several = config.micro_batch_rows(config.rule.replica_count) * config.rows_per_unit > 1
+    keys, heads, head = compression.keys(row), compression.index_heads, compression.index_head
+    kept = compression.width * (4 + 2 * element) + 4 * heads * head
+    if heads:
+        kept += keys * (8 * heads + 10 + 4 * head * several)
+    return kept + element * dims.pair_widths[layer][0] * several * (row + keys) / row
 
 
 def _attention_values(dims: ModelDims, layer: int, *, gpu: bool) -> int:
@@ -140,9 +170,12 @@ def index_scratch_bytes(dims: ModelDims, row: int, layer: int, dtype: str) -> in
     """Bytes per token of a micro-batch that an index of a layer needs for a moment, beside rows of `row`.
 
     transformers holds the scores of every key and index head in float32, twice at once (as it scales, cuts or
-    masks them); where heads choose apart, then the choice and the mask of every query head.
+    masks them); where heads choose apart, then the choice and the mask of every query head. Of an index over
+    compressed tokens as much, beside what is kept.
     """
     heads, apart = _index(dims, layer)
+    if compression := _compression(dims, layer):
+        return compression.keys(row) * 8 * compression.index_heads
     return row * max(8 * heads, (2 + ELEMENT_BYTES[dtype]) * dims.num_heads * apart)
 
 

@@ -53,7 +53,14 @@ def layer_table(dims: ModelDims, config: Config, dtype: str) -> LayerTable:
 
 
 def _kind(dims: ModelDims, lora: LoraConfig, layer: int) -> object:
-    of_layer = (dims.pair_widths, dims.indexes, dims.cache_widths, dims.quantised)
+    of_layer = (
+        dims.pair_widths,
+        dims.indexes,
+        dims.cache_widths,
+        dims.compressions,
+        dims.states,
+        dims.quantised,
+    )
     return (
         dims.attention_params[layer],
         dims.dense_params[layer],

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from kt_ray.batch import IGNORE, PassSpec
@@ -414,13 +415,13 @@ _STATES: dict[str, dict[str, Any]] = {  # whose second layer has one only if tol
         *((family, "float32") for family in ("jamba", "qwen3_next")),
         *(
             (family, "bfloat16")
-            for family in ("afmoe", "axk2", "beam", "deepseek_v32", "gemma4_text", "gpt_oss")
+            for family in ("afmoe", "axk2", "beam", "deepseek_v32", "deepseek_v4", "gemma4_text", "gpt_oss")
         ),
     ],
 )
 def test_a_plan_counts_what_other_layers_keep(tmp_path: Path, family: str, dtype: str) -> None:
     """A state that goes from token to token keeps many times what attention over keys does. Others have more
-    norms, sinks, or an index."""
+    norms, sinks, an index, compressed tokens or several streams."""
     tokens, rows = 72, 2  # of two chunks, of which the second is not full
     save_whole(write_config(tmp_path, family, **_STATES.get(family, {})))
     dims = dims_from_config(json.loads((tmp_path / "config.json").read_text()), family)
@@ -428,8 +429,10 @@ def test_a_plan_counts_what_other_layers_keep(tmp_path: Path, family: str, dtype
     stage = Stage(StageSpec(str(tmp_path), (0, 2), 4, lora=LORA, **how))  # type: ignore[arg-type]
     spec = pass_spec(random_rows(rows, lengths=(tokens,)))
     loop = stage.begin(spec, 0, NoExperts(), DirectLink(0, {}))
-    weights = [*stage.model.causal.parameters(), *stage.model.causal.buffers()]
-    own = {t.untyped_storage().data_ptr() for t in weights}
+    others: list[Any] = [*stage.model.causal.parameters(), *stage.model.causal.buffers()]
+    for micro in loop.groups[0].micro:  # masks and rotations, which all layers share
+        others += tree_leaves([(call.args, call.kwargs) for call in micro.calls.values()])
+    own = {t.untyped_storage().data_ptr() for t in others if isinstance(t, Tensor)}
     saved: dict[int, Tensor] = {}
 
     def note(tensor: Tensor) -> Tensor:

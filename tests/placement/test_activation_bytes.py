@@ -10,8 +10,6 @@ import pytest
 
 from kt_ray.placement.activation_bytes import index_scratch_bytes, layer_activation_bytes, mask_bytes
 from kt_ray.placement.plan import make_plan
-
-
 from kt_ray.placement.range_memory import heads_width
 from kt_ray.placement.wave_tokens import load_of
 from tests.placement.configs import make_config, make_hardware, small_dims

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kt_ray.dims.model_dims import Quantised
+from kt_ray.dims.model_dims import Compression, Quantised, StateValues
 from kt_ray.placement.layer_table import layer_table
 from kt_ray.placement.lora_sizes import lora_params
 from tests.placement.configs import SMALL, make_config, small_dims
@@ -32,6 +32,18 @@ def test_layers_that_differ_in_lora_alone_are_of_two_kinds() -> None:
     assert len({*layer_table(dims, make_config(), "bfloat16").kinds}) == 1
     some = layer_table(dims, make_config(lora={"layers": [1]}), "bfloat16")
     assert some.kinds == (0, 1, 0, 0) and [n > 0 for n in some.lora_params] == [False, True, False, False]
+
+
+def test_layers_that_differ_in_what_they_keep_alone_are_of_two_kinds() -> None:
+    """Jamba's Mamba is estimated as its attention."""
+    dims = small_dims("olmoe")
+    of_some = {
+        "states": (None, StateValues(plain=1), None, None),
+        "compressions": (Compression(), Compression(4), Compression(), Compression()),
+    }
+    for name, values in of_some.items():
+        table = layer_table(replace(dims, **{name: values}), make_config(), "bfloat16")  # type: ignore[arg-type]
+        assert table.kinds == (0, 1, 0, 0)
 
 
 def test_another_question_gets_another_answer() -> None:
