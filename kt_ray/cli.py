@@ -269,6 +269,6 @@ def _as_process_arguments(arguments: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = argv
-        del os.environ["HYDRA_FULL_ERROR"]
+        os.environ.pop("HYDRA_FULL_ERROR", None)  # a reward may have cleared them
         if full is not None:
             os.environ["HYDRA_FULL_ERROR"] = full

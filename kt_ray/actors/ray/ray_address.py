@@ -84,9 +84,14 @@ def started_here(file: Path) -> Running | str | None:
     return doubt or Running(address, "ray start")
 
 
+def ray_directory() -> Path:
+    """Ray's own: sessions, their logs, the running cluster's address."""
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
+
+
 def address_file() -> Path:
     """Where `ray start` leaves the address of its cluster (a crash leaves it behind)."""
-    return Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    return ray_directory() / "ray_current_cluster"
 
 
 def answers(address: str, timeout: float = 5.0) -> bool:

@@ -31,6 +31,7 @@ from kt_ray.actors.ray.ray_address import (
     dashboard_hint,
     dashboard_url,
     free_port,
+    ray_directory,
     running_cluster,
 )
 from kt_ray.actors.ray.ray_guard import RayGuard
@@ -238,7 +239,7 @@ class RayCluster(ActorCluster):
                 if isinstance(error, OSError) and error.errno in UNWRITABLE:  # it stays so
                     raise UserError(
                         "Ray cannot write its directory",
-                        where=os.environ.get("RAY_TMPDIR", "/tmp"),
+                        where=str(ray_directory().parent),
                         observed=why,
                         remedy="free space there, or set RAY_TMPDIR to another directory, with a short "
                         "name; cluster=local runs without Ray",
@@ -249,7 +250,7 @@ class RayCluster(ActorCluster):
                         observed=why,
                         required=f"a start within Ray's own time limits, in {START_ATTEMPTS} attempts",
                         remedy="start the run again when the host is less busy, set cluster=local (no Ray), "
-                        "or look into /tmp/ray/session_latest/logs",
+                        f"or look into {ray_directory()}/session_latest/logs",
                     ) from error
                 without = " without its dashboard" if port and attempt + 1 == START_ATTEMPTS else ""
                 logger.warning("Ray did not start, once more%s: %s", without, why)
@@ -510,9 +511,8 @@ class RayCluster(ActorCluster):
         spec = self._actor_specs[handle.address]
         if placement_group_table(spec.place.placement_group).get("state") == "CREATED":
             how = f"did not answer for {timeout:.0f} s"
-            remedy = (
-                "raise cluster.start_timeout if it is only slow, or look into /tmp/ray/session_latest/logs"
-            )
+            logs = ray_directory() / "session_latest/logs"
+            remedy = f"raise cluster.start_timeout if it is only slow, or look into {logs}"
             return self._death(handle, ActorDied(error, how, remedy))
         free = ray.available_resources()
         alive = sum(1 for node in ray.nodes() if node["Alive"])
