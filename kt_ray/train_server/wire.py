@@ -79,11 +79,6 @@ def data_of(message: Any, backend: Backend) -> list[Datum]:
     message.DiscardUnknownFields()
     if message.ByteSize() != given:
         raise bad("the message has fields that tinker 0.38 does not know; leave them out", "data")
-    if any(datum.model_input_spans or datum.loss_fn_input_spans for datum in message.data):
-        raise bad(
-            "provenance of tokens (Datum.with_provenance) is used by no loss of this server; leave it out",
-            "data",
-        )
     if not message.data:
         raise bad("data is empty; send at least one datum", "data")
     return [_datum(datum, loss, f"data[{i}]", backend) for i, datum in enumerate(message.data)]

@@ -105,10 +105,6 @@ PASSES = {
         lambda made: made.data[0].MergeFromString(b"\x9a\x06\x00"),
         "fields that tinker 0.38 does not know",
     ),
-    "provenance": (
-        lambda made: made.data[0].model_input_spans.add(),
-        r"provenance of tokens \(Datum.with_provenance\)",
-    ),
     "empty chunk": (lambda made: made.data[0].model_input.add(), "a chunk of no kind"),
     "no targets": (
         lambda made: made.data[0].loss_fn_inputs.pop("target_tokens"),

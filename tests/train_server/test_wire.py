@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output
 from tinker.types.forward_backward_input import ForwardBackwardInput
@@ -54,6 +55,18 @@ def test_damaged_passes_are_read_or_refused() -> None:
         except ApiError:
             refused += 1
     assert 0 < refused < 2000
+
+
+def test_provenance_changes_nothing() -> None:
+    """The cookbook's RL sends it with every loss; those of this server do not read it."""
+    plain = datum([2, 3, 4])
+    spans = [types.SampledProvenanceSpan(sequence_id="a", length=3)]
+    for row in (plain, plain.with_provenance(model_input=spans, loss_fn_inputs=spans)):
+        given = ForwardBackwardInput(data=[row], loss_fn="cross_entropy")
+        request = ForwardBackwardRequest(forward_backward_input=given, model_id="m", seq_id=1)
+        body = forward_backward_request_to_proto(request).SerializeToString()
+        (read,) = wire.data_of(wire.pass_request(body), FakeBackend())
+        assert read.tokens.tolist() == [2, 3, 4]
 
 
 def test_metrics_say_how_parts_are_joined_and_rows_keep_their_lengths() -> None:
