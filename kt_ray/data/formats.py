@@ -189,7 +189,8 @@ class Parser:
         chosen, *rejected = (
             tuple(_with_system(messages, self.system)) for messages in _PARSE[self.format](row, where)
         )
-        if (_own_system(row, where) or chosen[0]["content"]) != chosen[0]["content"]:
+        first = chosen[0]["content"].strip()
+        if (_own_system(row, where) or first).strip() != first:
             self.unread["system, where turns begin with another one"] = None
         return Conversation(chosen, sample_id, where, tools, rejected[0] if rejected else None, label)
 
@@ -322,28 +323,34 @@ def _turns_with_system(row: dict[str, Any], where: str, name: str) -> list[Turn]
 
 def _answered(row: dict[str, Any], prompt: list[Turn], where: str, name: str) -> list[Turn]:
     """The row's prompt with the answer under `name`, which may hold the prompt itself."""
-    messages = answer_of(row[name], prompt, where, name)
+    messages = _with_system(answer_of(row[name], prompt, where, name), _own_system(row, where))
     if role_of(row[name], 0) in ("system", "user"):
         _hold_prompt(messages, row, where, name)
-    return _with_system(messages, _own_system(row, where))
+    return messages
 
 
 def _hold_prompt(messages: list[Turn], row: dict[str, Any], where: str, name: str) -> None:
     """Refuse a prompt that the conversation under `name` beside it lacks: nobody would miss it. One that says
-    the whole conversation in one text is held by it."""
-    asked = [message["content"] for message in messages[:-1]]
-    last = next(turn["content"].strip() for turn in reversed(messages) if turn["role"] == "user")
+    the whole conversation in one text is held by it. White space is not compared: files differ in it."""
+    asked = [_packed(message["content"]) for message in messages[:-1]]
+    last = next(_packed(turn["content"]) for turn in reversed(messages) if turn["role"] == "user")
     for key in _PROMPTS:
-        lost = next((t for t in _asked(row.get(key)) if last not in t and not any(t in a for a in asked)), "")
-        if lost:
+        for text in _asked(row.get(key)):
+            packed = _packed(text)
+            if last in packed or any(packed in turn for turn in asked):
+                continue
             hide = f"{key}:null" if name in ("chosen", "rejected") else f"conversations:{name},{key}:null"
             raise bad_row(
                 f"{name} is a conversation of its own, without what {key} of the row says",
                 where,
-                kind(lost),
+                kind(text),
                 f"the whole conversation in {name}, or its answer alone",
                 f"write the prompt into the conversation; data.columns={{{hide}}} trains without it",
             )
+
+
+def _packed(text: str) -> str:
+    return "".join(text.split())
 
 
 def _asked(value: Any) -> list[str]:

@@ -261,7 +261,8 @@ def test_a_rows_system_prompt_goes_before_lists_of_turns(row: Any) -> None:
 
 def test_a_system_prompt_beside_another_one_is_told() -> None:
     parser = Parser("auto", "default")
-    for own, unread in (("own", []), ("other", ["system, where turns begin with another one"])):
+    told = ["system, where turns begin with another one"]
+    for own, unread in (("own", []), ("own\n", []), ("other", told)):
         row = {"system": own, **chat(("system", "own"), *QA)}
         assert parser(row, "", 0).messages[0]["content"] == "own" and [*parser.unread] == unread
 
@@ -409,6 +410,17 @@ def test_a_prompt_beside_a_whole_conversation_is_not_left_out(prompt: Any) -> No
         parse(pair)
     for same in ("Q2 ", "user: Q1 assistant: A1 user: Q2", [asked], ""):
         parse(pair | {"prompt": same})
+    first = {"role": "system", "content": "S"}
+    found, _ = parse(pair | {"prompt": [first, asked], "system": "S"})
+    assert found.messages[0] == first
+
+
+def test_a_prompt_beside_a_conversation_may_have_other_white_space() -> None:
+    turns = chat(("user", "One  line,\nanother"), ("assistant", "A"), ("assistant", "B"))
+    asked, good, bad = turns["messages"]
+    for same in ("One line, another", "One  line,\r\nanother\n", "Human: One line,\n\nanother Assistant:"):
+        found, _ = parse({"prompt": same, "chosen": [asked, good], "rejected": [asked, bad]})
+        assert found.messages[0] == asked
 
 
 def test_an_older_call_is_not_left_out() -> None:
