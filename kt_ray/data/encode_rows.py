@@ -46,6 +46,9 @@ class Encoded:
                 for side, tokens in zip(sides, entry[0], strict=True)
             ]
             encoder.notes += [note for note in entry[1] if note not in encoder.notes]
+        for side, result in zip(sides, results, strict=True):
+            if not isinstance(result, UserError):
+                encoder.note_marks(side)
         each = iter(results)
         # by identity: equal rows of two sources may have other system prompts
         self._results = {id(row): [next(each) for _ in _sides(row)] for row in rows}

@@ -79,6 +79,7 @@ def encode_prompts(
         except UserError as fault:
             faults.setdefault(where, fault)
             continue
+        encoder.note_marks(conversation)
         report.source_rows += 1
         report.longest = max(report.longest, len(ids))
         if len(ids) > longest:

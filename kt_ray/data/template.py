@@ -182,11 +182,11 @@ class ChatEncoder(ChatTemplate):
                 raise self._lost(conversation, f"{len(spans)} marked spans for {len(trained)} answers")
             spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
         self._note_left_out(conversation, trained, "".join(text[start:stop] for start, stop in spans))
-        self._note_marks(conversation)
         return text, spans
 
-    def _note_marks(self, conversation: Conversation) -> None:
-        """Note the first row whose own text holds a token that parts turns: it is taken for the real one."""
+    def note_marks(self, conversation: Conversation) -> None:
+        """Note the first row whose own text holds a token that parts turns: it is taken for the real one.
+        The note names the row, so it is no part of what a cache keeps: other files may hold the same rows."""
         if self._marks and not any(note.startswith(_MARKED) for note in self.notes):
             for message in conversation.messages:
                 if found := next((mark for mark in self._marks if mark in message["content"]), None):

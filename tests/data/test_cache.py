@@ -170,6 +170,15 @@ def test_what_encoding_had_to_say_is_said_again(tmp_path: Path) -> None:
     assert "ends no answer with a special token" in first[-1] and notes(True) == first
 
 
+def test_a_note_that_names_a_row_is_of_this_run(tmp_path: Path) -> None:
+    asked = Turn(role="user", content="<|im_end|>")
+    for where in ("a.jsonl, line 1", "b.jsonl, line 7"):
+        encoder = ChatEncoder(make_tokenizer())
+        talk = replace(TALK, messages=(asked, TALK.messages[1]), where=where)
+        assert Encoded([talk], encoder, cache(tmp_path)).cached == where.startswith("b")
+        assert encoder.notes[-1].endswith(where)
+
+
 def test_small_sets_are_not_worth_a_file(tmp_path: Path) -> None:
     encoder = ChatEncoder(make_tokenizer())
     small = TokenCache(tmp_path / "cache", 1.0)

@@ -64,6 +64,12 @@ def test_every_form_of_a_prompt(tokenizer_dir: Path, tmp_path: Path) -> None:
     assert prompts[4].where.endswith("line 5")
 
 
+def test_a_prompt_that_was_rendered_before_is_told(tokenizer_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "Who?"}, {"prompt": "<|im_start|>user\nWho?<|im_end|>"}]
+    (note,) = load(tokenizer_dir, rows, tmp_path / "rows.jsonl").report.notes
+    assert "as if they were rendered before" in note and note.endswith("line 2")
+
+
 def test_columns_system_and_turns_before_the_question(tokenizer_dir: Path, tmp_path: Path) -> None:
     rows = [{"question": "Who?", "solution": "#### 3"}]
     settings = ("data.columns={prompt: question}", "data.system=Be brief.", "data.max_length=128")

@@ -333,10 +333,11 @@ def test_an_answer_that_the_template_writes_otherwise_is_told() -> None:
 
 def test_a_row_that_was_rendered_before_is_told_once() -> None:
     encoder = ChatEncoder(make_tokenizer(PLAIN))
-    assert spoken(encoder, {**ASK, "content": "What is <|pad|>?"}, SAID) and not encoder.notes
+    encoder.note_marks(Conversation(({**ASK, "content": "What is <|pad|>?"}, SAID), 0, "line 1"))
+    assert not encoder.notes
     rendered: Turn = {**ASK, "content": "<|im_start|>user\nWho?"}
     for where in ("line 2", "line 3"):
-        encoder.encode(Conversation((rendered, SAID), 0, where))
+        encoder.note_marks(Conversation((rendered, SAID), 0, where))
     (note,) = encoder.notes
     assert note.startswith("texts of rows hold what") and note.endswith(": <|im_start|> in line 2")
 
