@@ -51,7 +51,9 @@ def sample_of(request: Any, backend: Backend, adapter: str | bool) -> SampleRequ
     """
     for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
         if getattr(request, name):
-            raise bad(f"{name} is not supported by this server; leave it out", name)
+            why = "it is for stable_reinforce, to which importance_sampling is the nearest loss here"
+            more = f" ({why})" if name == "record_stability_info" else ""
+            raise bad(f"{name} is not supported by this server; leave it out{more}", name)
     if not 1 <= request.num_samples <= MOST_SAMPLES:
         raise bad(f"num_samples is {request.num_samples}, required 1 to {MOST_SAMPLES}", "num_samples")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
