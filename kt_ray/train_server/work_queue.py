@@ -189,6 +189,10 @@ class WorkQueue:
                     why = f"request {order.next} of this model never came; those after it cannot run"
                     if any(work.loads for work in order.waiting.values()):
                         order.barred = f"{why}, a load of a state among them. To fix: load it again"
+                    for number in sorted(order.waiting):
+                        work = order.waiting[number]
+                        if work.promise is None and work.run is not None:  # what a refused one leaves behind
+                            work.run()
                     self._fail(order, why)
                     order.next = max(order.waiting) + 1
                     order.waiting.clear()

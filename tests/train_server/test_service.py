@@ -155,6 +155,10 @@ def test_a_gap_in_a_models_numbers_spoils_its_step(raw: Raw, monkeypatch: pytest
     assert "a load of a state among them" in raw.result(raw.step(model, 8))["error"]
     raw.result(raw.post("load_weights", model_id=model, seq_id=9, **load))
     assert "metrics" in raw.result(raw.step(model, 10))
+    gone = {"model_id": model, "seq_id": 12, "path": f"{load['path']}x", "optimizer": True}
+    assert raw.http.post("load_weights", json=gone).status_code == 404  # number 11 never comes
+    assert "never came" in raw.result(raw.passed(model, 13))["error"]
+    assert "request 12, had failed" in raw.result(raw.step(model, 14))["error"]
 
 
 def test_a_state_of_other_settings_is_refused(tmp_path: Path) -> None:
