@@ -181,23 +181,28 @@ def left_out(data: DataConfig) -> list[str]:
     evaluated = [data.eval_path] if isinstance(data.eval_path, str) else data.eval_path or []
     folders = [*map(Path, evaluated)]
     used = {file.resolve() for file in _local_files(data)}
+    trained = [
+        (source, name)
+        for source in sources_of(data)
+        for name in ([source.path] if isinstance(source.path, str) else source.path)
+        if not is_hub(name)
+    ]
+    read = [*(name for _, name in trained), *(name for name in evaluated if not is_hub(name))]
     notes = []
-    for source in sources_of(data):
-        for name in [source.path] if isinstance(source.path, str) else source.path:
-            if is_hub(name):
-                continue
-            path = Path(name).expanduser()
-            if unread := unread_files(path):
-                notes.append(f"{name}: not read: {_first(unread)}; what is read: {KINDS}")
-            if source.split is not None or Path(name) in folders:
-                continue
-            others = other_splits(path, source.key).items()
-            named = [f"{file} ({split})" for file, split in others if (path / file).resolve() not in used]
-            if named:
-                notes.append(
-                    f"{name}: not trained on, since their names tell another split: {_first(named)}; to "
-                    f"train on them, list the files in {source.key}"
-                )
+    for folder in dict.fromkeys(Path(name).expanduser() for name in read):  # once, with several splits, too
+        if unread := unread_files(folder):
+            notes.append(f"{folder}: not read: {_first(unread)}; what is read: {KINDS}")
+    for source, name in trained:
+        if source.split is not None or Path(name) in folders:
+            continue
+        path = Path(name).expanduser()
+        others = other_splits(path, source.key).items()
+        named = [f"{file} ({split})" for file, split in others if (path / file).resolve() not in used]
+        if named:
+            notes.append(
+                f"{name}: not trained on, since their names tell another split: {_first(named)}; to "
+                f"train on them, list the files in {source.key}"
+            )
     return notes
 
 

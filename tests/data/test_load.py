@@ -130,8 +130,14 @@ def test_files_that_a_name_alone_leaves_out_are_told(config: Build, tmp_path: Pa
     assert not load(config(sources=sources)).report.notes
     for other in ("README", "load.py", ".hidden.gz", "more.jsonl.gz"):
         Path(folder, other).write_bytes(b"\x1f\x8bpacked" if other.endswith("gz") else b"")
-    (note,) = load(config(path=folder, split="train")).report.notes
-    assert note.startswith(f"{folder}: not read: more.jsonl.gz; what is read: .jsonl, ")
+    for asked in (
+        {"path": folder, "split": "train"},
+        {"path": named, "eval_path": folder},
+        {"sources": sources},
+    ):
+        notes = load(config(**asked)).report.notes
+        (note,) = (note for note in notes if "not read" in note)
+        assert note.startswith(f"{folder}: not read: more.jsonl.gz; what is read: .jsonl, ")
     with pytest.raises(UserError, match=r"a gzip archive.*\. To fix: unpack it"):
         load(config(path=f"{folder}/more.jsonl.gz"))
 
