@@ -48,13 +48,17 @@ def kimi_delta(heads: int, head: int) -> StateValues:
 
 
 def mamba2(heads: int, head: int, groups: int, state: int, chunk: int) -> StateValues:
-    """`mamba2_chunk_scan` of GraniteMoeHybrid and Nemotron-H, with the convolution and gated norm."""
+    """`mamba2_chunk_scan` of GraniteMoeHybrid and Nemotron-H, with the convolution and gated norm.
+
+    Its products copy what they take of B and C into an order of their own, where a micro-batch has more than
+    one chunk.
+    """
     inner, states = heads * head, heads * state
     convolved = inner + 2 * groups * state
     return StateValues(
         plain=(inner + convolved + heads) + convolved + inner + 2 * heads,
         wide=4 * inner + heads,
-        chunked=3 * inner + 3 * states + 3 * heads * chunk + 2 * inner * state / chunk + 2 * heads,
+        chunked=3 * inner + 5 * states + 3 * heads * chunk + 2 * inner * state / chunk + 2 * heads,
         chunk=chunk,
         row=2 * inner * state + chunk**2 / 2,  # the first state, and two masks of a chunk
         package="mamba_ssm",

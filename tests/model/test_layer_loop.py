@@ -401,10 +401,18 @@ def test_a_plan_counts_the_scores_that_a_cpu_holds(checkpoint: Checkpoint) -> No
 
 
 _STATES: dict[str, dict[str, Any]] = {  # whose second layer has one only if told
-    "granitemoehybrid": {"layer_types": ["attention", "mamba"] * 2},
+    "granitemoehybrid": {
+        "layer_types": ["attention", "mamba"] * 2,
+        "mamba_d_state": 64,  # as many as a chunk's tokens or more, as released
+        "mamba_chunk_size": 32,
+    },
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
-    "nemotron_h": {"layers_block_type": ["moe", "mamba", "attention", "moe"]},
+    "nemotron_h": {
+        "layers_block_type": ["moe", "mamba", "attention", "moe"],
+        "ssm_state_size": 64,
+        "chunk_size": 32,
+    },
 }
 
 
