@@ -103,7 +103,9 @@ class RunDir:
                 raise
         except OSError as error:
             place = named or root
-            link = next((p for p in (place, *place.parents) if p.is_symlink() and not p.exists()), None)
+            # Not Path's own, which raise where a name is too long or a directory may not be looked into.
+            links = (p for p in (place, *place.parents) if os.path.islink(p) and not os.path.exists(p))
+            link = next(links, None)
             observed = error.strerror or str(error)
             if link is not None:
                 observed = f"{link}, a link to {link.readlink()}, which is not there (a disk not mounted?)"

@@ -29,6 +29,11 @@ class RunDir(Directory):
         return run
 
 
+def test_a_root_that_cannot_be_looked_at_is_refused_by_its_key(tmp_path, make_config):
+    with pytest.raises(UserError, match=r"cannot be written.*File name too long.*set run\.root"):
+        RunDir.create(make_config(tmp_path / ("x" * 300)))
+
+
 def test_default_names_are_unique_and_absolute(tmp_path, make_config, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = make_config(Path("runs"), model="my org/model")
