@@ -128,7 +128,7 @@ def _guarded(check: Callable[[], Check]) -> Check:
 def _failed(name: str, error: Exception) -> Check:
     refused = refusal(error)
     if refused is not None:
-        return failed(name, f"{refused.what} ({refused.where})", refused.remedy)
+        return failed(name, f"{refused.what} ({refused.where or refused.observed})", refused.remedy)
     return failed(name, f"{type(error).__name__}: {error}", "report this as a bug, with this output")
 
 

@@ -83,6 +83,14 @@ def test_a_broken_check_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         verdict(check, FAIL, "/closed/config.json", "ask its owner")
 
 
+def test_memory_that_a_check_does_not_get_is_said_without_an_empty_place() -> None:
+    def plan() -> Check:
+        raise MemoryError("no 3 GiB")
+
+    check = doctor._guarded(plan)
+    verdict(check, FAIL, "no more memory (no 3 GiB)")
+
+
 def test_python() -> None:
     verdict(software.python((3, 11, 7)), PASS, "3.11.7")
     verdict(software.python((3, 10, 0)), FAIL, "3.11")
