@@ -236,10 +236,12 @@ class RayCluster(ActorCluster):
                 ray.shutdown()
                 guard.sweep()
                 why = _last_line(error)
-                if isinstance(error, OSError) and error.errno in UNWRITABLE:  # it stays so
+                place = ray_directory().parent  # which Ray makes, where it can
+                stays = isinstance(error, OSError) and (error.errno in UNWRITABLE or not place.is_dir())
+                if stays:
                     raise UserError(
                         "Ray cannot write its directory",
-                        where=str(ray_directory().parent),
+                        where=str(place),
                         observed=why,
                         remedy="free space there, or set RAY_TMPDIR to another directory, with a short "
                         "name; cluster=local runs without Ray",

@@ -307,12 +307,17 @@ def test_a_host_too_busy_for_ray_is_said_in_one_line(
     assert caplog.text.count("once more: The current node timed out") == 2
 
 
-def test_a_directory_that_ray_cannot_write_is_no_matter_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", "/scratch")
-    full = OSError(errno.ENOSPC, "No space left on device", "/scratch/ray")
-    asked, cleaned, start = starts(monkeypatch, [full], dashboard=False)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOENT])
+def test_a_directory_that_ray_cannot_write_is_no_matter_of_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
+) -> None:
+    place = tmp_path / "scratch"
+    place.symlink_to(tmp_path if code == errno.ENOSPC else "/nowhere")
+    monkeypatch.setenv("RAY_TMPDIR", str(place))
+    fault = OSError(code, why := os.strerror(code), f"{place}/ray")
+    asked, cleaned, start = starts(monkeypatch, [fault], dashboard=False)
     with pytest.raises(
-        UserError, match=r"its directory; at /scratch; found .*No space.*RAY_TMPDIR"
+        UserError, match=rf"its directory; at .*/scratch; found .*{why}.*RAY_TMPDIR"
     ) as raised:
         start()
     assert not isinstance(raised.value, TryAgain)
