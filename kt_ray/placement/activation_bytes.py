@@ -5,6 +5,7 @@ masks. Per token, but where a function says otherwise.
 from __future__ import annotations
 
 import math
+from functools import cache
 from importlib.util import find_spec
 
 from kt_ray.config.schema import Config
@@ -119,7 +120,12 @@ def _scores_held(dims: ModelDims, config: Config, layer: int, row: int) -> bool:
 
 def by_torch(state: StateValues, *, gpu: bool) -> bool:
     """Whether torch's own functions compute a state, which keep what it says, and no package's kernels."""
-    return not gpu or not state.package or find_spec(state.package) is None
+    return not gpu or not state.package or not installed(state.package)
+
+
+@cache
+def installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def may_retain(dims: ModelDims, *, gpu: bool) -> bool:

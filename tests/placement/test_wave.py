@@ -167,9 +167,9 @@ def test_what_a_packages_kernels_keep_of_a_state_is_not_known(
 ) -> None:
     dims = small_dims(family)
     assert attention_kinds(config_of(8), dims, "cpu")[0] == "retain"
-    for found in (None, "there"):
-        monkeypatch.setattr("kt_ray.placement.activation_bytes.find_spec", lambda name, found=found: found)
-        assert may_retain(dims, gpu=True) == (found is None)
+    for found in (False, True):
+        monkeypatch.setattr("kt_ray.placement.activation_bytes.installed", lambda name, found=found: found)
+        assert may_retain(dims, gpu=True) == (not found)
 
 
 def test_groups_follow_the_wave() -> None:
