@@ -350,9 +350,13 @@ def test_a_signal_while_ray_starts_ends_the_run_in_its_own_way(
     monkeypatch.setattr(ray_cluster_module.ray, "init", init)
     guard: Any = SimpleNamespace(own_ray=contextlib.nullcontext)
     cluster.config = ClusterConfig(dashboard=False)
-    with _interrupted():
-        before = signal.getsignal(signal.SIGTERM)
-        with pytest.raises(Ended):
-            cluster._start_local(guard)
-        assert signal.getsignal(signal.SIGTERM) is before
+    hup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which these tests may run under, ignores it
+    try:
+        with _interrupted():
+            before = signal.getsignal(signal.SIGTERM)
+            with pytest.raises(Ended):
+                cluster._start_local(guard)
+            assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGHUP, hup)
     assert signal.SIGHUP in blocked and signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
