@@ -207,8 +207,7 @@ def _deepseek_v4(keys: Keys, layer: int, parts: LayerParts) -> None:
         parts.cache = parts.cache._replace(token=head / ratio, row=kept)
         if fine:
             index_heads, index_head = keys.size("index_n_heads"), keys.size("index_head_dim")
-            width = 2 * (head + index_head)
-            parts.compression = Compression(ratio, width, index_heads, index_head)
+            parts.compression = Compression(ratio, overlap * head, index_heads, index_head)
             parts.attention += 2 * index_head * ratio + index_head
             kept += 2 * (2 * index_head * (ratio - 1) + index_head * ratio)
             parts.cache = parts.cache._replace(token=(head + index_head) / ratio, row=kept)

@@ -49,11 +49,9 @@ def layer_activation_bytes(
     scores = 0
     row = longest_row(dims, config) if generates(config) else config.data.widest_row
     if holds_scores(dims.model_type, config.model.attn_implementation):
-        keys = row
-        if compression := _compression(dims, layer):
-            keys += compression.keys(row) + 1  # and the sink
+        if _compression(dims, layer):
             scores = math.ceil(_compressed_bytes(dims, config, layer, row, element))
-        scores += keys * dims.num_heads * (element + 4)
+        scores += _scores(dims, layer, row) * (element + 4)
     elif not generates(config):
         window = dims.pair_widths[layer][1] if dims.pair_widths else 0
         # torch adds a mask in the type of the queries, and autograd keeps it. Blocks have their keys and
@@ -81,17 +79,20 @@ def _compression(dims: ModelDims, layer: int) -> Compression | None:
     return dims.compressions[layer] if dims.compressions else None
 
 
+def _scores(dims: ModelDims, layer: int, row: int) -> int:
+    """Scores of a token; DeepSeek-V4's of compressed tokens and the sink, too."""
+    compression = _compression(dims, layer)
+    return dims.num_heads * (row + (compression.keys(row) + 1 if compression else 0))
+
+
 def _compressed_bytes(dims: ModelDims, config: Config, layer: int, row: int, element: int) -> float:
-    """DeepSeek-V4's attention beside its scores: what compresses tokens; an index over those with its queries
-    and twice the scores of each head in float32, what it chooses, and where. Of several rows torch copies
-    keys, values and compressed tokens to multiply them: for each head, or for each query of the index."""
+    """DeepSeek-V4's attention beside its scores: what compresses tokens. Of several rows torch copies keys,
+    values and compressed tokens for each head, to multiply them. Of the index nothing waits for backward:
+    what it chooses has no gradient."""
     compression = dims.compressions[layer]
     several = config.micro_batch_rows(config.rule.replica_count) * config.rows_per_unit > 1
-    keys, heads, head = compression.keys(row), compression.index_heads, compression.index_head
-    kept = compression.width * (4 + 2 * element) + 4 * heads * head
-    if heads:
-        kept += keys * (8 * heads + 10 + 4 * head * several)
-    return kept + element * dims.pair_widths[layer][0] * several * (row + keys) / row
+    copies = dims.pair_widths[layer][0] * several * (row + compression.keys(row)) / row
+    return compression.width * (4 + 2 * element) + element * copies
 
 
 def _attention_values(dims: ModelDims, layer: int, *, gpu: bool) -> int:
@@ -177,12 +178,22 @@ def index_scratch_bytes(dims: ModelDims, row: int, layer: int, dtype: str) -> in
 
     transformers holds the scores of every key and index head in float32, twice at once (as it scales, cuts or
     masks them); where heads choose apart, then the choice and the mask of every query head. Of an index over
-    compressed tokens as much, beside what is kept.
+    compressed tokens three times, and in float32 those tokens for each query.
     """
     heads, apart = _index(dims, layer)
     if compression := _compression(dims, layer):
-        return compression.keys(row) * 8 * compression.index_heads
+        return compression.keys(row) * (12 * compression.index_heads + 4 * compression.index_head)
     return row * max(8 * heads, (2 + ELEMENT_BYTES[dtype]) * dims.num_heads * apart)
+
+
+def scores_scratch_bytes(dims: ModelDims, config: Config, row: int, layer: int, dtype: str) -> int:
+    """Bytes per token of a micro-batch that eager attention needs for a moment beside the scores it keeps:
+    around softmax, forward as backward, 12 bytes of each are there at once."""
+    if not holds_scores(dims.model_type, config.model.attn_implementation):
+        return 0
+    if dims.states and (dims.states[layer] or not dims.pair_widths[layer][0]):  # it has no scores
+        return 0
+    return _scores(dims, layer, row) * (8 - ELEMENT_BYTES[dtype])
 
 
 def _index(dims: ModelDims, layer: int) -> tuple[int, bool]:

@@ -21,8 +21,9 @@ Attention worker with n layers:
                       it, its dropout masks, q/k/v): all groups of a layer are recomputed before the first is
                       released, unless rule.activations has one micro-batch of each recomputed at a time; with
                       rule.activations=retain that of all layers is kept, and none is recomputed; what
-                      a LoRA module or an index needs for a moment, of one micro-batch
-                      (`adapter_scratch_bytes`, `index_scratch_bytes`). By ranges: range_memory.py;
+                      a LoRA module, an index or eager attention needs for a moment, of one
+                      micro-batch (`adapter_scratch_bytes`, `index_scratch_bytes`,
+                      `scores_scratch_bytes`). By ranges: range_memory.py;
                       T_r * data.max_length of attention masks, kept for the whole pass (`mask_bytes`)
     logits            rows of one chunk * vocabulary * (b + 12), on the last stage: logits, and their
                       log-probabilities and two gradients in float32
@@ -51,12 +52,14 @@ from kt_ray.placement.activation_bytes import (
     index_scratch_bytes,
     layer_activation_bytes,
     mask_bytes,
+    scores_scratch_bytes,
 )
 from kt_ray.placement.engine_memory import HUGE_PAGE, engine_shape, rounded
 from kt_ray.placement.expert_load import touched
 from kt_ray.placement.generation_memory import (
     generates,
     generation_items,
+    longest_row,
     step_tokens,
     within_training,
 )
@@ -371,6 +374,7 @@ def worker_items(
         layer: max(
             adapter_scratch_bytes(dims, config, layer, dtype, gpu=gpu),
             index_scratch_bytes(dims, load.row, layer, dtype),
+            scores_scratch_bytes(dims, config, load.row, layer, dtype),
         )
         for layer in kinds
     }
@@ -428,8 +432,14 @@ def worker_items(
     }
 
     def generating(config: Config) -> dict[str, float]:
-        index = {n: index_scratch_bytes(dims, step_tokens(config), n, dtype) for n in kinds}
-        largest = max(size + index[layer] for layer, size in kept_by_layer.items()) + hidden * 8
+        moment = {
+            n: max(
+                index_scratch_bytes(dims, step_tokens(config), n, dtype),
+                scores_scratch_bytes(dims, config, longest_row(dims, config), n, dtype),
+            )
+            for n in kinds
+        }
+        largest = max(size + moment[layer] for layer, size in kept_by_layer.items()) + hidden * 8
         return generation_items(dims, config, own, last=last, layer=largest, element=element)
 
     if generates(config):

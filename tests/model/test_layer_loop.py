@@ -416,6 +416,13 @@ _STATES: dict[str, dict[str, Any]] = {  # whose second layer has one only if tol
 }
 
 
+class _Kept:
+    """A tensor that autograd keeps."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
@@ -441,24 +448,26 @@ def test_a_plan_counts_what_other_layers_keep(tmp_path: Path, family: str, dtype
     for micro in loop.groups[0].micro:  # masks and rotations, which all layers share
         others += tree_leaves([(call.args, call.kwargs) for call in micro.calls.values()])
     own = {t.untyped_storage().data_ptr() for t in others if isinstance(t, Tensor)}
-    saved: dict[int, Tensor] = {}
+    waiting: list[weakref.ref[_Kept]] = []  # those of graphs that nobody needs, as of an index, are gone
 
-    def note(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+    def note(tensor: Tensor) -> _Kept:
+        held = _Kept(tensor.detach())
+        waiting.append(weakref.ref(held))
+        return held
 
     loop.run(Op("embed", 0, 0))
     for layer in range(2):
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        waiting.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda held: held.tensor):
             loop.run(Op("forward", layer, 0))
             if layer in stage.moe_layers:
                 loop.run(Op("join", layer, 0))
-    kept = sum(t.untyped_storage().nbytes() for address, t in saved.items() if address not in own)
+    storages = [held.tensor.untyped_storage() for held in (ref() for ref in waiting) if held is not None]
+    kept = sum({t.data_ptr(): t.nbytes() for t in storages if t.data_ptr() not in own}.values())
     config = make_config(lora={"rank": 2}, data={"max_length": tokens}, trainer={"micro_batch_size": rows})
     planned = rows * tokens * layer_activation_bytes(dims, config, 1, dtype)
     exact = bool(dims.states) and family != "lfm2_moe"  # whose projections are estimated as attention's
-    least = 0.8 if exact else 0.6
+    least = 0.7 if exact else 0.6
     assert least * planned <= kept <= planned
 
 

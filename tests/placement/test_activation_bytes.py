@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from kt_ray.placement.activation_bytes import index_scratch_bytes, layer_activation_bytes, mask_bytes
+from kt_ray.placement.activation_bytes import (
+    index_scratch_bytes,
+    layer_activation_bytes,
+    mask_bytes,
+    scores_scratch_bytes,
+)
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.range_memory import heads_width
 from kt_ray.placement.wave_tokens import load_of
@@ -65,6 +70,37 @@ def test_an_index_holds_its_scores() -> None:
     dense = dataclasses.replace(blocks, indexes=())
     more, less = (layer_activation_bytes(d, config, 1, "bfloat16", gpu=True) for d in (blocks, dense))
     assert more - less >= 2 * 32 * 100  # kept for backward
+
+
+def test_an_index_over_compressed_tokens_is_gone_when_scores_are_made() -> None:
+    """DeepSeek-V4's chooses without a gradient. Scores and the sink need 12 bytes each around softmax."""
+    dims = small_dims("deepseek_v4")
+    layer = next(n for n, own in enumerate(dims.compressions) if own.index_heads)
+    own, config = dims.compressions[layer], make_config(data={"max_length": 64})
+    many = [c._replace(index_heads=64 * c.index_heads) for c in dims.compressions]
+    alike = dataclasses.replace(dims, compressions=tuple(many))
+    kept = [layer_activation_bytes(d, config, layer, "bfloat16") for d in (dims, alike)]
+    assert kept[0] == kept[1]
+    keys = 64 // own.tokens
+    index = keys * (12 * own.index_heads + 4 * own.index_head)
+    assert index_scratch_bytes(dims, 64, layer, "bfloat16") == index
+    scores = dims.num_heads * (64 + keys + 1)
+    assert scores_scratch_bytes(dims, config, 64, layer, "bfloat16") == (12 - 2 - 4) * scores
+    eager = make_config(model={"attn_implementation": "eager"})
+    plain = small_dims("mixtral")
+    assert scores_scratch_bytes(plain, eager, 64, 1, "float32") == (12 - 4 - 4) * plain.num_heads * 64
+    assert scores_scratch_bytes(plain, config, 64, 1, "bfloat16") == 0
+
+
+def test_a_plan_has_room_for_scores_around_softmax() -> None:
+    """12 bytes of each, where it had the 6 that are kept for backward."""
+    dims, eager = small_dims("mixtral"), {"model": {"attn_implementation": "eager"}}
+    budgets = [
+        make_plan(dims, make_config(data={"max_length": row}, **eager), make_hardware(gpus=1)).budgets
+        for row in (2048, 4096)
+    ]
+    short, long = (next(b.items["workspace"] for b in of if not b.is_socket) for of in budgets)
+    assert long - short >= 12 * dims.num_heads * (4096**2 - 2048**2)
 
 
 @pytest.mark.parametrize(("family", "package"), [("kimi_linear", "fla"), ("nemotron_h", "mamba_ssm")])
