@@ -109,11 +109,13 @@ def _attention_values(dims: ModelDims, layer: int, *, gpu: bool) -> int:
 def _scores_held(dims: ModelDims, config: Config, layer: int, row: int) -> bool:
     """Whether a CPU holds the scores of short rows, in float32: of values narrower than keys, or wider
     (kt_ray/model/attention.py)."""
+    pair = dims.pair_widths[layer][0] if dims.pair_widths else 0
     if dims.states:  # beside which some layers attend
-        pair = dims.pair_widths[layer][0]
-        if dims.states[layer] or not pair or pair == 2 * heads_width(dims, layer):
+        if dims.states[layer] or not pair:
             return False
     elif not attends_everywhere(dims) or dims.attention_width == 3 * heads_width(dims, layer):
+        return False
+    if pair == 2 * heads_width(dims, layer):
         return False
     rows = config.micro_batch_rows(config.rule.replica_count) * config.rows_per_unit
     return 4 * rows * dims.num_heads * row**2 <= HELD_BYTES

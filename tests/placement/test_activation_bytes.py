@@ -136,6 +136,17 @@ def test_a_block_without_attention_keeps_no_queries() -> None:
     assert gone == [2 * dims.attention_width * own for own in plain] and max(gone) > 0
 
 
+def test_layers_with_narrower_heads_hold_no_scores() -> None:
+    """Gemma 4's with a window: their values are as wide as their keys, as those of other layers are."""
+    dims, config = small_dims("gemma4_text"), make_config(data={"max_length": 8})
+    widths = [3 * heads_width(dims, n) for n in range(dims.num_layers)]
+    assert min(widths) < dims.attention_width
+    few, many = (dataclasses.replace(dims, num_heads=heads) for heads in (dims.num_heads, 64))
+    for layer in range(dims.num_layers):
+        planned = [layer_activation_bytes(d, config, layer, "bfloat16") for d in (few, many)]
+        assert planned[0] == planned[1]
+
+
 def test_latent_attention_beside_states_holds_its_scores() -> None:
     """Kimi-Linear's, of short rows on a CPU; heads whose values are as wide as their keys hold none."""
     dims, config = small_dims("kimi_linear"), make_config(data={"max_length": 64})
