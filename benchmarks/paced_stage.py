@@ -27,6 +27,7 @@ from kt_ray.model.lora import AdapterSwitch
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import MicroState, RecomputedRoutes
 from kt_ray.model.token_exchange import ExpertExchange
+from kt_ray.optim.flat_parameters import FlatParameters
 from kt_ray.placement.order import Op
 
 RTX_4090 = {
@@ -99,6 +100,7 @@ class PacedStage:
         self.weight_bytes = 0
         self.streamed = None
         self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.flat = FlatParameters(self.parameters, torch.device("cpu"))
         self.adapters = AdapterSwitch({}, {})
         self.state_shape = (pace.width,)
         self.scales = dict.fromkeys(pace.moe, 1.0)
