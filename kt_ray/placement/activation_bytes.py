@@ -90,7 +90,7 @@ def _compressed_bytes(dims: ModelDims, config: Config, layer: int, row: int, ele
     values and compressed tokens for each head, to multiply them. Of the index nothing waits for backward:
     what it chooses has no gradient."""
     compression = dims.compressions[layer]
-    several = config.micro_batch_rows(config.rule.replica_count) * config.rows_per_unit > 1
+    several = _rows(config) > 1
     copies = dims.pair_widths[layer][0] * several * (row + compression.keys(row)) / row
     return compression.width * (4 + 2 * element) + element * copies
 
@@ -109,16 +109,24 @@ def _attention_values(dims: ModelDims, layer: int, *, gpu: bool) -> int:
 def _scores_held(dims: ModelDims, config: Config, layer: int, row: int) -> bool:
     """Whether a CPU holds the scores of short rows, in float32: of values narrower than keys, or wider
     (kt_ray/model/attention.py)."""
-    pair = dims.pair_widths[layer][0] if dims.pair_widths else 0
     if dims.states:  # beside which some layers attend
-        if dims.states[layer] or not pair:
+        if not _attends(dims, layer):
             return False
     elif not attends_everywhere(dims) or dims.attention_width == 3 * heads_width(dims, layer):
         return False
-    if pair == 2 * heads_width(dims, layer):
+    if dims.pair_widths and dims.pair_widths[layer][0] == 2 * heads_width(dims, layer):
         return False
-    rows = config.micro_batch_rows(config.rule.replica_count) * config.rows_per_unit
-    return 4 * rows * dims.num_heads * row**2 <= HELD_BYTES
+    return 4 * _rows(config) * dims.num_heads * row**2 <= HELD_BYTES
+
+
+def _attends(dims: ModelDims, layer: int) -> bool:
+    """Whether a layer has attention over keys, not a state; Nemotron-H has blocks of neither."""
+    return not dims.states or (not dims.states[layer] and dims.pair_widths[layer][0] > 0)
+
+
+def _rows(config: Config) -> int:
+    """Rows of a micro-batch."""
+    return config.micro_batch_rows(config.rule.replica_count) * config.rows_per_unit
 
 
 def by_torch(state: StateValues, *, gpu: bool) -> bool:
@@ -191,9 +199,7 @@ def index_scratch_bytes(dims: ModelDims, row: int, layer: int, dtype: str) -> in
 def scores_scratch_bytes(dims: ModelDims, config: Config, row: int, layer: int, dtype: str) -> int:
     """Bytes per token of a micro-batch that eager attention needs for a moment beside the scores it keeps:
     around softmax, forward as backward, 12 bytes of each are there at once."""
-    if not holds_scores(dims.model_type, config.model.attn_implementation):
-        return 0
-    if dims.states and (dims.states[layer] or not dims.pair_widths[layer][0]):  # it has no scores
+    if not holds_scores(dims.model_type, config.model.attn_implementation) or not _attends(dims, layer):
         return 0
     return _scores(dims, layer, row) * (8 - ELEMENT_BYTES[dtype])
 

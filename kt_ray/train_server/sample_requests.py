@@ -19,6 +19,12 @@ from kt_ray.train_server.wire import bad, check_tokens, types
 
 TOP = 20  # most probable tokens that can be asked for
 MOST_SAMPLES = 128  # of one request
+_UNSUPPORTED = {  # what to know beside that
+    "target_prompt_logprobs": "",
+    "prompt_alt_tokens_k": "",
+    "record_stability_info": " (it is for stable_reinforce, to which importance_sampling is the nearest loss "
+    "here)",
+}
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,9 @@ def sample_of(request: Any, backend: Backend, adapter: str | bool) -> SampleRequ
     Raises:
         ApiError, UserError: what is wrong with it.
     """
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+    for name, why in _UNSUPPORTED.items():
         if getattr(request, name):
-            why = "it is for stable_reinforce, to which importance_sampling is the nearest loss here"
-            more = f" ({why})" if name == "record_stability_info" else ""
-            raise bad(f"{name} is not supported by this server; leave it out{more}", name)
+            raise bad(f"{name} is not supported by this server; leave it out{why}", name)
     if not 1 <= request.num_samples <= MOST_SAMPLES:
         raise bad(f"num_samples is {request.num_samples}, required 1 to {MOST_SAMPLES}", "num_samples")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
