@@ -147,21 +147,21 @@ def _mixed_shapes(index: CheckpointIndex, name: str, required: object) -> UserEr
     return damaged("experts have mixed shapes", where, list(index.shape(name)), required)
 
 
-def fused_sizes(index: CheckpointIndex, up: str, down: str, *, gated: bool) -> tuple[int, int, bool]:
+def fused_sizes(index: CheckpointIndex, up: str, down: str, *, both: bool) -> tuple[int, int, bool]:
     """(H, I, transposed) from the shapes of the fused parameters: [E,2I,H] with [E,H,I], or [E,H,2I] with
-    [E,I,H]; without a gate (`gated`) I instead of 2I."""
+    [E,I,H]; I instead of 2I where `up` does not hold both."""
     for name in (up, down):
         if len(index.shape(name)) != 3:
             raise _mixed_shapes(index, name, "three dimensions, experts first")
     (_, a, b), (_, c, d) = index.shape(up), index.shape(down)
-    width = 2 if gated else 1
+    width = 2 if both else 1
     plain, swapped = (a, b) == (width * d, c), (b, a) == (width * c, d)
     if not plain and not swapped:
         observed = f"{up} {list(index.shape(up))}, {down} {list(index.shape(down))}"
         required = "[E, 2I, H] with [E, H, I], or [E, H, 2I] with [E, I, H]"
         what = "fused expert weights have shapes that do not fit together"
         raise damaged(what, index.path, observed, required)
-    if plain and swapped:  # without a gate the shapes do not tell
+    if plain and swapped:  # of up alone the shapes do not tell
         plain = not a == index.text_config.get("hidden_size") != b
     return (c, d, False) if plain else (d, c, True)
 

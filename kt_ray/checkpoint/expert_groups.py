@@ -77,19 +77,24 @@ class ExpertGroup:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What fused tensors of these experts hold."""
+        """What transformers' parameters of all experts hold."""
         return ("gate_up", "down") if self.gated else ("up", "down")
+
+    @property
+    def stored_roles(self) -> tuple[str, ...]:
+        """What fused tensors of these experts hold: `roles`, or gate and up each in its own (Step-3.7)."""
+        return self.projections if ("gate", None) in self.names else self.roles
 
     def role(self, projection: str) -> str:
         """What holds a projection of all experts: "gate_up", or the projection itself."""
-        return "gate_up" if self.gated and projection != "down" else projection
+        return projection if projection in self.stored_roles else "gate_up"
 
     @cached_property
     def sizes(self) -> tuple[int, int, bool]:
         """H, I, and whether fused tensors are [E, H, 2I] and [E, I, H]."""
         if self.fused:
-            up, down = (self.names[role, None] for role in self.roles)
-            return fused_sizes(self.index, up, down, gated=self.gated)
+            up, down = (self.names[role, None] for role in self.stored_roles[-2:])
+            return fused_sizes(self.index, up, down, both="gate_up" in self.stored_roles)
         rows, columns = two_dimensions(self.index, self.names["up", 0])
         return columns, rows, False
 
@@ -110,7 +115,7 @@ class ExpertGroup:
 
     def read(self, expert: int, projection: str) -> Tensor:
         """gate or up [I, H], down [H, I] or gate_up [2I, H] in the family's order, of one expert, float32."""
-        if projection == "gate_up" and not self.fused:
+        if projection == "gate_up" and not (self.fused and projection in self.stored_roles):
             return join_rows(self.read(expert, "gate"), self.read(expert, "up"), self.interleaved)
         if not self.fused:
             return self.index.value(self.names[projection, expert], torch.float32)
@@ -210,7 +215,7 @@ def _check_sizes(group: ExpertGroup) -> None:
 
 def _missing(group: ExpertGroup) -> Iterable[str]:
     if any(expert is None for _, expert in group.names):
-        return [f"{group.prefix}.{r}_proj" for r in group.roles if (r, None) not in group.names]
+        return [f"{group.prefix}.{r}_proj" for r in group.stored_roles if (r, None) not in group.names]
     return [
         f"{group.prefix}.{e}.{LEAVES[p]}"
         for e in range(group.count)

@@ -5,6 +5,7 @@
                  layers.3.ffn.experts.5.w1.weight                        DeepSeek-V4
     fused        model.layers.3.mlp.experts.gate_up_proj, down_proj      also .weight; _bias or .bias
                  model.layers.3.mlp.experts.up_proj, down_proj           without a gate
+                 model.layers.3.moe.gate_proj.weight, up_proj, down_proj Step-3.7
                  ...mlp.experts.fc1.weight, fc2                          Aria
                  ...block_sparse_moe.input_linear.weight, output_linear  Granite
     GGUF         blk.3.ffn_gate_exps.weight, ffn_up_, ffn_down_, ffn_gate_up_; .bias
@@ -36,15 +37,17 @@ MAGNITUDE = ".lora_magnitude_vector"  # how the name of a DoRA magnitude [out] e
 ONE_BY_ONE = (LEAVES, {"gate": "w1", "up": "w3", "down": "w2"})
 FUSED = (
     {"gate_up": "gate_up_proj", "down": "down_proj"},
-    {"up": "up_proj", "down": "down_proj"},
+    {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
     {"gate_up": "fc1", "down": "fc2"},
     {"gate_up": "input_linear", "down": "output_linear"},
 )
 _ROLE_OF_ONE = {leaf: role for leaves in ONE_BY_ONE for role, leaf in leaves.items()}
 _ROLE_OF_ALL = {leaf: role for leaves in FUSED for role, leaf in leaves.items()}
 _EXPERT = re.compile(
-    # Granite's experts have no level of their own in the file, but one in transformers.
-    r"^(?P<prefix>.*?(?:\bexperts|\bblock_sparse_moe(?=\.(?:in|out)put_linear\b)))\.(?:(?P<expert>\d+)\.)?"
+    # Granite's and Step's experts have no level of their own in the file, but one in transformers; Step's MoE
+    # has another name there, too.
+    r"^(?P<prefix>.*?(?:\bexperts|\bblock_sparse_moe(?=\.(?:in|out)put_linear\b)"
+    r"|\bmoe(?=\.(?:gate|up|down)_proj\b)))\.(?:(?P<expert>\d+)\.)?"
     rf"(?P<leaf>{'|'.join(_ROLE_OF_ONE | _ROLE_OF_ALL)})(?P<end>|\.weight|\.bias|_bias)$"
 )
 _BELOW_EXPERTS = re.compile(r"\bexperts\.(?P<rest>[\w.]+)$")
@@ -121,7 +124,9 @@ def expert_name(name: str) -> ExpertName | None:
     role = (_ROLE_OF_ALL if expert is None else _ROLE_OF_ONE).get(leaf)
     if role is None or "shared" in prefix.rpartition("layers.")[2]:
         return None
-    if not prefix.endswith("experts"):
+    if prefix.endswith(".moe"):
+        prefix = prefix.removesuffix("moe") + "mlp.experts"
+    elif not prefix.endswith("experts"):
         prefix += ".experts"
     return ExpertName(prefix, layer_of(name), expert, role, leaf, match["end"].endswith("bias"))
 

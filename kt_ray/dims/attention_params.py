@@ -13,6 +13,8 @@ from kt_ray.dims.model_dims import CacheWidth, Compression, StateValues
 from kt_ray.dims.state_values import gated_delta, kimi_delta, lightning, mamba, mamba2, short_convolution
 from kt_ray.errors import UserError
 
+KV_HEADS = ("num_key_value_heads", "num_attention_groups")
+
 
 def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
     """Adds the attention of decoder layer `layer` to `parts`."""
@@ -32,13 +34,13 @@ def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
 def kv_heads(keys: Keys) -> int:
     """Heads of keys and values; of latent attention as they are expanded."""
     heads = keys.size("num_attention_heads")
-    return heads if keys.config.get("kv_lora_rank") else keys.size("num_key_value_heads", default=heads)
+    return heads if keys.config.get("kv_lora_rank") else keys.size(*KV_HEADS, default=heads)
 
 
 def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_attn") -> None:
     """Grouped-query attention with the family's biases, norms, gates and sinks; `at` is its module."""
     family, hidden, heads = keys.family, keys.size("hidden_size"), keys.size("num_attention_heads")
-    kv_heads = keys.size("num_key_value_heads", default=heads)
+    kv_heads = keys.size(*KV_HEADS, default=heads)
     head = keys.size("head_dim", default=max(1, hidden // heads))
     whole = family == "gemma4_text" and "full_attention" in (keys.listed("layer_types") or ())[layer:][:1]
     shares = whole and keys.flag("attention_k_eq_v")  # keys are values
@@ -53,9 +55,14 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
     parts.project(f"{at}.k_proj", hidden, kv_out, bias)
     if not shares:
         parts.project(f"{at}.v_proj", hidden, kv_out, bias)
+    if family == "step3p5":
+        parts.project(f"{at}.g_proj", hidden, heads)
     o_bias = bias and family not in ("qwen2_moe", "glm4_moe")
     parts.project(f"{at}.o_proj", q_out, hidden, o_bias)
-    normed = ("gemma4_text", "hunyuan_v1_moe", "minimax_m3_vl_text", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
+    normed = (
+        *("gemma4_text", "hunyuan_v1_moe", "minimax_m3_vl_text", "qwen3_5_moe", "qwen3_moe", "qwen3_next"),
+        "step3p5",
+    )
     if family in normed or (family == "glm4_moe" and keys.flag("use_qk_norm")):
         parts.attention += 2 * head
         parts.normed = q_out + kv_out

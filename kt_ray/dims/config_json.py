@@ -39,7 +39,7 @@ from kt_ray.parse import read_json
 
 _TOP_K = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
-    "top_k_experts",
+    *("top_k_experts", "moe_top_k"),
 )
 _TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
 _OTHER_FAMILY = "use another family (DeepSeek-V2/V3, Kimi-K2, Qwen3, Mixtral, GLM-4.5, OLMoE, gpt-oss)"
@@ -162,13 +162,13 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         tie_embeddings=bool(next(ties, keys.family in TIED)),
         dtype=dtype,
         expert_storage=storage,
-        refusal=_refusal(keys, missing_for_training(weights, storage, moe), latent),
+        refusal=_refusal(keys, part, missing_for_training(weights, storage, moe), latent),
         notes=tuple(notes),
         name=name,
         expert_hidden=latent,
         expert_bias_params=2 * intermediate + hidden if keys.family == "gpt_oss" else 0,
         outside_params=outside_params(keys, streams),
-        num_heads=keys.size("num_attention_heads"),
+        num_heads=max(keys.of_layer(n).size("num_attention_heads") for n in range(layers)),
         kv_heads=kv_heads(keys),
         attention_width=max(p.width for p in parts),
         attention_normed=max(p.normed for p in parts),
@@ -264,7 +264,7 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], where: str) -> tu
     return "bfloat16", True
 
 
-def _refusal(keys: Keys, missing: str | None, latent: int) -> str | None:
+def _refusal(keys: Keys, part: str, missing: str | None, latent: int) -> str | None:
     """Why the model can be planned but not trained, with what to do; None = it can be trained."""
     family, ungated = keys.family, keys.family in UNGATED
     default = "relu2" if ungated else "silu"
@@ -282,6 +282,8 @@ def _refusal(keys: Keys, missing: str | None, latent: int) -> str | None:
         reasons.append(f"{kind} are not computed (known: {', '.join(known)}); {_OTHER_FAMILY}")
     if family == "llama4_text" and keys.size(*_TOP_K) != 1:
         reasons.append(f"experts of {family} are trained with num_experts_per_tok 1 only; {_OTHER_FAMILY}")
+    if family == "step3p5" and not part:
+        reasons.append("transformers has no class for Step-3.5 without a vision tower; use Step-3.7")
     if latent:
         width = f"experts on a projected width ({latent} of {keys.size('hidden_size')})"
         reasons.append(f"{width} are not trained; {_OTHER_FAMILY}")

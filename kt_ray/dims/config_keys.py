@@ -30,7 +30,7 @@ EXACT = frozenset(
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm4_moe", "gpt_oss"),
         *("minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "kimi_linear", "nemotron_h"),
         *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "hunyuan_v1_moe", "gemma4_text", "hy_v4"),
-        *("llama4_text", "mistral_large4_text"),
+        *("llama4_text", "mistral_large4_text", "step3p5"),
     )
 )
 # Families whose head is the embedding where config.json does not say.
@@ -69,7 +69,12 @@ class Keys:
         for name, own in layers.items() if isinstance(layers, Mapping) else ():
             if str(name).isdigit() and int(name) == layer and isinstance(own, Mapping):
                 return Keys({**self.config, **own}, f"{self.where}, per_layer_config.{name}")
-        return self
+        types = self.listed("layer_types") or []
+        if self.family != "step3p5" or types[layer : layer + 1] != ["sliding_attention"]:
+            return self
+        heads = self.config.get("num_sliding_attention_heads")
+        own = {"num_attention_heads": heads} if heads else self.config.get("attention_other_setting")
+        return Keys({**self.config, **(own or {})}, self.where)
 
     def size(self, *names: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
         """The first of `names` that is present and not null, as an integer of `least` to `most`."""

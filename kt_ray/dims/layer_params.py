@@ -17,8 +17,6 @@ from kt_ray.dims.state_values import mamba2
 UNCOMPUTED = {
     "inkling2_text": "experts with a gate of their own (a soft cap) are not computed",
     "muse_spark_text": "experts with a norm after each of them are not computed",
-    "step3p5": "experts that clamp after silu are not computed",
-    "step3p7": "experts that clamp after silu are not computed",
 }
 # Families with experts that transformers 5 does not hand to its experts interface.
 UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe", "longcat_flash"))
@@ -37,7 +35,7 @@ CHUNKED = frozenset(("llama4_text",))
 WRITTEN_OUT_NORMS = frozenset(
     (
         *("cohere2_moe", "minimax_m3_vl", "minimax_m3_vl_text", "phimoe", "qwen3_5_moe", "qwen3_5_moe_text"),
-        *("qwen3_next", "qwen4_exp", "qwen4_exp_text"),
+        *("qwen3_next", "qwen4_exp", "qwen4_exp_text", "step3p5"),
     )
 )
 # Families whose layers must be told which positions are padding, though it follows the row: a state that
@@ -49,6 +47,8 @@ SINKS = frozenset(("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"))
 SINK_FEATURES = 3  # of queries and keys that hold one
 # Families with a norm over the queries or keys of all heads at once.
 WHOLE_HEADS = frozenset(("flex_olmo", "minimax_m2", "olmoe"))
+# Families whose attention multiplies each head's output by a gate, and looks up how many heads there are.
+GATED_HEADS = frozenset(("step3p5",))
 # Families of which some layers have another attention than softmax over keys, or none.
 MIXED = frozenset(("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax"))
 # Families whose layers are not affine in the output of their experts (a norm follows, or an attention).
@@ -67,7 +67,7 @@ FIRST_DENSE = {
         ("kimi_linear", "laguna", "mimo_v2_flash", "mistral_large4_text", "unlimited_ocr_text"), 1
     ),
     **dict.fromkeys(("bailing_hybrid", "lfm2_moe"), 2),
-    **dict.fromkeys(("beam", "deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa"), 3),
+    **dict.fromkeys(("beam", "deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa", "step3p5"), 3),
 }
 
 HELD_BYTES = 1 << 26  # of scores, or of a window's mask, that attention may hold for one call on a CPU
@@ -129,6 +129,9 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
     chosen = keys.listed("moe_layers")
     if chosen is not None:  # llama4
         return layer in chosen
+    numbers = keys.config.get("moe_layers_enum")
+    if numbers is not None:  # step3p5
+        return str(layer) in (numbers.split(",") if isinstance(numbers, str) else map(str, numbers))
     if keys.config.get("interleave_moe_layer_step"):
         return (layer + 1) % keys.size("interleave_moe_layer_step") == 0
     if keys.family == "jamba" or keys.config.get("expert_layer_period"):
@@ -227,7 +230,7 @@ def _moe_mlp(keys: Keys, parts: LayerParts, mlp: str) -> None:
     parts.dense += 2 * hidden * latent_width(keys)
     shared = keys.size(
         *("shared_expert_intermediate_size", "shared_intermediate_size", "shared_experts_intermediate_size"),
-        "moe_shared_expert_intermediate_size",
+        *("moe_shared_expert_intermediate_size", "share_expert_dim", "share_expert_dims"),
         default=0,
         least=0,
     )

@@ -32,6 +32,7 @@ from kt_ray.gpu import product
 from kt_ray.native import ExpertFormula
 from kt_ray.native.dropout_hash import DOWN, GATE, UP
 from kt_ray.native.reference import activate
+from kt_ray.native.tensors import gate_limit
 
 PROJECTIONS = {GATE: "gate", UP: "up", DOWN: "down"}
 Masks = Callable[[int, int], Tensor]  # (projection, input features) -> [B, n, features]: 0 or 1 / (1 - p)
@@ -189,7 +190,7 @@ def _activated(experts: DeviceExperts, gate: Tensor | None, up: Tensor) -> Tenso
 
 def _is_silu(formula: ExpertFormula) -> bool:
     """Whether act is silu(g) u and no more."""
-    return formula.activation == "silu" and formula.limit is None
+    return formula.activation in ("silu", "capped_silu") and formula.limit is None
 
 
 def project_out(experts: DeviceExperts, pair: Tensor, masks: Masks | None) -> Tensor:
@@ -336,8 +337,9 @@ def slopes(
         return None, upstream * 2 * up.clamp(min=0)
     inside_g = inside_u = None
     if formula.limit is not None:
-        inside_g, inside_u = gate <= formula.limit, up.abs() <= formula.limit
-        gate, up = gate.clamp(max=formula.limit), up.clamp(-formula.limit, formula.limit)
+        bound = gate_limit(formula)
+        inside_g, inside_u = gate <= bound, up.abs() <= formula.limit
+        gate, up = gate.clamp(max=bound), up.clamp(-formula.limit, formula.limit)
     if formula.activation == "gelu_tanh":
         z = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
         s, slope = torch.sigmoid(2 * z), math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * gate**2)

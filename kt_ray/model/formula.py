@@ -85,6 +85,8 @@ def _recognised(module: Any) -> ExpertFormula | None:
         candidates = [ExpertFormula("gelu_tanh")]
         for bound in dict.fromkeys((None, limit)):
             candidates.append(ExpertFormula("silu", limit=bound))
+            if bound is not None:
+                candidates.append(ExpertFormula("capped_silu", limit=bound))
             if alpha is not None:
                 candidates.append(ExpertFormula("swiglu_oai", alpha, bound))
     with torch.device("cpu"), torch.no_grad():

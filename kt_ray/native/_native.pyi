@@ -14,10 +14,11 @@ WeightsArg = tuple[
     MatrixArg,
     int,
     list[int],
-    tuple[str, float, float],
+    tuple[str, float, float, float],
     tuple[TensorArg | None, TensorArg | None, TensorArg | None],
 ]
-"""(gate, up, down, layer, expert_ids, (activation, alpha, limit or infinity), their biases)"""
+"""(gate, up, down, layer, expert_ids, (activation, alpha, limits of gate and up or
+infinity), their biases)"""
 LoraArg = tuple[TensorArg | None, TensorArg | None, TensorArg, TensorArg, TensorArg, TensorArg, float]
 """(gate_a, gate_b, up_a, up_b, down_a, down_b, scale); the first two None where there is no gate"""
 

@@ -29,6 +29,7 @@ from kt_ray.native.tensors import (
     DropoutSpec,
     ExpertLora,
     ExpertWeights,
+    gate_limit,
     projection_arg,
 )
 
@@ -117,7 +118,12 @@ def _weights_arg(weights: ExpertWeights) -> _native.WeightsArg:
         projection_arg("down", weights.down),
         weights.layer,
         list(weights.expert_ids),
-        (weights.activation, weights.alpha, math.inf if weights.limit is None else weights.limit),
+        (
+            weights.activation,
+            weights.alpha,
+            gate_limit(weights),
+            math.inf if weights.limit is None else weights.limit,
+        ),
         (
             _optional_arg("gate_bias", weights.gate_bias),
             _optional_arg("up_bias", weights.up_bias),

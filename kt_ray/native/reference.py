@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from kt_ray.native.dropout_hash import DOWN, GATE, UP, dropout_hash
-from kt_ray.native.tensors import DropoutSpec, ExpertFormula, ExpertLora, ExpertWeights, Projection
+from kt_ray.native.tensors import (
+    DropoutSpec,
+    ExpertFormula,
+    ExpertLora,
+    ExpertWeights,
+    Projection,
+    gate_limit,
+)
 
 __all__ = ["DOWN", "GATE", "UP", "activate", "dense", "dropout_hash", "moe_reference"]
 
@@ -29,7 +36,7 @@ def activate(weights: ExpertWeights | ExpertFormula, gate: Tensor | None, up: Te
     if gate is None:
         return relu(up).square()
     if weights.limit is not None:
-        gate = gate.clamp(max=weights.limit)
+        gate = gate.clamp(max=gate_limit(weights))
         up = up.clamp(-weights.limit, weights.limit)
     if weights.activation == "swiglu_oai":
         return (up + 1) * gate * torch.sigmoid(weights.alpha * gate)

@@ -19,11 +19,11 @@ from kt_ray.native.matrix import ExpertMatrix
 if TYPE_CHECKING:
     from kt_ray.native._native import MatrixArg
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2"]
+Activation = Literal["silu", "capped_silu", "gelu_tanh", "swiglu_oai", "relu2"]
 Projection = Tensor | ExpertMatrix
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
-CLAMPED = ("silu", "swiglu_oai")
+CLAMPED = ("silu", "capped_silu", "swiglu_oai")
 PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16"}
 FORMATS: tuple[str, ...] = (*PLAIN.values(), *QUANTISED)
 
@@ -97,12 +97,13 @@ class ExpertWeights:
     |--------------|----------------------------------------------------------------|--------------|
     | "silu"       | silu(gate) · up                                                | hidden_act "silu": DeepSeek-V2/V3, Qwen3-MoE, Mixtral, GLM-4-MoE, Aria, Beam, ... |
     | "silu", limit| silu(c(gate, max=limit)) · c(up, -limit, limit)                | DeepSeek-V4, HY-V4, GLM-5-next |
+    | "capped_silu"| c(silu(gate), max=limit) · c(up, -limit, limit)                | Step-3.7 |
     | "gelu_tanh"  | gelu(gate, tanh) · up                                          | hidden_activation "gelu_pytorch_tanh": Gemma 4, Diffusion-Gemma |
     | "swiglu_oai" | (c(up, -limit, limit) + 1) · g · σ(alpha g), g = c(gate, max=limit) | gpt-oss (gate and up interleaved, biases), MiniMax-M3, OpenAI privacy filter (biases) |
     | "relu2"      | relu(up)², no gate                                             | mlp_hidden_act "relu2": Nemotron-H |
 
     The gradient passes a clamp where the value is within or on its bound, as torch's does. Not among
-    these: Step-3.7, which clamps after silu, Inkling 2's soft cap, Muse-Spark's norm after each expert.
+    these: Inkling 2's soft cap, Muse-Spark's norm after each expert.
 
     Attributes:
         gate: [E, I, H]; None exactly with "relu2".
@@ -112,7 +113,7 @@ class ExpertWeights:
         expert_ids: global number of each local expert, as long as E; default 0 .. E-1.
         activation: see above.
         alpha: of "swiglu_oai".
-        limit: of "silu" and "swiglu_oai"; None or infinity = no clamping.
+        limit: of "silu", "capped_silu" and "swiglu_oai"; None or infinity = no clamping.
         gate_bias: [E, I] float32 contiguous, frozen, or None. Added to the projection's output beside
             its LoRA part, before the activation.
         up_bias: [E, I], likewise.
@@ -167,7 +168,7 @@ class ExpertWeights:
         if self.activation not in CLAMPED:
             raise ValueError(
                 f"limit: {self.limit} with activation {self.activation!r}, required None; "
-                f"only {' and '.join(CLAMPED)} clamp"
+                f"only {', '.join(CLAMPED)} clamp"
             )
         if not self.limit > 0:
             raise ValueError(f"limit: {self.limit}, required a number above 0, or None for no clamping")
@@ -257,6 +258,23 @@ class ExpertFormula:
     def __str__(self) -> str:
         bound = "" if self.limit is None else f" clamped at {self.limit:g}"
         return self.activation + bound
+
+
+def gate_limit(formula: ExpertWeights | ExpertFormula) -> float:
+    """The bound of gate before its activation; infinity = none.
+
+    Where silu's result is bounded ("capped_silu"), it is the g with g σ(g) = limit: silu rises there, so
+    that both give the same values and gradients.
+    """
+    limit = math.inf if formula.limit is None else formula.limit
+    if formula.activation != "capped_silu" or limit == math.inf:
+        return limit
+    # g = limit + limit e^-g, and the last term is below 0.37; halving reaches float64's last bit.
+    below, above = limit, limit + 0.37
+    for _ in range(60):
+        middle = (below + above) / 2
+        below, above = (middle, above) if middle / (1 + math.exp(-middle)) < limit else (below, middle)
+    return below
 
 
 @dataclass(frozen=True)

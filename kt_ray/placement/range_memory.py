@@ -19,6 +19,7 @@ import math
 
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.layer_params import (
+    GATED_HEADS,
     MIXED,
     SINK_FEATURES,
     SINKS,
@@ -48,6 +49,8 @@ def without_ranges(dims: ModelDims, config: Config) -> str:
         return "some of its layers have another attention than softmax over keys"
     if dims.model_type in WHOLE_HEADS:
         return "a norm looks at all heads at once"
+    if dims.model_type in GATED_HEADS:
+        return "its attention gates heads by their number"
     if not dims.affine:
         return "its output is not affine in that of its experts"
     if config.lora.dora and any(_inner_lora(dims, config.lora, n) for n in range(dims.num_layers)):

@@ -194,7 +194,7 @@ class _Plan:
 
     def _fused(self, group: ExpertGroup) -> list[Placed]:
         placed: list[Placed] = []
-        for role in group.roles:
+        for role in group.stored_roles if group.fused else group.roles:
             name = group.names.get((role, None), f"{group.prefix}.{role}_proj")
             first = position(self.index, group.source("gate" if role == "gate_up" else role, 0))
             placed.append((first, self._stack(group, role, name)))

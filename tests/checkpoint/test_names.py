@@ -37,6 +37,7 @@ LAYER = "model.layers.3"
         (f"{LAYER}.mlp.experts.fc1.weight", (None, "gate_up", False)),
         (f"{LAYER}.block_sparse_moe.input_linear.weight", (None, "gate_up", False)),
         (f"{LAYER}.block_sparse_moe.output_linear.weight", (None, "down", False)),
+        (f"{LAYER}.moe.gate_proj.weight", (None, "gate", False)),
     ],
 )
 def test_experts(name: str, expected: tuple[int | None, str, bool]) -> None:
@@ -52,7 +53,7 @@ def test_experts(name: str, expected: tuple[int | None, str, bool]) -> None:
     [
         f"{LAYER}.mlp.shared_experts.gate_proj.weight",
         f"{LAYER}.mlp.gate_proj.weight",
-        f"{LAYER}.mlp.experts.gate_proj",  # no family has it fused by itself
+        f"{LAYER}.moe.router_bias",
         f"{LAYER}.mlp.experts.5.gate_proj.input_scale",
         f"{LAYER}.mlp.experts.e_score_correction_bias",
         f"{LAYER}.shared_mlp.input_linear.weight",
@@ -61,7 +62,7 @@ def test_experts(name: str, expected: tuple[int | None, str, bool]) -> None:
 )
 def test_not_routed_experts(name: str) -> None:
     assert expert_name(name) is None
-    unknown = name.endswith((".gate_proj", ".input_scale", ".gate_up_proj.weight")) and ".experts." in name
+    unknown = name.endswith((".input_scale", ".gate_up_proj.weight")) and ".experts." in name
     assert is_unknown_expert_tensor(name) == unknown
 
 

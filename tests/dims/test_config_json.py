@@ -14,7 +14,7 @@ from kt_ray.dims.config_json import dims_from_config, dims_from_dir
 from kt_ray.dims.config_keys import EXACT
 from kt_ray.dims.layer_params import UNDISPATCHED
 from kt_ray.errors import UserError
-from tests.placement.configs import DEEPSEEK_V3, SMALL, small_dims
+from tests.placement.configs import DEEPSEEK_V3, SMALL, small_dims, text_model
 
 # Every released config: parameters as its authors or its name state them, in billions (without
 # multi-token prediction and vision), format of the experts, MoE layers, experts per token.
@@ -78,10 +78,7 @@ def test_counts_equal_transformers(family: str) -> None:
 
     config = transformers.AutoConfig.for_model(**SMALL[family])
     with torch.device("meta"):
-        # Mistral Large 4's text part has no class with a head
-        alone = type(config) not in transformers.AutoModelForCausalLM._model_mapping
-        auto = transformers.AutoModel if alone else transformers.AutoModelForCausalLM
-        model = auto.from_config(config)
+        model, alone = text_model(config)
     dims = small_dims(family)
     head = dims.embedding_params if alone else 0
     assert dims.total_params == sum(p.numel() for p in model.parameters()) + head
@@ -255,13 +252,18 @@ def test_activations_that_are_trained(family: str, changes: dict[str, Any]) -> N
         ("nemotron_h", {"moe_latent_size": 32}, "on a projected width (32 of 64)"),
         ("deepseek_v3", {"routed_expert_hidden_size": 32}, "on a projected width (32 of 64)"),
         ("mixtral", {"model_type": "muse_spark_text"}, "with a norm after each of them"),
-        ("mixtral", {"model_type": "step3p7"}, "clamp after silu"),
         ("llama4_text", {"num_experts_per_tok": 2}, "with num_experts_per_tok 1 only"),
     ],
 )
 def test_experts_that_are_refused(family: str, changes: dict[str, Any], reason: str) -> None:
     refusal = small_dims(family, **changes).refusal or ""
     assert reason in refusal and "use another family" in refusal
+
+
+def test_step_is_trained_beside_its_vision_tower_only() -> None:
+    inside = {"model_type": "step3p7", "text_config": SMALL["step3p5"]}
+    assert dims_from_config(inside).refusal is None
+    assert "no class for Step-3.5 without a vision tower" in (small_dims("step3p5").refusal or "")
 
 
 def test_ungated_experts_have_two_matrices() -> None:

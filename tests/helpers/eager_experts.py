@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_ray.model import llama4
 from kt_ray.model.build import StageModel
+from kt_ray.model.family import DISPATCH
 from tests.helpers.hf_reference import Row
 
 
@@ -68,9 +68,10 @@ class Eager:
         self.base = self.causal.get_submodule(model.root)
         self.experts = {}
         called = self.base
-        if called.config.model_type == "llama4_text":
+        dispatch = DISPATCH.get(called.config.model_type)
+        if dispatch is not None:
             called = copy.deepcopy(called)
-            llama4.dispatch(called, called.config)
+            dispatch(called, called.config)
         for layer in model.experts:
             found = [m for m in called.layers[layer].modules() if hasattr(m, "_apply_gate")]
             assert len(found) == 1

@@ -138,6 +138,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "intermediate_size_mlp": 48,
         **dict.fromkeys(("attention_chunk_size", "floor_scale", "no_rope_layer_interval"), 2),
     },
+    "step3p5": {
+        "share_expert_dim": 24,
+        "mlp_layer_types": _FIRST_DENSE,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_sliding_attention_heads": 6,
+        "swiglu_limits": [0.0, 0.0, 0.0, 0.25],
+        "swiglu_limits_shared": [0.0, 0.0, 0.5, 0.0],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -153,7 +161,7 @@ def dispatched() -> list[str]:
         file.parent.name
         for file in root.glob("*/modeling_*.py")
         if "use_experts_implementation" in file.read_text()
-    } | {"llama4"}
+    } | {"llama4", "step3p7"}
     tables = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     named = {name for table in tables for name in table}
     found = {n for n in CONFIG_MAPPING if CONFIG_MAPPING[n].__module__.split(".")[-2] in folders}

@@ -38,10 +38,12 @@ from kt_ray.native.reference import moe_reference
 DTYPES = (torch.float32, torch.bfloat16)
 ISAS = available_isas()
 CLAMP = 1 + 2.0**-8
+CAP = 429 / 512  # between two bfloat16, as is the g whose silu it is
 # What the tests call an activation: the fields of ExpertWeights.
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {},
     "silu-limit": {"limit": CLAMP},
+    "capped_silu": {"activation": "capped_silu", "limit": CAP},
     "gelu_tanh": {"activation": "gelu_tanh"},
     "swiglu_oai": {"activation": "swiglu_oai", "limit": CLAMP},
     "swiglu_oai-free": {"activation": "swiglu_oai", "alpha": 1.25},

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from kt_ray.errors import UserError
+from kt_ray.model import step3p7
 from kt_ray.model.autograd import expert_weights
 from kt_ray.model.formula import ExpertFormula, check_trainable, formula_of
+from kt_ray.native.tensors import gate_limit
 
 SIZES = {
     **dict.fromkeys(("hidden_size", "moe_latent_size"), 6),
@@ -62,6 +64,20 @@ def test_families(family: str, name: str, formula: ExpertFormula) -> None:
         assert view is None or view.untyped_storage().data_ptr() in storages, "not a copy"
     assert check_trainable(module, family) == formula
     assert check_trainable(module, family, SIZES["hidden_size"]) == formula
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.25, 7.0])
+def test_step_bounds_what_silu_gives(limit: float) -> None:
+    """A bound of gate gives the same, values and gradients."""
+    formula = ExpertFormula("capped_silu", limit=limit)
+    bound = torch.tensor(gate_limit(formula), dtype=torch.float64)
+    assert float(torch.nn.functional.silu(bound)) == pytest.approx(limit, rel=1e-14)
+    experts = module_of("step3p7", "Step3p7Experts")
+    experts.limit = limit
+    step3p7.dispatch(experts, SimpleNamespace())
+    assert formula_of(experts, "step3p7") == formula
+    experts.limit = float("inf")  # as in its other layers
+    assert formula_of(experts, "step3p7") == ExpertFormula("silu")
 
 
 def test_projected_width_is_refused() -> None:

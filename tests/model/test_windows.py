@@ -29,7 +29,7 @@ from tests.model.test_families import families
 # By their configurations of tests/helpers/families.py; others' layers have no window.
 WINDOWED = {
     *("afmoe", "beam", "cohere2_moe", "exaone_moe", "flint", "gemma4_text", "gpt_oss"),
-    *("granitemoe_swa", "kolibri1", "mimo_v2_flash", "minimax", "mixtral", "phimoe"),
+    *("granitemoe_swa", "kolibri1", "mimo_v2_flash", "minimax", "mixtral", "phimoe", "step3p5"),
 }
 
 

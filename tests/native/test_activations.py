@@ -126,7 +126,7 @@ def test_nan_goes_through(engine_of, isa: str, activation: str) -> None:
 def test_a_clamp_stops_the_gradient(engine_of, isa: str) -> None:
     """Beyond the bounds nothing flows back; on them everything does."""
     one = torch.ones(1, 1, 1)
-    for activation in ("silu", "swiglu_oai"):
+    for activation in ("silu", "capped_silu", "swiglu_oai"):
         weights = ExpertWeights(one, one, one, activation=activation, limit=2.0)
         x = torch.tensor([[-3.0], [-2.0], [1.0], [2.0], [3.0]])
         ids, w = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
@@ -221,6 +221,7 @@ FAMILIES = [
     ("deepseek_v4", "DeepseekV4Experts", {"limit": 0.75}),
     ("hy_v4", "HYV4Experts", {"limit": 0.75}),
     ("glm5_next", "Glm5NextTextExperts", {"limit": 0.75}),
+    ("step3p7", "Step3p7Experts", {"activation": "capped_silu", "limit": 0.75}),
     ("gemma4", "Gemma4TextExperts", {"activation": "gelu_tanh"}),
     ("gpt_oss", "GptOssExperts", {"activation": "swiglu_oai", "limit": 0.75}),
     ("minimax_m3_vl", "MiniMaxM3VLExperts", {"activation": "swiglu_oai", "limit": 0.75}),
@@ -265,6 +266,9 @@ def test_the_reference_is_what_transformers_computes(family: str, name: str, fie
     experts = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
     g = torch.Generator().manual_seed(2)
     module = experts(CONFIG)
+    if family == "step3p7":
+        module.limit, module.has_gate, module.has_bias = 0.75, True, False
+        module.is_transposed, module.is_concatenated = False, True
     if not hasattr(module, "is_transposed"):
         pytest.skip(f"{name} of this transformers has no flags of the experts interface")
     if hasattr(module, "limit"):  # which older versions do not take from the configuration

@@ -74,6 +74,19 @@ SMALL: dict[str, dict[str, Any]] = {
         "interleave_moe_layer_step": 2,
         "head_dim": 16,
     },
+    "step3p5": {
+        **{k: v for k, v in _BASE.items() if k not in ("num_key_value_heads", "num_experts_per_tok")},
+        "model_type": "step3p5",
+        "head_dim": 16,
+        "num_attention_groups": 2,
+        "attention_other_setting": {"num_attention_heads": 6},
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "sliding_window": 16,
+        "moe_num_experts": 8,
+        "moe_top_k": 2,
+        "moe_layers_enum": "1,2,3",
+        "share_expert_dim": 24,
+    },
     "deepseek_v32": {**_MLA, **_INDEXER, "model_type": "deepseek_v32"},
     "glm_moe_dsa": {
         **_MLA,
@@ -266,6 +279,19 @@ DEEPSEEK_V3: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "num_nextn_predict_layers": 1,
 }
+
+
+def text_model(config: Any, **options: Any) -> tuple[Any, bool]:
+    """transformers' model of a text configuration, and whether it has no head: Mistral Large 4's and
+    Step-3.7's have a class with one around other towers only."""
+    import transformers
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+    if type(config) in transformers.AutoModelForCausalLM._model_mapping:
+        return transformers.AutoModelForCausalLM.from_config(config, **options), False
+    if config.model_type == "step3p5":
+        return Step3p7TextModel._from_config(config, **options), True
+    return transformers.AutoModel.from_config(config, **options), True
 
 
 def small_dims(family: str = "deepseek_v3", **changes: Any) -> ModelDims:

@@ -17,7 +17,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Held, Plan
 from kt_ray.placement.range_memory import heads_width, range_host
 from kt_ray.placement.wave_tokens import load_of
-from tests.placement.configs import SMALL, make_config, make_hardware, small_dims
+from tests.placement.configs import SMALL, make_config, make_hardware, small_dims, text_model
 
 ROWS = 2
 
@@ -41,9 +41,8 @@ def test_caches_are_as_large_as_transformers_makes_them(family: str, tokens: int
 
     config = transformers.AutoConfig.for_model(**SMALL[family])
     torch.manual_seed(0)
-    heads = transformers.AutoModelForCausalLM
-    auto = heads if type(config) in heads._model_mapping else transformers.AutoModel
-    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model, _ = text_model(config, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
     dims = small_dims(family)
     cache = new_cache(model.config, range(dims.num_layers))
     with torch.no_grad():

@@ -124,7 +124,8 @@ const float* bias_from(const py::object& object, int64_t e, int64_t n) {
     return Tensor(object.cast<py::tuple>()).typed({"float32"}).shaped({e, n}).as<const float>();
 }
 
-// (gate or None, up, down, layer, expert_ids, (activation, alpha, limit), (gate, up, down biases or None))
+// (gate or None, up, down, layer, expert_ids, (activation, alpha, limit of gate, of up), (gate, up, down
+// biases or None))
 kt::Weights weights_from(const py::tuple& t) {
     const Projection up(t[1].cast<py::tuple>()), down(t[2].cast<py::tuple>());
     const int64_t e = up.experts, i = up.rows, h = up.cols;
@@ -137,12 +138,14 @@ kt::Weights weights_from(const py::tuple& t) {
     const py::tuple activation = t[5].cast<py::tuple>();
     w.activation.kind = Projection::named<kt::Activation>(activation[0].cast<std::string>(),
                                                           {{"silu", kt::Activation::silu},
+                                                           {"capped_silu", kt::Activation::silu},
                                                            {"gelu_tanh", kt::Activation::gelu_tanh},
                                                            {"swiglu_oai", kt::Activation::swiglu_oai},
                                                            {"relu2", kt::Activation::relu2}},
                                                           "activation:");
     w.activation.alpha = activation[1].cast<float>();
-    w.activation.limit = activation[2].cast<float>();
+    w.activation.gate_limit = activation[2].cast<float>();
+    w.activation.up_limit = activation[3].cast<float>();
     if (w.activation.gated()) {
         if (t[0].is_none()) throw py::value_error("gate: required by this activation");
         w.gate = Projection(t[0].cast<py::tuple>()).shaped(e, i, h).matrices;

@@ -71,8 +71,8 @@ enum class Activation : int32_t { silu, gelu_tanh, swiglu_oai, relu2 };
 
 struct ActivationSpec {
     Activation kind = Activation::silu;
-    float alpha = 1.702f;  // swiglu_oai
-    float limit = 0.0f;    // of silu and swiglu_oai; infinite: none
+    float alpha = 1.702f;                      // swiglu_oai
+    float gate_limit = 0.0f, up_limit = 0.0f;  // of silu and swiglu_oai; infinite: none
     bool gated() const { return kind != Activation::relu2; }
 };
 

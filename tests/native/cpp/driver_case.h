@@ -146,7 +146,7 @@ struct Case {
             "%s %s %s, %s limit %g, bias %d%d%d, T %ld K %ld E %ld H %ld I %ld, dropout %.3f, threads "
             "%d, keep %d, flags %02x, ranks",
             gated() ? variants[0]->name : "-", variants[1]->name, variants[2]->name,
-            kinds[static_cast<int>(activation.kind)], activation.limit, !bias[0].empty(), !bias[1].empty(),
+            kinds[static_cast<int>(activation.kind)], activation.up_limit, !bias[0].empty(), !bias[1].empty(),
             !bias[2].empty(), tokens, slots, experts, hidden, inter, dropout.p, threads,
             static_cast<int>(keep), flags);
         std::string text = line;
@@ -198,8 +198,9 @@ struct Case {
         }
         for (int64_t e = 0; e < experts; ++e) expert_ids.push_back(3 + 2 * e);
         activation.alpha = 1.0f + 0.01f * f.limit;
-        activation.limit = std::numeric_limits<float>::infinity();
-        if (f.limit % 2 != 0) activation.limit = 0.25f + 0.01f * f.limit;
+        activation.up_limit = std::numeric_limits<float>::infinity();
+        if (f.limit % 2 != 0) activation.up_limit = 0.25f + 0.01f * f.limit;
+        activation.gate_limit = f.limit % 4 == 3 ? 1.5f * activation.up_limit : activation.up_limit;
     }
 
     void choose_adapters(const Fields& f, Random& random) {

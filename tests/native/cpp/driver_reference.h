@@ -125,9 +125,9 @@ class Reference {
                     rough * std::fabs(d * g * s)};
         }
         const bool oai = spec.kind == kt::Activation::swiglu_oai;
-        const bool g_in = g <= spec.limit, u_in = std::fabs(u) <= spec.limit;
-        g = std::min(g, double(spec.limit));
-        u = std::clamp(u, -double(spec.limit), double(spec.limit));
+        const bool g_in = g <= spec.gate_limit, u_in = std::fabs(u) <= spec.up_limit;
+        g = std::min(g, double(spec.gate_limit));
+        u = std::clamp(u, -double(spec.up_limit), double(spec.up_limit));
         const double alpha = oai ? double(spec.alpha) : 1.0, one = oai ? 1.0 : 0.0;
         const double s = 1 / (1 + std::exp(-alpha * g)), bend = alpha * g * (1 - s);
         const double rough = 1 + std::min(std::fabs(alpha * g), 90.0), wide = std::fabs(u) + one;
@@ -159,7 +159,8 @@ class Reference {
             look(around.v - reach);
             if (reach > 0.5)
                 for (const double bend : {-20.0, -10.0, -6.0, -4.0, -2.4, -1.2, -0.5, 0.0, 0.5, 1.2, 2.4, 4.0,
-                                          10.0, double(c_.activation.limit), -double(c_.activation.limit)})
+                                          10.0, double(c_.activation.gate_limit),
+                                          double(c_.activation.up_limit), -double(c_.activation.up_limit)})
                     if (std::fabs(bend - around.v) < reach) look(bend);
             e.act.var += act * act / 9;
             e.dg.var += dg * dg / 9;

@@ -13,8 +13,8 @@ inline Vec activate(const ActivationSpec& spec, Vec g, Vec u) {
     } else if constexpr (A == Activation::gelu_tanh) {
         return g * vgelu_gate(g) * u;
     } else {
-        g = at_most(g, spec.limit);
-        u = at_least(at_most(u, spec.limit), -spec.limit);
+        g = at_most(g, spec.gate_limit);
+        u = at_least(at_most(u, spec.up_limit), -spec.up_limit);
         if constexpr (A == Activation::swiglu_oai)
             return (u + 1.0f) * (g * vsigmoid(spec.alpha * g));
         else
@@ -36,9 +36,9 @@ inline Vec deactivate(const ActivationSpec& spec, Vec g, Vec u, Vec d, Vec* dg, 
         *dg = d * u * (s + g * (s * (1.0f - s)) * vgelu_slope(g));
         return g * s * u;
     } else {
-        const IntVec g_out = g > spec.limit, u_out = (u > spec.limit) | (u < -spec.limit);
-        g = at_most(g, spec.limit);
-        u = at_least(at_most(u, spec.limit), -spec.limit);
+        const IntVec g_out = g > spec.gate_limit, u_out = (u > spec.up_limit) | (u < -spec.up_limit);
+        g = at_most(g, spec.gate_limit);
+        u = at_least(at_most(u, spec.up_limit), -spec.up_limit);
         Vec result, up_step, gate_slope;
         if constexpr (A == Activation::swiglu_oai) {
             const Vec s = vsigmoid(spec.alpha * g);
