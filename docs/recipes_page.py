@@ -35,6 +35,9 @@ from, before anything starts. Fields of KTransformers, old (`kt_optimize_rule`, 
 - Everything else ends the command with one error that names every such field. Where kt_ray has an option for
   the purpose, giving it on the command line lifts the refusal (`data.template=null` for an unknown template).
 
+A recipe of Axolotl, ms-swift, torchtune, TRL or Unsloth is refused as such, with what to write for the model,
+the adapter's rank and alpha, the learning rate and the length of rows that it names.
+
 A recipe may refer to its own fields (`${output_dir}`); anything else that YAML tools resolve, such as
 `${oc.env:HOME}`, is refused: a recipe comes from elsewhere.
 

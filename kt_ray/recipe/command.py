@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
-
-from hydra.core.override_parser.types import Quote, QuotedString
+from typing import TextIO
 
 from kt_ray.config.compose import keys_given
 from kt_ray.errors import UserError
 from kt_ray.recipe.llamafactory import read
+from kt_ray.recipe.override_text import override
+from kt_ray.recipe.peer_options import refuse_peer_recipe
 from kt_ray.recipe.reading import Override, Reading
 from kt_ray.terminal import visible
 
-_PLAIN = re.compile(r"[A-Za-z_./][\w./@-]*|[\d.]+(epochs?|min|h|s)")
-_SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")  # what Hydra reads in a key of a mapping only after a backslash
-_WORDS = ("null", "true", "false", "nan", "inf")
 OWN_KEYS = ("recipe", "recipe.devices", "recipe.accelerate")
 _ROWS = (
     "data.path",
@@ -63,7 +59,8 @@ def with_recipe(keys: Sequence[str], out: TextIO | None = None) -> list[str]:
         The recipe's overrides, then the other keys as given; `keys` where there is no recipe.
 
     Raises:
-        UserError: the recipe cannot be read, or has fields that are not mapped (all are listed).
+        UserError: the recipe cannot be read, is another program's, or has fields that are not mapped (all are
+            listed).
     """
     own: dict[str, str] = {}
     rest: list[str] = []
@@ -96,6 +93,7 @@ def with_recipe(keys: Sequence[str], out: TextIO | None = None) -> list[str]:
             remedy="leave one out",
         )
     reading = read(own["recipe"], _devices(own.get("recipe.devices")), own.get("recipe.accelerate"))
+    refuse_peer_recipe(reading)
     _refuse(reading, given)
     chosen, overruled = _chosen(reading, given)
     _print(reading, chosen, overruled, out or sys.stdout)
@@ -163,30 +161,3 @@ def _print(reading: Reading, chosen: list[Override], overruled: list[Override], 
             by_reason.setdefault(reason, []).append(field)
         lines += [f"  {', '.join(fields)}: {reason}" for reason, fields in by_reason.items()]
     print(visible("\n".join(lines)), file=out, flush=True)
-
-
-def override(key: str, value: Any) -> str:
-    """`key=value`, such that Hydra reads this very value."""
-    return f"{key}={_hydra_text(value)}"
-
-
-def _hydra_text(value: Any) -> str:
-    """A plain value (null, boolean, number, string, list, mapping) in Hydra's grammar."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:.12g}" if value == float(f"{value:.12g}") else repr(value)
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_hydra_text, value)) + "]"
-    if isinstance(value, dict):
-        pairs = ((_SPECIAL.sub(r"\\\g<0>", str(name)), _hydra_text(part)) for name, part in value.items())
-        return "{" + ",".join(f"{name}:{text}" for name, text in pairs) + "}"
-    word = str(value)
-    if _PLAIN.fullmatch(word) and word.lower() not in _WORDS:
-        return word
-    quoted = QuotedString(word, Quote.single).with_quotes()
-    return quoted.replace("${", "\\${")  # else an interpolation

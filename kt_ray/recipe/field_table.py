@@ -46,13 +46,19 @@ def names_elsewhere() -> dict[str, str]:
 
 
 @cache
+def programs() -> dict[str, tuple[str, ...]]:
+    """Other programs with recipes -> fields that theirs have and LLaMA-Factory's do not."""
+    return {name: tuple(fields.split()) for name, fields in _sections()["programs"].items()}
+
+
+@cache
 def field_table() -> dict[str, Field]:
     """All fields by name."""
     import yaml
 
     table: dict[str, Field] = {}
     for section, kinds in _sections().items():
-        if section == "elsewhere":
+        if section in ("elsewhere", "programs"):
             continue
         for name, becomes in kinds["mapped"].items():
             ((keys, text),) = becomes.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +16,10 @@ from kt_ray.config.files import HUB_NAME, option_groups, option_names
 from kt_ray.config.limits import GENERATING, WORDS
 from kt_ray.config.mapping import fits
 from kt_ray.errors import UserError
-from kt_ray.recipe.command import override
-from kt_ray.recipe.field_table import Field, field_table, names_elsewhere
+from kt_ray.recipe.field_table import Field, field_table, names_elsewhere, programs
 from kt_ray.recipe.llamafactory import read_field
-from kt_ray.recipe.reading import masked
+from kt_ray.recipe.override_text import override
+from kt_ray.recipe.reading import Reading, masked
 
 # Groups of a training run: a name behind one of them (trainer.save_steps) is looked up without it.
 _TRAINING = ("model", "rule", "data", "lora", "optim", "trainer", "preference", "tracking", "run", "training")
@@ -28,6 +28,8 @@ _PRODUCTS = ("trainer.batch_size",)
 _NEAR = 0.85  # how alike (difflib's ratio) a misspelled one must be
 _ROWS = ("data.path", "data.eval_path")
 _PATHS = ("model.path", *_ROWS)
+# What a field alone decides, in the recipe of any program.
+_CERTAIN = ("model", "model.path", "data.max_length", "lora.rank", "lora.alpha", "lora.dropout", "optim.lr")
 
 
 class _Answer(NamedTuple):
@@ -58,6 +60,47 @@ def refuse_peer_options(keys: Sequence[str]) -> None:
         observed=" ".join(masked(key.partition("=")[0].lstrip("-+~"), key) for key in found),
         remedy="; ".join(parts),
     )
+
+
+def refuse_peer_recipe(reading: Reading) -> None:
+    """Tells a recipe of another program from one of LLaMA-Factory, which has a model and a data set.
+
+    Raises:
+        UserError: it is one; with what to write for the fields of which that is certain.
+    """
+    if reading.given("model_name_or_path") and reading.given("dataset"):
+        return
+    fields = dict(_flat(reading.fields))
+    known = {program: [name for name in names if name in fields] for program, names in programs().items()}
+    program = max(known, key=lambda name: len(known[name]))
+    if not known[program]:
+        return
+    write: list[str] = []
+    for name, value in fields.items():
+        last = "base_model" if name == "model" else name.rpartition(".")[2]
+        if value is None:
+            continue
+        if key := next((key for key in _CERTAIN if joined(key) == joined(last)), None):
+            write.append(_written(key, value))  # lora_rank
+        elif last in (*names_elsewhere(), *field_table()) and (answer := _answer(override(last, value), "")):
+            write += [text for text in answer.write if text.partition("=")[0] in _CERTAIN]
+    raise UserError(
+        f"the recipe is one of {program}",
+        where=str(reading.path),
+        observed=f"its fields {', '.join(known[program])}",
+        required="a training YAML of LLaMA-Factory",
+        remedy=f"leave out recipe=, and write {' '.join([*write, 'data.path=<rows>'])} and what else it "
+        "says; FIELD=VALUE on the command line is answered with what that is called here",
+    )
+
+
+def _flat(fields: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields of mappings as GROUP.FIELD."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{group}{name}.")
+        else:
+            yield f"{group}{name}", value
 
 
 def _answer(argument: str, mode: str) -> _Answer | None:

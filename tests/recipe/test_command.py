@@ -16,7 +16,7 @@ from kt_ray import cli
 from kt_ray.config.compose import compose
 from kt_ray.errors import UserError
 from kt_ray.recipe import with_recipe
-from kt_ray.recipe.command import override
+from kt_ray.recipe.override_text import override
 from tests.helpers.recipes import HERE, recipe
 
 ROOT = HERE.parents[1]
@@ -120,6 +120,34 @@ def test_no_mapping_is_refused(tmp_path: Path) -> None:
         (tmp_path / "x.yaml").write_text(text)
         with pytest.raises(UserError, match=message):
             with_recipe([f"recipe={tmp_path / 'x.yaml'}"])
+
+
+_LORA = "lora_rank: 16\nlora_alpha: 8\nlearning_rate: 2e-4\n"
+_SAME = "lora.rank=16 lora.alpha=8 optim.lr=0.0002"
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "written"),
+    [
+        (
+            "Axolotl",
+            "base_model: a/b\nsequence_len: 512\nmax_steps: 0\nlora_r: 4\n",
+            "model=a/b data.max_length=512 lora.rank=4",
+        ),
+        ("ms-swift", f"model: ./moe\ntrain_type: lora\ndataset: x\n{_LORA}", f"model.path=./moe {_SAME}"),
+        ("torchtune", "model: {_component_: x, lora_rank: 4}\noptimizer: {lr: 1}", "lora.rank=4 optim.lr=1"),
+        ("TRL", f"model_name_or_path: a/b\ndataset_name: c/d\n{_LORA}", f"model=a/b {_SAME}"),
+        ("Unsloth", "model: a/b\ntraining: {training_type: lora, max_seq_length: 7}\nlora: {lora_r: 4}",
+         "model=a/b data.max_length=7 lora.rank=4"),
+    ],
+)  # fmt: skip
+def test_a_recipe_of_another_program_is_known_as_one(
+    program: str, text: str, written: str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"the recipe is one of {program};") as error:
+        with_recipe([f"recipe={tmp_path / 'x.yaml'}"])
+    assert f"and write {written} data.path=<rows> and what else" in str(error.value)
 
 
 @pytest.mark.parametrize(
