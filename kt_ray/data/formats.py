@@ -238,6 +238,8 @@ def detect(row: Mapping[str, Any]) -> list[str]:
         if fits
     ]
     judged = verdict(row) is not None
+    label = row.get("label")
+    counted = label in (0, 1, "0", "1") and not isinstance(label, bool)  # may number something else
     if has("chosen", "rejected"):
         # the rest of the row is the prompt, unless it holds an answer of its own
         answered = [
@@ -247,18 +249,18 @@ def detect(row: Mapping[str, Any]) -> list[str]:
             or (name == "alpaca" and has("output"))
             or (name in ("messages", "sharegpt") and role_of(row.get(_LIST_OF[name]), -1) == "assistant")
         ]
-        return ["preference", *answered, *(["kto"] if judged else [])]
+        return ["preference", *answered, *(["kto"] if judged and not counted else [])]
     if judged and plain and plain != ["text"]:
-        return ["kto"] if len(plain) == 1 else ["kto", *plain]
+        return ["kto"] if len(plain) == 1 and not counted else ["kto", *plain]
     return plain
 
 
 def verdict(row: Mapping[str, Any]) -> bool | None:
-    """true or false of a KTO row; None = none."""
+    """true or false of a KTO row, also as 1 or 0; None = none."""
     value = row.get("label", row.get("kto_tag"))
-    if isinstance(value, str) and value.lower() in ("true", "false"):  # csv has no booleans
-        return value.lower() == "true"
-    return value if isinstance(value, bool) else None
+    if isinstance(value, str):  # csv has no booleans
+        return {"true": True, "1": True, "false": False, "0": False}.get(value.lower())
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
 def _inner_keys(given: Any, inner: Mapping[str, str]) -> Any:

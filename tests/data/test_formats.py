@@ -327,8 +327,19 @@ def test_verdicts(row: Any, label: bool) -> None:
     found, name = parse(row)
     assert (name, found.kind, found.label) == ("kto", "kto", label)
     assert [(m["role"], m["content"]) for m in found.messages] == QA
-    with pytest.raises(UserError, match=r"label has the wrong type.*a number 1"):
-        parse({**PROMPT, "label": 1}, "kto")
+    with pytest.raises(UserError, match=r"label has the wrong type.*a number 2"):
+        parse({**PROMPT, "label": 2}, "kto")
+
+
+@pytest.mark.parametrize("label", [0, 1.0, "0", "1"])
+def test_a_number_that_may_be_a_verdict_is_not_guessed(label: Any) -> None:
+    """An unwanted answer with label 0 would be trained as a wanted one."""
+    with pytest.raises(UserError, match=r"fits several data formats.*kto, prompt_completion"):
+        parse({**PROMPT, "label": label})
+    assert parse({**PROMPT, "label": label}, "kto")[0].label is (label in (1, "1"))
+    assert parse({**PROMPT, "label": label}, "prompt_completion")[0].kind == "sft"
+    assert parse({"text": "t", "label": label})[1] == "text"
+    assert parse({**PROMPT, "kto_tag": label})[1] == "kto"
 
 
 @pytest.mark.parametrize(
