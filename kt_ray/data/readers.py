@@ -5,12 +5,14 @@ pyarrow reads parquet and arrow files, the package `datasets` the hub.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import io
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -342,19 +344,22 @@ def _read(path: Path, on_bad: Callable[[UserError], None] | None) -> Iterator[tu
         yield from _read_table(path, suffix[1:])
         return
     try:
+        if wide := _wide_encoding(path):
+            raise _not_utf8(path, wide, wide)
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         byte = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-        content = content_of_file(path)
-        convert = f"convert it: iconv -f <encoding> -t utf-8 {path}"
-        raise UserError(
-            "the data file is not UTF-8",
-            where=str(path),
-            observed=content or byte,
-            remedy=f"name the file after what it is, or unpack it ({KINDS})" if content else convert,
-        ) from error
+        raise _not_utf8(path, byte, "ENCODING") from error
     except OSError as error:
         raise cannot_be_read(path, error) from error
+    before, zero, after = text.partition("\0")
+    if zero and not suffix.startswith(".json"):  # there it is no JSON, and its line is told
+        raise UserError(
+            "the data file holds zero bytes, which no text has",
+            where=str(path),
+            observed=f"{1 + after.count(zero):,}, the first in line {1 + before.count(chr(10))}",
+            remedy="write or download it again: a write that was interrupted may leave them",
+        )
     # A .json file of one object per line is common enough to be taken for what it is.
     if suffix in TEXT_SUFFIXES:
         if text.strip():
@@ -365,6 +370,32 @@ def _read(path: Path, on_bad: Callable[[UserError], None] | None) -> Iterator[tu
         yield from _read_json(path, text)
     else:
         yield from _read_jsonl(path, text, on_bad)
+
+
+def _wide_encoding(path: Path) -> str:
+    """UTF-16 or UTF-32, as a file's first bytes tell; "" = neither. What is in it may be valid UTF-8."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
+        return "UTF-32"
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    zeros = [byte == 0 for byte in start]
+    wide = {"UTF-16LE": [False, True, False, True], "UTF-16BE": [True, False, True, False]}
+    return next((name for name, pattern in wide.items() if zeros == pattern), "")
+
+
+def _not_utf8(path: Path, observed: str, encoding: str) -> UserError:
+    content = content_of_file(path)
+    beside = path.with_name(f"utf8_{path.name}")
+    convert = shlex.join(["iconv", "-f", encoding, "-t", "utf-8", "-o", str(beside), str(path)])
+    remedy = f"name the file after what it is, or unpack it ({KINDS})"
+    return UserError(
+        "the data file is not UTF-8",
+        where=str(path),
+        observed=content or observed,
+        remedy=remedy if content else f"convert it ({convert}), and name the new file",
+    )
 
 
 def cannot_be_read(path: Path, error: OSError) -> UserError:

@@ -86,7 +86,7 @@ DATA: list[Case] = [
         "data file not UTF-8",
         TINY,
         ["not UTF-8", "byte 0xff at offset 0", "iconv"],
-        lambda p: p.write("rows.jsonl", b"\xff\xfe\x00"),
+        lambda p: p.write("rows.jsonl", b"\xff\xfd\x00"),
     ),
     Case(
         "json data that is no list",

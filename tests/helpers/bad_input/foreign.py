@@ -134,7 +134,7 @@ DATA_FILES = [
     _rows("gzip", gzip.compress(GOOD.encode()), ["not UTF-8", "a gzip archive (gunzip unpacks it)"]),
     _rows("parquet", _table([dict(ROWS[0])], "parquet"), ["not UTF-8", "a parquet file"]),
     _rows("zstd", b"\x28\xb5\x2f\xfd\xff\xff", ["not UTF-8", "a zstd archive"]),
-    _rows("UTF-16", (GOOD + "\n").encode("utf-16"), ["not UTF-8", "iconv"]),
+    _rows("UTF-16", (GOOD + "\n").encode("utf-16"), ["not UTF-8", "iconv -f UTF-16 -t"]),
     _rows("Latin-1", '{"text": "\xe9t\xe9"}'.encode("latin-1"), ["not UTF-8", "byte 0xe9", "iconv"]),
     Case("rows: a pipe", TINY, ["no regular file", "a pipe", "data.path="], pipe("rows.jsonl")),
     Case("rows: a device", TINY, ["no regular file", "a device"], link("rows.jsonl", "/dev/zero")),
