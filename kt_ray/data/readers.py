@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import glob
 import io
 import itertools
 import json
@@ -105,12 +106,17 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
                 remedy=f"write its rows into a file, and name that in {key}",
             )
         if not path.is_file():
+            observed = f"working directory {Path.cwd()}"
+            remedy = (
+                f"correct {key}; relative paths count from the working directory, a data set of the hub is "
+            )
+            remedy += "hf://owner/name"
+            if matching := sorted(glob.glob(str(path), recursive=True)):
+                observed = f"a pattern, of {len(matching)} files"
+                listed = ",".join([*matching[:3], *["…"] * (len(matching) > 3)])
+                remedy = f"list the files ('{key}=[{listed}]'), or name a directory that holds no others"
             raise UserError(
-                "the data file does not exist",
-                where=f"{key}={path}",
-                observed=f"working directory {Path.cwd()}",
-                remedy=f"correct {key}; relative paths count from the working directory, a data set of the "
-                "hub is hf://owner/name",
+                "the data file does not exist", where=f"{key}={path}", observed=observed, remedy=remedy
             )
         if path.suffix.lower() not in (*SUFFIXES, *TEXT_SUFFIXES):
             packed = content if "unpacks it" in (content := content_of_file(path)) else ""

@@ -136,6 +136,8 @@ def test_missing_file_directory_and_empty_list(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not exist.*data\.path="):
         rows_of(tmp_path / "absent.jsonl")
     jsonl(tmp_path / "inside.jsonl", ROWS)
+    with pytest.raises(UserError, match=r"a pattern, of 1 files.*'data\.path=\[\S+/inside\.jsonl\]'"):
+        rows_of(tmp_path / "in*.jsonl")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"directory holds no data file.*empty"):
         rows_of(tmp_path / "empty")
