@@ -228,11 +228,15 @@ def _wrong_type(key: str, value: Any) -> UserError:
         example = shlex.quote(f'{key}=["{value}"]')
     if isinstance(value, bool) and "str" in type_name(hint):
         example = f"{key}=\"'{show(value)}'\" if the word itself is meant"
+    remedy = f"write for example {example}"
+    if example == f"{key}=null":
+        named = " or ".join(name for name in type_name(hint).split(" | ") if name != "null")
+        remedy = f"write {key}=<{named}>, or leave it out"
     return UserError(
         f"{key}={show(value)} has the wrong type",
         observed="null" if value is None else f"{show(value)} ({type(value).__name__})",
         required=type_name(hint),
-        remedy=f"write for example {example}",
+        remedy=remedy,
     )
 
 
