@@ -102,19 +102,7 @@ class RunDir:
                 run.close()
                 raise
         except OSError as error:
-            place = named or root
-            # Not Path's own, which raise where a name is too long or a directory may not be looked into.
-            links = (p for p in (place, *place.parents) if os.path.islink(p) and not os.path.exists(p))
-            link = next(links, None)
-            observed = error.strerror or str(error)
-            if link is not None:
-                observed = f"{link}, a link to {link.readlink()}, which is not there (a disk not mounted?)"
-            raise UserError(
-                "the run directory cannot be written",
-                where=str(place),
-                observed=observed,
-                remedy="set run.root to a directory that you may write to",
-            ) from error
+            raise _not_writable(named or root, error.strerror or str(error)) from error
         return run
 
     def close(self) -> None:
@@ -279,9 +267,10 @@ def refuse_taken(config: Config) -> None:
     """The cheap look at the run directory that will be written, before the model is looked at.
 
     Raises:
-        UserError: another process writes it, or as `RunDir.create`.
+        UserError: another process writes it, nobody may, or as `RunDir.create`.
     """
-    _, named = _root_and_named(config)
+    root, named = _root_and_named(config)
+    _require_writable(named or root)
     checkpoint = checkpoint_to_resume(config)
     for run in (named, checkpoint.parent.parent if checkpoint and named is None else None):
         if run is not None:
@@ -290,6 +279,28 @@ def refuse_taken(config: Config) -> None:
     if named is not None and (checkpoint is None or not _continues(checkpoint, named, config)):
         _refuse_other_files(named)
         _refuse_trained(named, config)
+
+
+def _require_writable(place: Path) -> None:
+    """Refuses a directory that cannot be made or written, or a link to nothing on the way to it."""
+    there = next((path for path in (place, *place.parents) if os.path.lexists(path)), Path("/"))
+    if not os.path.isdir(there):
+        raise _not_writable(place, f"{there} is no directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _not_writable(place, f"{there} may not be written to")
+
+
+def _not_writable(place: Path, observed: str) -> UserError:
+    # Not Path's own, which raise where a name is too long or a directory may not be looked into.
+    links = (p for p in (place, *place.parents) if os.path.islink(p) and not os.path.exists(p))
+    if (link := next(links, None)) is not None:
+        observed = f"{link}, a link to {link.readlink()}, which is not there (a disk not mounted?)"
+    return UserError(
+        "the run directory cannot be written",
+        where=str(place),
+        observed=observed,
+        remedy="set run.root to a directory that you may write to",
+    )
 
 
 def plain(value: Any) -> Any:

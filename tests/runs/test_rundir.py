@@ -16,7 +16,7 @@ from kt_ray.config.mapping import with_keys
 from kt_ray.errors import UserError
 from kt_ray.runs.environment import environment
 from kt_ray.runs.rundir import RunDir as Directory
-from kt_ray.runs.rundir import dated_as_before, find_checkpoints, plain
+from kt_ray.runs.rundir import dated_as_before, find_checkpoints, plain, refuse_taken
 
 
 class RunDir(Directory):
@@ -32,6 +32,19 @@ class RunDir(Directory):
 def test_a_root_that_cannot_be_looked_at_is_refused_by_its_key(tmp_path, make_config):
     with pytest.raises(UserError, match=r"cannot be written.*File name too long.*set run\.root"):
         RunDir.create(make_config(tmp_path / ("x" * 300)))
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path, make_config, monkeypatch
+):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written.*file is no directory.*set run\.root"):
+        refuse_taken(make_config(tmp_path / "file" / "runs"))
+    refuse_taken(make_config(tmp_path / "new" / "runs"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # which root may always
+    with pytest.raises(UserError, match=rf"cannot be written; at {tmp_path}/new.* {tmp_path} may not be"):
+        refuse_taken(make_config(tmp_path / "new", name="a"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_default_names_are_unique_and_absolute(tmp_path, make_config, monkeypatch):

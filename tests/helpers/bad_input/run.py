@@ -124,13 +124,18 @@ RUN: list[Case] = [
     Case(
         "run.root is a file",
         TINY + " run.root={dir}/file",
-        ["run directory cannot be written", "{dir}/file", "File exists", "set run.root"],
+        ["run directory cannot be written", "{dir}/file is no directory", "set run.root"],
         lambda p: p.write("file", "x"),
     ),
     Case(
         "run.root below a file",
         TINY + " run.root={dir}/file/deeper run.name=x",
-        ["run directory cannot be written", "{dir}/file/deeper/x", "Not a directory", "set run.root"],
+        [
+            "run directory cannot be written",
+            "{dir}/file/deeper/x",
+            "{dir}/file is no directory",
+            "set run.root",
+        ],
         lambda p: p.write("file", "x"),
     ),
     Case(
@@ -142,7 +147,7 @@ RUN: list[Case] = [
     Case(
         "resume below a run.root that is a file",
         TINY + " run.root={dir}/file trainer.resume=latest",
-        ["no run of model 'model' has a checkpoint", "{dir}/file", "run.root"],
+        ["run directory cannot be written", "{dir}/file is no directory", "set run.root"],
         lambda p: p.write("file", "x"),
     ),
 ]
