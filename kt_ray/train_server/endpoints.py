@@ -24,7 +24,7 @@ from kt_ray.serve.api_errors import ApiError, of_validation
 from kt_ray.serve.app import add_errors, json_body, media_type
 from kt_ray.serve.schemas import MAX_FIELDS
 from kt_ray.train_server.futures import Failure, Promise
-from kt_ray.train_server.saved_models import SAMPLER, TRAINING, Run, Saved, expiry
+from kt_ray.train_server.saved_models import SAMPLER, TRAINING, Run, Saved, checkpoint_path, expiry
 from kt_ray.train_server.service import TrainService
 from kt_ray.train_server.wire import PROTOBUF, bad, pass_request, types
 
@@ -358,7 +358,7 @@ def _add_records(app: FastAPI, service: TrainService) -> None:
     saved = service.saved
 
     def found(run: str, kind: str, name: str) -> Saved:
-        return saved.find(f"tinker://{run}/{kind}/{name}")
+        return saved.find(checkpoint_path(run, kind, name))
 
     def all_runs() -> dict[str, Run]:
         runs = {model.name: model.run for model in service.models()}

@@ -95,7 +95,7 @@ class Saved(_OfLora):
 
     @property
     def path(self) -> str:
-        return f"tinker://{'/'.join(self.place)}"
+        return checkpoint_path(*self.place)
 
     @property
     def expired(self) -> bool:
@@ -114,6 +114,10 @@ class Saved(_OfLora):
             "user_metadata": self.user_metadata,
             "expires_at": self.expires,
         }
+
+
+def checkpoint_path(run: str, kind: str, name: str) -> str:
+    return f"tinker://{run}/{kind}/{name}"
 
 
 def now() -> str:
@@ -145,10 +149,14 @@ class SavedModels:
     """
     Args:
         root: made if it is not there; one server writes there at a time.
+
+    Attributes:
+        comes: whether a path's save waits or runs.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.comes: Callable[[str], bool] = lambda path: False
         self._unreadable: set[Path] = set()
         self._lock = threading.Lock()  # what is found under a name is what is changed there
         root.mkdir(parents=True, exist_ok=True)
@@ -171,7 +179,8 @@ class SavedModels:
             )
         found = self._read(checked_name(parts[0]), parts[1], checked_name(parts[2]))
         if found is None or found.expired:
-            raise ApiError(404, f"there is no checkpoint {path}", code="checkpoint_not_found")
+            yet = " yet: its save waits, or runs. To fix: wait for the save's result" * self.comes(path)
+            raise ApiError(404, f"there is no checkpoint {path}{yet}", code="checkpoint_not_found")
         return found
 
     def data(self, saved: Saved) -> Path:

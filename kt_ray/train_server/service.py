@@ -30,6 +30,7 @@ from kt_ray.train_server.saved_models import (
     Saved,
     SavedModels,
     checked_name,
+    checkpoint_path,
     expiry,
     now,
 )
@@ -68,11 +69,13 @@ class TrainService:
         self._rounds = SampleRounds(backend, self._queue, self.promises, most_samplers, self._sweep)
         self._idle = idle
         self._queue.on_gap = self._spoil
+        self.saved.comes = self._comes
         backend.busy = self._queue.busy
         self._lock = self._queue.changed
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, Sampler] = {}
+        self._saves: dict[str, Promise] = {}  # by the path that it will have, as long as it waits or runs
         self._closing = False
         self._swept = 0.0
         self._ticked = time.monotonic()
@@ -178,14 +181,16 @@ class TrainService:
     def load_weights(self, request: Any) -> Promise:
         """Into a new model, or into one that there is."""
 
-        def found() -> Saved:
+        def check(foreign: tuple[str, ...], which: str) -> None:
+            for key in foreign:
+                if getattr(request, key) is not None:
+                    raise bad(f"{key} has no meaning beside {which}; leave it out", key)
             if request.weights_access_token is not None:
                 raise bad("weights_access_token is not supported: all clients see all checkpoints")
             if request.base_model is not None:
                 self._check_base(request.base_model)
             if request.optimizer_config is not None:
                 self._check_optimizer(request.optimizer_config)
-            return self._fitting.training(request.path)
 
         def load(model: Model, saved: Saved) -> Reply:
             self.saved.find(saved.path)  # it may have been deleted while this waited
@@ -193,20 +198,26 @@ class TrainService:
             model.failed = None  # no gradient waits any longer
             return plain({"type": "load_weights", "path": saved.path})
 
+        def fitting(model: Model) -> Saved:
+            saved = self._fitting.training(request.path)
+            if saved.part != model.run.part:
+                raise bad(
+                    f"{saved.path} is of {saved.part}; this model is of {model.run.part}. To fix: make a "
+                    "model from it (create_training_client_from_state), or one with the same LoraConfig",
+                    "path",
+                )
+            return saved
+
         if request.session_id is None:
             model, number = self._ordered(request)
             with self._numbered(model, number, lambda: self._bar(model, number)):
-                saved = found()
-                if saved.part != model.run.part:
-                    raise bad(
-                        f"{saved.path} is of {saved.part}; this model is of {model.run.part}. To fix: make a "
-                        "model from it (create_training_client_from_state), or one with the same LoraConfig",
-                        "path",
-                    )
+                check(("model_seq_id", "user_metadata"), "model_id, a model that there is")
+                # What is saved before this in the order of requests is there in its turn.
+                saved = None if self._comes(request.path) else fitting(model)
 
             def run() -> Reply:
                 try:
-                    reply = load(model, saved)
+                    reply = load(model, saved or fitting(model))
                 except NoRoomYet:
                     raise
                 except Exception:
@@ -216,9 +227,10 @@ class TrainService:
                 return reply
 
             return self._submit(model, number, run, loads=True)
+        check(("model_id", "seq_id"), "session_id, which makes a model")
         if request.model_seq_id is None:
             raise bad("model_seq_id is missing beside session_id", "model_seq_id")
-        saved = found()
+        saved = self._fitting.training(request.path)
 
         def create(model: Model) -> Reply:
             self.backend.create(model.name, 0, saved.part)
@@ -434,6 +446,7 @@ class TrainService:
         self._queue.sweep()
         self.promises.sweep()
         with self._lock:
+            self._saves = {path: save for path, save in self._saves.items() if save.outcome is None}
             silent = [s for s in self._sessions.values() if now - s.heard > self._idle]
             for session in silent if now - self._ticked < _STILL else []:
                 logger.warning(
@@ -627,7 +640,7 @@ class TrainService:
         def save() -> Reply:
             if not overwrite and self.saved.exists(model.name, kind, name):
                 raise bad(
-                    f"there is a checkpoint tinker://{model.name}/{kind}/{name}; choose another name"
+                    f"there is a checkpoint {checkpoint_path(model.name, kind, name)}; choose another name"
                     + (", or overwrite=True" if kind == TRAINING else ", or delete it")
                 )
             write = self.backend.save_state if kind == TRAINING else self.backend.save_adapter
@@ -638,7 +651,15 @@ class TrainService:
             saved = self.saved.save(run, saved, lambda directory: write(model.name, directory))
             return plain({"path": saved.path})
 
-        return self._submit(model, number, save)
+        promise = self._submit(model, number, save)
+        with self._lock:
+            self._saves[checkpoint_path(model.name, kind, name)] = promise
+        return promise
+
+    def _comes(self, path: str) -> bool:
+        """Whether a checkpoint's save waits or runs."""
+        save = self._saves.get(path)
+        return save is not None and save.outcome is None
 
     def _add_sampler(self, session: Session, sampler: Sampler) -> None:
         if sampler.name not in self._samplers:

@@ -366,6 +366,12 @@ STEPS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("load_weights", {"path": "tinker://a/b", "optimizer": True}, "is no checkpoint's path"),
     ("load_weights", {"path": "x", "optimizer": True, "weights_access_token": "y"}, "weights_access_token"),
+    (
+        "load_weights",
+        {"path": "x", "optimizer": True, "user_metadata": {"a": 1}},
+        "user_metadata has no meaning",
+    ),
+    ("load_weights", {"path": "x", "optimizer": True, "session_id": "y"}, "model_id has no meaning beside"),
 ]
 
 

@@ -142,6 +142,21 @@ def test_a_state_that_is_deleted_while_its_load_waits(raw: Raw) -> None:
     assert not raw.calls("load_state") and list(backend.models) == [model]
 
 
+def test_a_load_of_what_is_saved_before_it_waits_for_the_save(raw: Raw) -> None:
+    model, backend = raw.model(), raw.server.backend
+    path = f"tinker://{model}/weights/a"
+    backend.gate.clear()
+    raw.passed(model, 1)
+    until(lambda: raw.calls("backward"))
+    save = raw.post("save_weights", model_id=model, seq_id=2, path="a")
+    load = raw.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True)
+    early = raw.http.post("weights_info", json={"tinker_path": path})
+    assert early.status_code == 404 and "its save waits, or runs" in early.text
+    backend.gate.set()
+    assert raw.result(save) == {"path": path} and raw.result(load)["path"] == path
+    assert "metrics" in raw.result(raw.step(model, 4))
+
+
 def test_a_gap_in_a_models_numbers_spoils_its_step(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     model = raw.model()
     raw.result(raw.passed(model, 1))
