@@ -82,7 +82,7 @@ class Saved(_OfLora):
     base_model: str
     rank: int
     settings: dict[str, Any]  # what a training's state depends on (`Backend.settings`)
-    created: str
+    created: str = ""  # ISO 8601, and bytes: known once it is saved
     bytes: int = 0
     expires: str | None = None
     user_metadata: dict[str, str] | None = None
@@ -206,7 +206,7 @@ class SavedModels:
             made.mkdir()
             write(made / "data")
             size = sum(file.stat().st_size for file in (made / "data").rglob("*") if file.is_file())
-            saved = Saved(**{**asdict(saved), "bytes": size})
+            saved = replace(saved, bytes=size, created=self._after_all(run.run))
             _write_json(made / "checkpoint.json", asdict(saved))
             with self._lock:
                 gone = self._hide(place)
@@ -248,6 +248,13 @@ class SavedModels:
         found = [saved for place in places if (saved := self._read(*place)) is not None]
         kept = [saved for saved in found if expired or not saved.expired]
         return sorted(kept, key=lambda saved: saved.created, reverse=True)
+
+    def _after_all(self, run: str) -> str:
+        """Now, or just after the run's last checkpoint where the clock was set back: their order stays."""
+        last, created = max((one.created for one in self.all(run, expired=True)), default=""), now()
+        if created > last:
+            return created
+        return (datetime.fromisoformat(last) + timedelta(microseconds=1)).isoformat()
 
     def last_state(self, run: str) -> Saved | None:
         """The newest one that a training can go on from; None = there is none."""

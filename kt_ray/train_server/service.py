@@ -645,9 +645,18 @@ class TrainService:
                 )
             write = self.backend.save_state if kind == TRAINING else self.backend.save_adapter
             run = model.run
-            about = (run.base_model, run.rank, self.backend.settings, now())
-            more = (request.user_metadata, run.train_attn, run.train_mlp)
-            saved = Saved(run.run, kind, name, *about, 0, expires, *more)
+            saved = Saved(
+                run.run,
+                kind,
+                name,
+                run.base_model,
+                run.rank,
+                self.backend.settings,
+                expires=expires,
+                user_metadata=request.user_metadata,
+                train_attn=run.train_attn,
+                train_mlp=run.train_mlp,
+            )
             saved = self.saved.save(run, saved, lambda directory: write(model.name, directory))
             return plain({"path": saved.path})
 

@@ -21,7 +21,7 @@ def kept(models: SavedModels, name: str, text: str = "", *, run: Run = RUN) -> S
         directory.mkdir()
         (directory / "state").write_text(text)
 
-    return models.save(run, Saved(run.run, TRAINING, name, run.base_model, run.rank, {}, now()), write)
+    return models.save(run, Saved(run.run, TRAINING, name, run.base_model, run.rank, {}), write)
 
 
 def text_of(models: SavedModels, name: str) -> str:
@@ -125,6 +125,18 @@ def test_files_that_say_nothing_are_passed_over(
     models.sweep()
     assert [sum(str(file) in line.getMessage() for line in caplog.records) for file in files] == [1, 1]
     assert [one.name for one in SavedModels(tmp_path).all("run")] == ["a"]
+
+
+def test_the_last_state_is_the_last_one_saved_though_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, days = SavedModels(tmp_path), iter(("2026-03-02", "2026-03-01", "2026-03-01", "2026-03-03"))
+    monkeypatch.setattr("kt_ray.train_server.saved_models.now", lambda: f"{next(days)}T00:00:00+00:00")
+    for name in "abcd":
+        kept(models, name)
+        last = models.last_state("run")
+        assert last is not None and last.name == name
+    assert [one.name for one in models.all()] == ["d", "c", "b", "a"]
 
 
 def test_a_copy_made_by_hand_is_what_its_directory_says(tmp_path: Path) -> None:
