@@ -19,11 +19,11 @@ from kt_ray.train_server.wire import bad, check_tokens, types
 
 TOP = 20  # most probable tokens that can be asked for
 MOST_SAMPLES = 128  # of one request
-_UNSUPPORTED = {  # what to know beside that
-    "target_prompt_logprobs": "",
-    "prompt_alt_tokens_k": "",
-    "record_stability_info": " (it is for stable_reinforce, to which importance_sampling is the nearest loss "
-    "here)",
+_UNSUPPORTED = {  # what to do
+    "target_prompt_logprobs": "leave it out",
+    "prompt_alt_tokens_k": "leave it out",
+    "record_stability_info": "it is of the loss stable_reinforce. To fix: leave it out, and train with "
+    "another loss (loss_fn=importance_sampling for recipes of the cookbook)",
 }
 
 
@@ -55,9 +55,9 @@ def sample_of(request: Any, backend: Backend, adapter: str | bool) -> SampleRequ
     Raises:
         ApiError, UserError: what is wrong with it.
     """
-    for name, why in _UNSUPPORTED.items():
+    for name, remedy in _UNSUPPORTED.items():
         if getattr(request, name):
-            raise bad(f"{name} is not supported by this server; leave it out{why}", name)
+            raise bad(f"{name} is not supported by this server; {remedy}", name)
     if not 1 <= request.num_samples <= MOST_SAMPLES:
         raise bad(f"num_samples is {request.num_samples}, required 1 to {MOST_SAMPLES}", "num_samples")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):

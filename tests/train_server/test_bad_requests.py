@@ -195,7 +195,7 @@ SAMPLES: list[tuple[dict[str, Any], str]] = [
     ({"topk_sample_logprobs": 21}, "required 0 to 20"),
     ({"topk_prompt_logprobs": -1}, "required 0 to 20"),
     ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
-    ({"record_stability_info": True}, "(it is for stable_reinforce, to which importance_sampling"),
+    ({"record_stability_info": True}, "(loss_fn=importance_sampling for recipes"),
     (
         {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
         "target_prompt_logprobs is not supported",
