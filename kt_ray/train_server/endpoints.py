@@ -24,6 +24,7 @@ from kt_ray.serve.api_errors import ApiError, of_validation
 from kt_ray.serve.app import add_errors, json_body, media_type
 from kt_ray.serve.schemas import MAX_FIELDS
 from kt_ray.train_server.futures import Failure, Promise
+from kt_ray.train_server.sample_rounds import failure_of
 from kt_ray.train_server.saved_models import SAMPLER, TRAINING, Run, Saved, checkpoint_path, expiry
 from kt_ray.train_server.service import TrainService
 from kt_ray.train_server.wire import PROTOBUF, bad, pass_request, types
@@ -83,6 +84,10 @@ def make_app(service: TrainService, key: bytes | None, max_body: int) -> FastAPI
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return of_validation(error.errors()).response()
+
+    @app.exception_handler(OSError)
+    async def disk(request: Request, error: OSError) -> Response:
+        return ApiError(500, failure_of(error).message).response()
 
     _add_sessions(app, service, max_body)
     _add_training(app, service)
@@ -441,7 +446,11 @@ def _add_records(app: FastAPI, service: TrainService) -> None:
             raise bad("an archive is made of a sampler's weights only: save_weights_for_sampler writes them")
         # where its adapter had room: what /tmp takes may be the memory of the experts
         file = tempfile.TemporaryFile(dir=saved.root)  # noqa: SIM115 - closed when it has been sent
-        saved.archive(one, file)
+        try:
+            saved.archive(one, file)
+        except BaseException:
+            file.close()
+            raise
         file.seek(0)
         named = {"content-disposition": f'attachment; filename="{one.name.replace(":", "_")}.tar.gz"'}
         blocks = iter(lambda: file.read(1 << 20), b"")

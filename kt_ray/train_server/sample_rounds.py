@@ -41,10 +41,11 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(error.line())
     if isinstance(error, ApiError):
         return Failure(error.message)
-    logger.error("a request failed", exc_info=error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        logger.warning("a request failed: %s", error)
         remedy = "free space there, or start it with train_server.directory on another disk"
         return Failure(f"the server's disk is full. To fix: {remedy}", "server")
+    logger.error("a request failed", exc_info=error)
     return Failure("the server failed at this request; its log says why", "server")
 
 

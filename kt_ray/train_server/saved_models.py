@@ -262,10 +262,14 @@ class SavedModels:
         return next((saved for saved in found if saved.kind == TRAINING), None)
 
     def archive(self, saved: Saved, to: IO[bytes]) -> None:
-        """A tar.gz of what it consists of."""
-        with tarfile.open(fileobj=to, mode="w:gz", compresslevel=1) as tar:
-            for file in self._files(saved):
-                tar.add(file, arcname=file.name)
+        """A tar.gz of what it consists of. Raises ApiError: it is deleted meanwhile."""
+        try:
+            with tarfile.open(fileobj=to, mode="w:gz", compresslevel=1) as tar:
+                for file in self._files(saved):
+                    tar.add(file, arcname=file.name)
+        except FileNotFoundError:
+            self.find(saved.path)
+            raise
 
     def _tidy(self, directory: Path) -> None:
         """What a server that was killed left hidden: a checkpoint is found again where its name is free."""

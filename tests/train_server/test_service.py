@@ -6,6 +6,7 @@ import errno
 import itertools
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from tinker.proto import tinker_public_pb2 as proto
 
 from kt_ray.train_server import work_queue
+from kt_ray.train_server.saved_models import Saved
 from kt_ray.train_server.service import ENDS
 from tests.helpers.fake_train_backend import FakeBackend
 from tests.helpers.train_server import Raw, running, until
@@ -311,6 +313,30 @@ def test_a_save_that_fails_leaves_nothing_and_an_old_one_stays(raw: Raw) -> None
     assert failed["category"] == "server" and "train_server.directory" in failed["error"]
     assert saved.all() == before
     assert [file.name for file in (saved.root / model / "weights").iterdir()] == ["a"]
+
+
+def test_an_archive_that_cannot_be_made_says_why(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, saved = raw.model(), raw.server.service.saved
+    raw.result(raw.post("save_weights_for_sampler", model_id=model, seq_id=1, path="a"))
+    url = f"training_runs/{model}/checkpoints/sampler_weights/a/archive"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saved, "archive", full)
+        answer = raw.http.get(url)
+    assert answer.status_code == 500 and "the server's disk is full. To fix: free space" in answer.text
+    files = saved._files
+
+    def gone(one: Saved) -> Iterator[Path]:
+        found = list(files(one))
+        saved.delete(one)
+        yield from found
+
+    monkeypatch.setattr(saved, "_files", gone)
+    answer = raw.http.get(url)
+    assert answer.status_code == 404 and "there is no checkpoint" in answer.text
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_replaced_unasked(raw: Raw) -> None:
