@@ -167,7 +167,7 @@ def connected() -> Iterator[None]:
                     logging_level="error",
                 )
                 break
-            except Exception:  # a node that a busy machine starts too slowly, see `RayCluster._start_local`
+            except Exception:  # a node that a busy machine starts too slowly, see `RayConnection.start_local`
                 ray.shutdown()
                 if not tries_left:
                     raise

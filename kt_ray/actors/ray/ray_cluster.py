@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import math
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,18 +19,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray import torch_environment
 from kt_ray.actors.cluster import NOTICE, ActorCluster, Handle, LoadNote
-from kt_ray.actors.ray.ray_access import check_open_dashboard, guard_token, token_to_join, token_to_start
 from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
-from kt_ray.actors.ray.ray_address import (
-    PORTS_TRIED,
-    Running,
-    dashboard_hint,
-    dashboard_url,
-    free_port,
-    ray_directory,
-    running_cluster,
-)
-from kt_ray.actors.ray.ray_guard import RayGuard
+from kt_ray.actors.ray.ray_address import dashboard_hint, dashboard_url, ray_directory, running_cluster
+from kt_ray.actors.ray.ray_connection import RayConnection, last_line
 from kt_ray.actors.ray.ray_hosts import Hosts, check_nodes, find_hosts, own_cpus, shared_by, worker_cpus
 from kt_ray.actors.ray.ray_placement import (
     PACKED,
@@ -70,14 +57,12 @@ from kt_ray.transport.messages import Address
 
 logger = logging.getLogger(__name__)
 
-START_ATTEMPTS = 3
 START_AGAIN = (
     "look for the kernel's out-of-memory killer (dmesg), then start again; "
     "trainer.restarts=10 does so by itself"
 )
 NOT_IMPORTED = "failed to import on the worker"  # Ray's words; it takes such an actor for a dead one
 TAKEN = 10.0  # seconds after which a node that had room is another run's, at the first try
-UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 LOOK = 5.0  # seconds between looks at whether Ray still has a node
 
 # Settings of the driver's environment that actors must see as well.
@@ -140,8 +125,7 @@ class RayCluster(ActorCluster):
         self.namespace = config.namespace or f"kt_ray-{run_name}"
         self.dashboard_url: str | None = None
         self.joined = False  # a cluster that was there before
-        self.connected = False  # to Ray, by this object: it then disconnects, too
-        self._guard: RayGuard | None = None  # of a Ray that this object started
+        self._connection = RayConnection(config, self.namespace)
         self._shared: Shared | None = None  # what all hosts of a plan for several see
         self._groups: dict[int, Any] = {}  # placement group of every host
         self._behind: dict[int, tuple[str, Gpu | None]] = {}  # the GPU of every bundle that has one
@@ -173,7 +157,7 @@ class RayCluster(ActorCluster):
                     remedy="run this command on a host of the cluster with the cluster.address=HOST:PORT "
                     "that 'ray start' took; or set rule.nodes=1",
                 )
-            self._join(running)
+            self.dashboard_url = self._connection.join(running)
             self.joined = True
             where = f"{running.address} (from {running.source})"
             return [
@@ -188,111 +172,12 @@ class RayCluster(ActorCluster):
                 remedy="start it with 'ray start --head' here and 'ray start --address=HOST:PORT' on the "
                 "others (docs/multi_node.md), or set rule.nodes=1",
             )
-        check_open_dashboard(self.config)
-        notes = token_to_start()
-        # Ray kills workers at 95 % of the host's memory; the plan has already counted every byte against
-        # its capacity, and 5 % of a terabyte is much. A value of the user's stays.
-        os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
-        # A GCS of our own does not come back: a minute's wait for it (Ray's default) gains nothing.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
-        # Ray's 30 s are short beside other programs.
-        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(math.ceil(self.config.start_timeout)))
-        # Ray's workers are nice by default; training is what this machine is here for.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        torch_environment.apply()
-        self._guard = RayGuard()
-        context = self._start_local(self._guard)
-        self.dashboard_url = dashboard_url(context) or None  # Ray's is empty without one
-        notes += guard_token()
+        self.dashboard_url, notes = self._connection.start_local()
         why = "no running cluster found, started" if self.config.address == "auto" else "started"
         return [
             f"Ray: {why} a local one, which ends with this run{dashboard_hint(self.dashboard_url)}",
             *notes,
         ]
-
-    def _start_local(self, guard: RayGuard) -> Any:
-        """A Ray of this run's own, in up to START_ATTEMPTS attempts, the last without the dashboard.
-
-        On a busy host Ray's processes are late, and another program may take the dashboard's port between
-        our look and Ray's.
-        """
-        first = self.config.dashboard_port
-        for attempt in range(1, START_ATTEMPTS + 1):
-            last = attempt == START_ATTEMPTS
-            # Named here only when it is shown: without a dashboard the port must not matter.
-            wanted = self.config.dashboard and not last
-            port = free_port(self.config.dashboard_host, first) if wanted else None
-            if wanted and port is None:
-                logger.warning("ports %d to %d are taken: no dashboard", first, first + PORTS_TRIED - 1)
-            try:
-                with guard.own_ray(), _deaf_to_hangups():
-                    return self._init(
-                        address="local",
-                        include_dashboard=port is not None,
-                        dashboard_host=self.config.dashboard_host,
-                        dashboard_port=port,
-                    )
-            except Exception as error:  # Ray raises plain ones for a dashboard or a node that is late
-                ray.shutdown()
-                guard.sweep()
-                why = _last_line(error)
-                place = ray_directory().parent  # which Ray makes, where it can
-                stays = isinstance(error, OSError) and (error.errno in UNWRITABLE or not place.is_dir())
-                if stays:
-                    raise UserError(
-                        "Ray cannot write its directory",
-                        where=str(place),
-                        observed=why,
-                        remedy="free space there, or set RAY_TMPDIR to another directory, with a short "
-                        "name; cluster=local runs without Ray",
-                    ) from error
-                if last:
-                    raise TryAgain(
-                        "Ray cannot be started on this host",
-                        observed=why,
-                        required=f"a start within Ray's own time limits, in {START_ATTEMPTS} attempts",
-                        remedy="start the run again when the host is less busy, set cluster=local (no Ray), "
-                        f"or look into {ray_directory()}/session_latest/logs",
-                    ) from error
-                without = " without its dashboard" if port and attempt + 1 == START_ATTEMPTS else ""
-                logger.warning("Ray did not start, once more%s: %s", without, why)
-                first = port + 1 if port is not None else first
-        raise AssertionError("unreachable")
-
-    def _join(self, running: Running) -> None:
-        # Not Ray's own "auto", which looks for a cluster again, and may find another.
-        for note in token_to_join(found=running.source == "ray start"):
-            logger.warning("%s", note)
-        try:
-            context = self._init(address=running.address)
-        except Exception as error:  # of many classes: connections, versions, tokens, time-outs
-            raise UserError(
-                "the Ray cluster cannot be joined",
-                where=f"{running.address} (from {running.source})",
-                observed=_last_line(error),
-                remedy="if it wants a token, set RAY_AUTH_MODE=token and put the token into "
-                "~/.ray/auth_token (or name its file in RAY_AUTH_TOKEN_PATH); use the cluster's "
-                "versions of Ray and Python; or set cluster.address=local",
-            ) from error
-        self.dashboard_url = dashboard_url(context)
-
-    def _init(self, **how: Any) -> Any:
-        # ray.init puts a handler of SIGTERM in place that ends the process with code 15, without a word.
-        handler: Any = signal.getsignal(signal.SIGTERM)
-        ours = callable(handler) and threading.current_thread() is threading.main_thread()
-        try:
-            context = ray.init(
-                namespace=self.namespace, log_to_driver=False, logging_level=logging.ERROR, **how
-            )
-            self.connected = True
-            return context
-        except SystemExit as ended:
-            if ours and ended.code == signal.SIGTERM:
-                handler(signal.SIGTERM, None)
-            raise
-        finally:
-            if ours:
-                signal.signal(signal.SIGTERM, handler)
 
     def _find_hosts(self) -> tuple[str, ...]:
         """Which node is which host of a plan for several; its expert actors get that host's CPUs."""
@@ -669,9 +554,7 @@ class RayCluster(ActorCluster):
         if ray.is_initialized():
             self._leave_ray()
         # Not after an error in that: the guard then ends what is left when this process is gone.
-        if self._guard is not None:
-            self._guard.end()
-            self._guard = None
+        self._connection.end_guard()
 
     def _leave_ray(self) -> None:
         try:
@@ -680,29 +563,7 @@ class RayCluster(ActorCluster):
             while self._groups:
                 remove_placement_group(self._groups.popitem()[1])
         finally:
-            if self.connected:
-                # Ends a cluster that `connect` started; leaves one that it joined.
-                ray.shutdown()
-                self.connected = False
-
-
-@contextlib.contextmanager
-def _deaf_to_hangups() -> Iterator[None]:
-    """Processes started inside ignore SIGHUP: a closed terminal asks the driver to save, which needs them.
-
-    It reaches the driver when the block ends. An ignored signal would be lost, a blocked one waits.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _last_line(error: Exception) -> str:
-    """The reason in an error of Ray's: of a dashboard's it holds the log's last lines."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+            self._connection.disconnect()
 
 
 def _name(address: Address) -> str:
@@ -717,7 +578,7 @@ def _cannot_import(handle: RayHandle, error: Exception) -> UserError:
     return UserError(
         "a Ray node cannot run kt_ray",
         where=handle.name,
-        observed=_last_line(error),
+        observed=last_line(error),
         required="the driver's packages on every node of the cluster",
         remedy="start Ray there with a Python that has kt_ray and its packages, in the driver's versions",
     )

@@ -1,29 +1,22 @@
 """The same actors under Ray: bit-identical to one process, errors and deaths reported, a clean end."""
 
-import contextlib
-import errno
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
 
-import kt_ray.actors.ray.ray_cluster as ray_cluster_module
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.ray.ray_cluster import RayCluster
 from kt_ray.actors.specs import actor_specs
-from kt_ray.config.schema import ClusterConfig, Config
-from kt_ray.errors import TryAgain, UserError
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
-from kt_ray.runs.start_cluster import Ended, _interrupted
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.ray_place import Place, arena_bytes, ray_place, shared_memory
 from tests.helpers.runs import config_for, local_cluster, one_pass, plan_for, steps, waves_of
@@ -252,111 +245,3 @@ def test_an_actor_that_cannot_load_names_the_fault(checkpoint: Path) -> None:
             cluster.start()
     finally:
         cluster.shutdown()
-
-
-LATE = "The last 20 lines of dashboard.log:\nTraceback\nOSError: [Errno 98] address already in use\n"
-
-
-def starts(
-    monkeypatch: pytest.MonkeyPatch, errors: list[Exception], **config: Any
-) -> tuple[list[tuple[bool, int | None]], list[str], Any]:
-    """`_start_local` where the first attempts raise `errors`: (dashboard, port) of each attempt, what was
-    cleaned up, and how to start."""
-    cluster = RayCluster.__new__(RayCluster)
-    cluster.config = ClusterConfig(dashboard_port=9000, **config)
-    asked: list[tuple[bool, int | None]] = []
-    cleaned: list[str] = []
-    monkeypatch.setattr(ray_cluster_module.ray, "shutdown", lambda: cleaned.append("shutdown"))
-
-    def init(**how: Any) -> str:
-        asked.append((how["include_dashboard"], how["dashboard_port"]))
-        if len(asked) <= len(errors):
-            raise errors[len(asked) - 1]
-        return "context"
-
-    monkeypatch.setattr(cluster, "_init", init)
-    guard: Any = SimpleNamespace(own_ray=contextlib.nullcontext, sweep=lambda: cleaned.append("sweep"))
-    return asked, cleaned, lambda: cluster._start_local(guard)
-
-
-def test_a_start_that_fails_is_tried_on_another_port_and_then_without_the_dashboard(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Between our look at the port and Ray's there is time for another program. Ray's errors are plain."""
-    monkeypatch.setattr(ray_cluster_module, "free_port", lambda host, first: first)
-    asked, cleaned, start = starts(monkeypatch, [ValueError("9000 is already occupied"), Exception(LATE)])
-    assert start() == "context"
-    assert asked == [(True, 9000), (True, 9001), (False, None)]
-    assert cleaned == ["shutdown", "sweep"] * 2
-    assert [record.getMessage() for record in caplog.records] == [
-        "Ray did not start, once more: 9000 is already occupied",
-        "Ray did not start, once more without its dashboard: OSError: [Errno 98] address already in use",
-    ]
-
-
-def test_a_host_too_busy_for_ray_is_said_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    late = Exception("The current node timed out during startup.\n")
-    asked, cleaned, start = starts(monkeypatch, [late] * 3, dashboard=False)
-    with pytest.raises(TryAgain) as raised:
-        start()
-    line = "Ray cannot be started on this host; found The current node timed out during startup.; required"
-    assert raised.value.line().startswith(line) and "cluster=local" in raised.value.remedy
-    assert asked == [(False, None)] * 3 and cleaned == ["shutdown", "sweep"] * 3
-    assert caplog.text.count("once more: The current node timed out") == 2
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOENT])
-def test_a_directory_that_ray_cannot_write_is_no_matter_of_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
-) -> None:
-    place = tmp_path / "scratch"
-    place.symlink_to(tmp_path if code == errno.ENOSPC else "/nowhere")
-    monkeypatch.setenv("RAY_TMPDIR", str(place))
-    fault = OSError(code, why := os.strerror(code), f"{place}/ray")
-    asked, cleaned, start = starts(monkeypatch, [fault], dashboard=False)
-    with pytest.raises(
-        UserError, match=rf"its directory; at .*/scratch; found .*{why}.*RAY_TMPDIR"
-    ) as raised:
-        start()
-    assert not isinstance(raised.value, TryAgain)
-    assert len(asked) == 1 and cleaned == ["shutdown", "sweep"]
-
-
-def test_without_a_free_port_there_is_no_dashboard(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(ray_cluster_module, "free_port", lambda host, first: None)
-    asked, _, start = starts(monkeypatch, [])
-    assert start() == "context" and asked == [(False, None)]
-    assert "ports 9000 to 9049 are taken: no dashboard" in caplog.text
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_ray_starts_ends_the_run_in_its_own_way(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
-    """Ray's handler of SIGTERM, which it has while it starts, ends the process with code 15. A hang-up is
-    hidden from what is started then, not from the driver."""
-    cluster, blocked = RayCluster.__new__(RayCluster), set()
-    cluster.namespace = "signals"
-
-    def init(**_: Any) -> None:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
-        blocked.update(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-        signal.raise_signal(number)
-
-    monkeypatch.setattr(ray_cluster_module.ray, "init", init)
-    guard: Any = SimpleNamespace(own_ray=contextlib.nullcontext)
-    cluster.config = ClusterConfig(dashboard=False)
-    hup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which these tests may run under, ignores it
-    try:
-        with _interrupted():
-            before = signal.getsignal(signal.SIGTERM)
-            with pytest.raises(Ended):
-                cluster._start_local(guard)
-            assert signal.getsignal(signal.SIGTERM) is before
-    finally:
-        signal.signal(signal.SIGHUP, hup)
-    assert signal.SIGHUP in blocked and signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
