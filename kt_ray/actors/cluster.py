@@ -1,9 +1,7 @@
 """A cluster as a set of actor handles: everything that Ray and one process have in common.
 
-Calls of all actors, loading, steps, generation sessions, and recovery from a death. While a call lasts, all
-actors are watched (kt_ray.actors.watch), and one that is frozen or stuck counts as dead. Recovery may fail
-because one more actor dies; it then begins again from the start, since an actor counts as lost until its
-weights are loaded.
+Loading, steps, generation sessions, and recovery from a death. Recovery may fail because one more actor dies;
+it then begins again from the start, since an actor counts as lost until its weights are loaded.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ import itertools
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
@@ -22,78 +20,46 @@ import psutil
 import torch
 
 from kt_ray.actors.actor import title
+from kt_ray.actors.actor_calls import NOTICE, ActorCalls
 from kt_ray.actors.specs import ActorSpecs, lent_experts, share_weights
-from kt_ray.actors.watch import FROZEN, ActorDied, Standstill, Status, Watch
+from kt_ray.actors.watch import ActorDied, Watch
 from kt_ray.batch import WHOLE, LoraPart, PassSpec
-from kt_ray.errors import UserError
 from kt_ray.generate.requests import GenerationReport, Request, SessionSpec
 from kt_ray.optim.optimizers import AdamStep, largest
 from kt_ray.placement.plan_types import Budget, Plan
 from kt_ray.placement.render import gib
-from kt_ray.train.cluster_protocol import ActorLost, GivenUp
+from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.recovery import Recovery
 from kt_ray.train.reports import PassReport
 from kt_ray.transport.inbox import Inbox, TokenBatch
-from kt_ray.transport.messages import Aborted, Address, Message
+from kt_ray.transport.messages import Address, Message
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LoadNote = Callable[[str, int, int, int], None]  # (actor, layer, bytes done, bytes in total)
-GRACE = 15.0  # seconds the other actors get to notice an abort
-NOTICE = 60.0  # seconds in which the death of an actor, or of its node, becomes known
 
 
-class Handle(ABC):
-    """One actor. `start` runs a method on its compute thread, `control` beside it."""
-
-    address: Address
-
-    @property
-    def name(self) -> str:
-        return title(self.address)
-
-    @abstractmethod
-    def start(self, method: str, *args: Any) -> Any:
-        """Call on the compute thread; returns a future."""
-
-    @abstractmethod
-    def control(self, method: str, *args: Any) -> Any:
-        """Call on the control thread; returns a future."""
-
-    def listen(self, method: str, *args: Any) -> Any:
-        """Call on the thread for calls that wait for something; returns a future."""
-        return self.control(method, *args)
-
-
-class ActorCluster(ABC):
+class ActorCluster(ActorCalls):
     """`kt_ray.train.cluster_protocol.Cluster` over handles.
 
     Attributes:
-        frozen: seconds without an answer after which an actor is replaced.
         recoveries: how often actors were replaced.
         say: lines for the user about deaths before the first step.
     """
 
     def __init__(self, plan: Plan, specs: ActorSpecs, on_load: LoadNote | None = None) -> None:
+        super().__init__(specs)
         self.plan = plan
-        self.specs = specs
         self._weights_files: list[int] = []  # descriptors, see share_weights
-        self.workers: list[Handle] = []
-        self.experts: list[Handle] = []
         self._on_load = on_load
         self._load_noted: dict[str, tuple[int, int, int]] = {}
-        self.frozen = FROZEN
         self.recoveries = 0
         self.say: Callable[[str], None] = logger.warning
-        self._tracing = False  # the present pass writes a trace
         self._tokens = itertools.count(1)  # of the rounds of messages that steps end in
         self._closed = False
         self._inbox: Inbox | None = None  # of the last session
         self._broken = False  # the last session of generation ended with an error
-        self._lost: set[Address] = set()  # actors that died since the last recovery
-        self._aborts: list[Any] = []  # calls that may still be on their way
-        self.give_up: Callable[[], str] = lambda: ""
 
     # -- what a subclass provides -------------------------------------------------------------
 
@@ -104,14 +70,6 @@ class ActorCluster(ABC):
     @abstractmethod
     def _spawn(self) -> None:
         """Fill `workers` and `experts`, and connect their ports."""
-
-    @abstractmethod
-    def _wait(self, futures: Sequence[Any], timeout: float) -> list[Any]:
-        """Block until at least one is done or `timeout` seconds passed; returns those done."""
-
-    @abstractmethod
-    def _result(self, future: Any) -> Any:
-        """A done future's value, or its error raised (`ActorDied` when the process is gone)."""
 
     @abstractmethod
     def _respawn(self, lost: AbstractSet[Address]) -> None:
@@ -129,125 +87,6 @@ class ActorCluster(ABC):
     @abstractmethod
     def _close(self) -> None:
         """Stop the actors and what was started for them."""
-
-    # -- calling ------------------------------------------------------------------------------
-
-    @property
-    def handles(self) -> list[Handle]:
-        return [*self.workers, *self.experts]
-
-    def _call(self, handles: Sequence[Handle], method: str, *args: Any) -> list[Any]:
-        """Call a method of some actors in parallel, for as long as they get something done.
-
-        Returns all results in order, or raises the error that caused the others.
-        """
-        futures = [handle.start(method, *args) for handle in handles]
-        position = {id(future): i for i, future in enumerate(futures)}
-        results: list[Any] = [None] * len(futures)
-        pending = list(futures)
-        errors: list[tuple[Handle, BaseException]] = []
-        may_give_up = method in ("run_pass", "prepare", "load_again")  # nothing of a step is applied yet
-        watch = self._watch(handles)
-        deadline = float("inf")  # after the first error
-        while pending and (remaining := deadline - time.monotonic()) > 0:
-            done = self._wait(pending, watch.pause if not errors else remaining)
-            if may_give_up and not errors and (reason := self.give_up()):
-                self._abort(reason)
-                deadline = time.monotonic() + NOTICE
-                errors.append((handles[0], GivenUp(reason)))
-            found: list[tuple[int, BaseException]] = []
-            if not errors and not watch.pause:
-                found += self._look(watch, [position[id(future)] for future in pending])
-                done = [future for future in done if position[id(future)] not in {i for i, _ in found}]
-                pending = [future for future in pending if position[id(future)] not in {i for i, _ in found}]
-            for future in done:
-                i = position[id(future)]
-                try:
-                    results[i] = self._result(future)
-                except Exception as raised:
-                    found.append((i, raised))
-            for i, error in found:
-                died = isinstance(error, ActorDied)
-                if not errors:
-                    self._abort(f"{handles[i].name} failed in {method}: {type(error).__name__}: {error}")
-                    # An actor may notice a peer's death before Ray does: then the cause comes later.
-                    sure = died or isinstance(error, UserError)
-                    deadline = min(deadline, time.monotonic() + (GRACE if sure else NOTICE))
-                if died:
-                    deadline = min(deadline, time.monotonic() + GRACE)
-                    self._lost.add(handles[i].address)
-                errors.append((handles[i], error))
-            pending = [future for future in pending if not any(future is d for d in done)]
-        if errors:
-            raise self._cause(errors)
-        return results
-
-    def _watch(self, handles: Sequence[Handle]) -> Watch:
-        # torch's profiler holds the interpreter's lock for minutes after a large pass.
-        frozen = self.specs.timeout if self._tracing else self.frozen
-        return Watch(handles, self._answer, self.specs.timeout, frozen)
-
-    def _answer(self, future: Any) -> Status | None:
-        """An actor's status, if it has come."""
-        if not self._wait([future], 0.0):
-            return None
-        status: Status = self._result(future)
-        return status
-
-    def _look(self, watch: Watch, working: Collection[int]) -> list[tuple[int, ActorDied]]:
-        """The actors that will not end their calls.
-
-        Raises:
-            ActorLost: all wait for a message that does not come. UserError: and none can be replaced.
-        """
-        try:
-            return watch.look(working)
-        except Standstill as error:
-            self._abort("a message was lost")
-            raise ActorLost(
-                f"no actor made progress for {self.specs.timeout:.0f} s",
-                observed=str(error),
-                remedy="report this: each actor waits for a message of another, so one was lost",
-            ) from error
-
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        return self._call(self.handles, method, *args)
-
-    def _cause(self, errors: list[tuple[Handle, BaseException]]) -> BaseException:
-        """The error that the others follow from: a user's error, then a death, then any but Aborted."""
-
-        def place(item: tuple[Handle, BaseException]) -> int:
-            error = item[1]
-            if isinstance(error, UserError):
-                return 0
-            if isinstance(error, ActorDied):
-                return 1
-            return 3 if isinstance(error, Aborted) else 2
-
-        handle, error = min(errors, key=place)
-        return self._death(handle, error) if isinstance(error, ActorDied) else error
-
-    def _death(self, handle: Handle, error: ActorDied) -> ActorLost:
-        self._lost.add(handle.address)
-        return ActorLost(f"{handle.name} {error.how}", observed=str(error), remedy=error.remedy)
-
-    def _states(self) -> list[str]:
-        """What every actor is at; those that do not answer count as lost."""
-        states = []
-        for handle in self.handles:
-            future = handle.control("status")
-            try:
-                done = self._wait([future], 5.0)
-                states.append(self._result(future).line if done else f"{handle.name}: does not answer")
-            except ActorDied as error:
-                done = []
-                states.append(f"{handle.name}: {error}")
-            if not done:
-                self._lost.add(handle.address)
-        return states
-
-    def _abort(self, reason: str) -> None:
-        self._aborts += [handle.control("abort", reason) for handle in self.handles]
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -607,25 +446,6 @@ class ActorCluster(ABC):
         self._kill(self._lost)  # else `_settle_aborts` waits a minute for a frozen one
         self._settle_aborts(deadline)
         return frozenset(self._lost)
-
-    def _settle_aborts(self, deadline: float | None = None) -> None:
-        """Wait for pending aborts: an abort that arrives after the next `discard` would end the next pass."""
-        if deadline is None:
-            deadline = time.monotonic() + NOTICE
-        for future in self._aborts:
-            self._answers(future, deadline)
-        self._aborts.clear()
-
-    def _answers(self, future: Any, deadline: float) -> bool:
-        if not self._wait([future], max(0.0, deadline - time.monotonic())):
-            return False
-        try:
-            self._result(future)
-        except ActorDied:
-            return False
-        except Exception:
-            logger.exception("an actor answers with an error")
-        return True
 
     def restart(self) -> None:
         self._all("restart")

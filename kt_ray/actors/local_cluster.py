@@ -12,8 +12,9 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Any, cast
 
+from kt_ray.actors.actor_calls import GRACE, Handle
 from kt_ray.actors.build_actor import build_actor
-from kt_ray.actors.cluster import GRACE, ActorCluster, Handle
+from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.watch import ActorDied, Watch
 from kt_ray.errors import UserError
 from kt_ray.placement.transports import DEFAULT

@@ -53,7 +53,7 @@ class Standstill(RuntimeError):
 
 
 class Watched(Protocol):
-    """What is asked (kt_ray.actors.cluster.Handle)."""
+    """What is asked (kt_ray.actors.actor_calls.Handle)."""
 
     @property
     def name(self) -> str: ...

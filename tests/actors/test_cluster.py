@@ -15,7 +15,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors import watch
-from kt_ray.actors.cluster import ActorCluster, Handle
+from kt_ray.actors.actor_calls import Handle
+from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.ray import ray_cluster, ray_hosts
 from kt_ray.actors.ray.ray_address import Running
 from kt_ray.actors.ray.ray_cluster import RayActorSpec, RayCluster, RayHandle

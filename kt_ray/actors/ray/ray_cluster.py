@@ -18,7 +18,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray import torch_environment
-from kt_ray.actors.cluster import NOTICE, ActorCluster, Handle, LoadNote
+from kt_ray.actors.actor_calls import NOTICE, Handle
+from kt_ray.actors.cluster import ActorCluster, LoadNote
 from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
 from kt_ray.actors.ray.ray_address import dashboard_hint, dashboard_url, ray_directory, running_cluster
 from kt_ray.actors.ray.ray_connection import RayConnection, last_line
