@@ -18,15 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
-
-from kt_ray.batch import Objective, PassSpec, TokenLoss, Wave, trained_tokens
+from kt_ray.batch import Objective, TokenLoss, Wave, trained_tokens
 from kt_ray.config.interval import ends_after, evaluation_interval, seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.data.row_types import Row
 from kt_ray.disk import only_warned
 from kt_ray.errors import BadStep, Stopped, UserError
-from kt_ray.model.routing import balance
 from kt_ray.optim.optimizers import learning_rate
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.timeline import Activity, SpanRecorder
@@ -34,6 +31,7 @@ from kt_ray.train import policy_steps
 from kt_ray.train.cluster_protocol import ActorLost, Cluster, GivenUp
 from kt_ray.train.figures import step_metrics, tokens_per_expert
 from kt_ray.train.guard import WINDOW, judge
+from kt_ray.train.passes import Passes
 from kt_ray.train.policy_steps import Policy
 from kt_ray.train.preference_steps import STAGES, Preference
 from kt_ray.train.recovery import Point, Recovery
@@ -128,7 +126,7 @@ class Trainer:
         before: losses and gradient norms of the last of them, as `recent` had them: trainer.spike's measure.
         resumed_from: the checkpoint that they come from.
         load: tokens per expert of those steps; `self.load` adds every applied step.
-        directory: of the run, if it has one; the traces of trainer.profile_steps go there into `profile`.
+        directory: of the run, if it has one.
         began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
         kept: marked checkpoint of the resumed run: steps taken and held-out loss.
         evaluated: steps and held-out losses (as in Summary) of drivers of the same command before this one.
@@ -178,12 +176,11 @@ class Trainer:
         self.best = None if kept in evaluated else kept
         for step, loss in evaluated:
             self._compare(step, loss)
-        self._profile = None if directory is None else directory / "profile"
         self._began = time.monotonic() if began is None else began
         self._longest = {"step": longest_step or 0.0, "evaluation": 0.0, "checkpoint": 0.0}  # seconds
         self._last = batches.total_steps
         self._eval_every = evaluation_interval(config, batches.total_steps, batches.held_out)
-        self._passes = 0
+        self._passes = Passes(config, cluster, directory)
         self._taken = first_step  # updates behind the cluster's state
         self._done = first_step  # steps that were taken at least once
         self._saved = first_step
@@ -196,11 +193,11 @@ class Trainer:
         self._not_evaluated: set[int] = set()  # steps after which it failed
         self._preference: Preference | None = None
         if config.trainer.stage in STAGES:
-            self._preference = Preference(config, cluster.plan, self._log_probabilities, batches.cut)
+            self._preference = Preference(config, cluster.plan, self._passes.log_probabilities, batches.cut)
         self.policy: Policy | None = None
         if config.trainer.stage == policy_steps.STAGE:
             assert rollouts is not None and batches.prompts is not None and batches.cut is not None
-            forward = self._token_log_probabilities
+            forward = self._passes.token_log_probabilities
             self.policy = Policy(config, cluster.plan, batches.prompts, batches.cut, rollouts, forward)
             if resumed_from is not None:
                 self.policy.load(first_step, resumed_from)
@@ -423,48 +420,6 @@ class Trainer:
     def _evaluates(self) -> bool:
         return bool(self._eval_every) and not self.stop
 
-    def _balance(self, step: int, waves: Sequence[Wave]) -> tuple[float, tuple[float, ...]]:
-        """The routers' load-balancing loss over the whole step, and its slopes for the training passes."""
-        total = np.zeros((2, self.cluster.plan.dims.num_experts))
-        for wave in waves:
-            _, report = self._pass(step, "eval", wave, trained_tokens(wave), routing=True)
-            for worker in report.workers:
-                if worker.routing is not None:
-                    total += worker.routing
-        return balance(
-            total[0], total[1], self.cluster.plan.dims.experts_per_token, self.config.trainer.aux_loss
-        )
-
-    def _log_probabilities(self, step: int, wave: Wave, adapters: bool | str) -> PassReport:
-        """A forward pass, of the policy or of the reference."""
-        tokens = trained_tokens(wave)
-        return self._pass(step, "eval", wave, tokens, adapters=adapters, return_logps=True)[1]
-
-    def _token_log_probabilities(self, step: int, wave: Wave, adapters: bool | str) -> PassReport:
-        """The same of every label."""
-        loss = TokenLoss("cross_entropy")
-        return self._pass(step, "eval", wave, 1, adapters=adapters, objective=loss)[1]
-
-    def _pass(
-        self, step: int, kind: str, wave: Wave, loss_tokens: int, timeline: bool = False, **more: Any
-    ) -> tuple[PassSpec, PassReport]:
-        self._passes += 1
-        traced = kind == "train" and step + 1 in self.config.trainer.profile_steps
-        spec = PassSpec(
-            number=self._passes,
-            step=step,
-            kind=kind,
-            seed=self.config.seed,
-            wave=wave,
-            loss_tokens=loss_tokens,
-            noise_alpha=self.config.trainer.neftune_noise_alpha,
-            samples_per_row=self.config.samples_per_row,
-            timeline=timeline,
-            profile=str(self._profile) if self._profile is not None and traced else None,
-            **more,
-        )
-        return spec, self.cluster.run_pass(spec)
-
     def step(self, step: int) -> None:
         """Optimizer step `step` (0-based): pass, prepare, commit; or what trainer.bad_steps says.
 
@@ -531,12 +486,12 @@ class Trainer:
         slopes: tuple[float, ...] | None = None
         if self.config.trainer.aux_loss:
             with recorder.span("routing", "wait"):
-                aux_loss, slopes = self._balance(step, waves)
+                aux_loss, slopes = self._passes.router_balance(step, waves)
         passes = []
         for wave in waves:
             with recorder.span("pass", "wait"):
                 more = {"objective": objective, "router_slopes": slopes}
-                passes.append(self._pass(step, "train", wave, divisor, timeline, **more))
+                passes.append(self._passes.run(step, "train", wave, divisor, timeline, **more))
         report = merged([report for _, report in passes])
         tokens = sum(spec.tokens for spec, _ in passes)
         passed = time.monotonic()
@@ -689,6 +644,6 @@ class Trainer:
                 waves, objective = self._preference.prepared(taken, waves)
             for wave in waves:
                 divisor = trained_tokens(wave) if objective is None else objective.units
-                total += self._pass(taken, "eval", wave, divisor, objective=objective)[1].loss * divisor
+                total += self._passes.run(taken, "eval", wave, divisor, objective=objective)[1].loss * divisor
             tokens += sum(map(trained_tokens, waves)) if objective is None else objective.units
         return total / max(1, tokens), tokens

@@ -54,11 +54,11 @@ def test_token_mean_over_the_whole_step(tmp_path: Path) -> None:
 
 def test_a_mean_per_wave_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the guard (each wave divided by its own tokens, then averaged) the test above fails."""
-    whole = loop.Trainer._pass
+    whole = loop.Passes.run
 
-    def per_wave(self: loop.Trainer, step: int, kind: str, waves: loop.Wave, tokens: int, *rest, **more):  # type: ignore[no-untyped-def]
+    def per_wave(self: loop.Passes, step: int, kind: str, waves: loop.Wave, tokens: int, *rest, **more):  # type: ignore[no-untyped-def]
         return whole(self, step, kind, waves, 4 * loop.trained_tokens(waves), *rest, **more)
 
-    monkeypatch.setattr(loop.Trainer, "_pass", per_wave)
+    monkeypatch.setattr(loop.Passes, "run", per_wave)
     loss, expected, error = accumulated(tmp_path)
     assert abs(loss / expected - 1) > 1e-3 and error > 1e-2

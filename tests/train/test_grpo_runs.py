@@ -138,7 +138,7 @@ def test_loss_and_gradients(path: Path, layout: str) -> None:
         trainer.policy._round(0, 0)  # answers of the base
         cluster.set_parameters({k: v.detach() for k, v in mine.parameters.items()})
         waves, objective = trainer.policy.prepared(0)
-        reports = [trainer._pass(0, "train", wave, 1, objective=objective)[1] for wave in waves]
+        reports = [trainer._passes.run(0, "train", wave, 1, objective=objective)[1] for wave in waves]
         gradients, figures = cluster.gradients(), trainer.policy.figures(waves, reports)
         taken = trainer.policy._step
     losses, gaps = [], []

@@ -109,8 +109,10 @@ def test_loss_and_gradients(path: Path, stage: str, layout: str) -> None:
         trainer = trainer_for(cluster, config, units)
         assert trainer._preference is not None
         waves, objective = trainer._preference.prepared(0, trainer.batches.train(0))
-        passes = trainer._passes
-        reports = [trainer._pass(0, "train", wave, objective.units, objective=objective)[1] for wave in waves]
+        passes = trainer._passes.number
+        reports = [
+            trainer._passes.run(0, "train", wave, objective.units, objective=objective)[1] for wave in waves
+        ]
         gradients = cluster.gradients()
         held_out, units_of_it = trainer._held_out_loss(0)
         smaller = replace(config, trainer=replace(config.trainer, batch_size=2))

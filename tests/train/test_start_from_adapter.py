@@ -180,7 +180,9 @@ def test_the_reference_of_dpo_is_the_adapter_it_starts_from(path: Path, tmp_path
         trainer = trainer_for(cluster, config, units)
         assert trainer._preference is not None
         waves, objective = trainer._preference.prepared(0, trainer.batches.train(0))
-        reports = [trainer._pass(0, "train", wave, objective.units, objective=objective)[1] for wave in waves]
+        reports = [
+            trainer._passes.run(0, "train", wave, objective.units, objective=objective)[1] for wave in waves
+        ]
         found = cluster.gradients()
         wanted = gradients(model, policy, path, tmp_path / "gradients", cluster)
     assert sum(r.loss for r in reports) == pytest.approx(float(loss.detach()), rel=1e-5)
