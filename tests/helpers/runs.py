@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,9 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
 from kt_ray.actors.specs import actor_specs
 from kt_ray.batch import MicroBatch, PassSpec
+from kt_ray.checkpoint.manifest import Manifest
+from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
+from kt_ray.checkpoint_dirs import step_name
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import Wave, step_waves
 from kt_ray.data.row_types import Row as DataRow
@@ -110,6 +113,16 @@ def steps(
     for step in range(first, total if stop is None else stop):
         trainer.step(step)
     return trainer.summary.losses
+
+
+def save_state(
+    cluster: ActorCluster, root: Path, taken: int, also: Callable[[Path], object] = lambda _: None
+) -> Path:
+    """A checkpoint of the actors alone, of whose directory `also` is told before it is whole."""
+    partial = begin_checkpoint(root, taken)
+    shards = tuple(cluster.save_shards(str(partial)))
+    also(partial)
+    return commit_checkpoint(partial, root / step_name(taken), Manifest(taken, 0, {}, "", {}, shards))
 
 
 def by_row(

@@ -15,8 +15,6 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.batch import IGNORE
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.manifest import Manifest
-from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
 from kt_ray.checkpoint_dirs import step_name
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.data.batches import step_waves
@@ -30,7 +28,7 @@ from tests.helpers.devices import CARD, by_name
 from tests.helpers.generation import random_prompts
 from tests.helpers.hf_reference import Reference, build_checkpoint
 from tests.helpers.mortal import Death, MortalCluster
-from tests.helpers.runs import config_for, local_cluster, plan_for, relative
+from tests.helpers.runs import config_for, local_cluster, plan_for, relative, save_state
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 LONGEST = 6
@@ -198,13 +196,11 @@ class Run:
             self.cluster.shutdown()
 
     def _save(self, taken: int) -> Path:
-        partial = begin_checkpoint(self.root, taken)
-        shards = tuple(self.cluster.save_shards(str(partial)))
-        assert self.trainer.policy is not None
-        assert (self.trainer.policy.save(taken, partial) is not None) is (taken == 3)
-        return commit_checkpoint(
-            partial, self.root / step_name(taken), Manifest(taken, 0, {}, "", {}, shards)
-        )
+        def answers(partial: Path) -> None:
+            assert self.trainer.policy is not None
+            assert (self.trainer.policy.save(taken, partial) is not None) is (taken == 3)
+
+        return save_state(self.cluster, self.root, taken, answers)
 
     def same(self, other: Run) -> bool:
         return all(bool((value == other.parameters[name]).all()) for name, value in self.parameters.items())

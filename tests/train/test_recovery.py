@@ -17,8 +17,6 @@ from safetensors.torch import load_file, save_file
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.manifest import Manifest
-from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
 from kt_ray.checkpoint_dirs import step_name
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves
@@ -32,7 +30,7 @@ from kt_ray.train.trainer import Events, StepBatches, Summary, Trainer
 from kt_ray.transport.messages import Address, LocalPort, Message
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.mortal import Death, MortalCluster
-from tests.helpers.runs import config_for, plan_for, waves_of
+from tests.helpers.runs import config_for, plan_for, save_state, waves_of
 
 BATCHES = [random_rows(8, seed=s) for s in range(3)]
 STEPS = 5
@@ -100,11 +98,7 @@ class Run:
         return self
 
     def save(self, taken: int) -> Path:
-        partial = begin_checkpoint(self.root, taken)
-        shards = tuple(self.cluster.save_shards(str(partial)))
-        manifest = Manifest(taken, 0, {}, "", {}, shards)
-        self.saved.append(taken)
-        return commit_checkpoint(partial, self.root / step_name(taken), manifest)
+        return save_state(self.cluster, self.root, taken, lambda _: self.saved.append(taken))
 
 
 @pytest.fixture(scope="module")

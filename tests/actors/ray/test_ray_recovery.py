@@ -18,15 +18,12 @@ import torch
 
 from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import actor_specs
-from kt_ray.checkpoint.manifest import Manifest
-from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
-from kt_ray.checkpoint_dirs import step_name
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.train.trainer import Events, StepBatches, Summary, Trainer
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.ray_place import Place, gone, head_node, ray_place, second_node, until
-from tests.helpers.runs import config_for, local_cluster, plan_for, steps, waves_of
+from tests.helpers.runs import config_for, local_cluster, plan_for, save_state, steps, waves_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -62,11 +59,7 @@ class Run:
             return [waves_of(BATCHES[step % len(BATCHES)], self.config, self.cluster.plan)]
 
         def save(taken: int) -> Path:
-            partial = begin_checkpoint(self.root, taken)
-            shards = tuple(self.cluster.save_shards(str(partial)))
-            return commit_checkpoint(
-                partial, self.root / step_name(taken), Manifest(taken, 0, {}, "", {}, shards)
-            )
+            return save_state(self.cluster, self.root, taken)
 
         events = Events(on_step=lambda m: self.told.append(m.step), save=save, say=self.lines.append)
         trainer = Trainer(self.config, self.cluster, StepBatches(self.total, 3, train), events)
