@@ -34,7 +34,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # import them. Single slow tests elsewhere have the marker themselves.
 SLOW = (
     *("actors/ray/test_ray_leases.py", "adapter/test_adapter_dir.py", "checkpoint/test_corrupt.py"),
-    *("config/test_cli.py", "data/test_released_templates.py", "doctor/test_measure_rates.py"),
+    *("config/test_cli.py", "config/test_launch.py"),
+    *("data/test_released_templates.py", "doctor/test_measure_rates.py"),
     *("experts/test_lane_host.py", "generate/test_generator.py", "generate/test_several_adapters.py"),
     *("model/test_families.py", "model/test_routing.py", "model/test_stage_parity.py"),
     *("modes/test_eval_run.py", "modes/test_predict.py", "modes/test_results.py"),
