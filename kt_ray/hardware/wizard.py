@@ -56,7 +56,7 @@ def ask(host: Hardware, cpu: str) -> dict[str, Any]:
 
 def keep(data: Mapping[str, Any]) -> None:
     """Write what `ask` was answered, once it is known to describe a host. Raises OSError."""
-    write_hardware(FILE, "# Written by plan.hardware=wizard", data)
+    write_hardware("# Written by plan.hardware=wizard", data)
     print(f"written to {FILE}: the next time, plan.hardware={FILE}")
 
 
@@ -129,13 +129,13 @@ def write_own(hardware: Hardware, cpu: str, rates: Path | None) -> str:
         }
         if rates is not None:
             data["rates"] = str(rates)
-        write_hardware(FILE, f"{OF_DOCTOR}: {cpu}. Replaced by the next mode=doctor; change a copy", data)
+        write_hardware(f"{OF_DOCTOR}: {cpu}. Replaced by the next mode=doctor; change a copy", data)
     except OSError as error:
         return f"{FILE} was not written: {error.strerror}"
     return f"this host is described in {FILE}: change a copy of it, and plan for it with plan.hardware=COPY"
 
 
-def write_hardware(path: Path, heading: str, data: Mapping[str, Any]) -> None:
-    """A file that `hardware_from_file` reads. Raises OSError."""
+def write_hardware(heading: str, data: Mapping[str, Any]) -> None:
+    """Make FILE, which `hardware_from_file` reads. Raises OSError."""
     text = yaml.safe_dump(dict(data), sort_keys=False, default_flow_style=None, allow_unicode=True, width=200)
-    write_atomic(path, f"{' '.join(heading.split())}. Plan for it: mode=plan plan.hardware={path}\n{text}")
+    write_atomic(FILE, f"{' '.join(heading.split())}. Plan for it: mode=plan plan.hardware={FILE}\n{text}")
