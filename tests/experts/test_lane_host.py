@@ -94,14 +94,6 @@ def close_to(
         assert error <= limit * float(value.norm()), (name, error / float(value.norm()), limit)
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, torch.dtype]:
-    path = tmp_path_factory.mktemp("lane")
-    return build_checkpoint(path, "qwen3_moe", expert_dtype=request.param), request.param
-
-
 @pytest.mark.parametrize("activations", ["retain", "recompute"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_rows_in_parts_change_nothing_but_rounding(

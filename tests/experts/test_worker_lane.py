@@ -27,7 +27,6 @@ from kt_ray.placement.lane_share import ahead_experts
 from kt_ray.placement.plan_types import LanePlan
 from tests.experts.test_lane_host import close_to
 from tests.helpers.devices import DEVICES
-from tests.helpers.hf_reference import build_checkpoint
 
 CPU = torch.device("cpu")
 HELD = ((0, 2, 5), (1, 3, 4, 6, 7))  # of two actors; a token may also choose no expert (8)
@@ -178,14 +177,6 @@ def plain(path: Path, dropout: float, **more: Any) -> tuple[dict[str, Tensor], l
     with actors_of(path, dropout) as actors:
         found = a_pass(TokenExchange(Link(actors), CPU), actors, **more)
         return found, [actor.take_counters() for actor in actors]
-
-
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, torch.dtype]:
-    path = tmp_path_factory.mktemp("worker_lane")
-    return build_checkpoint(path, "qwen3_moe", expert_dtype=request.param), request.param
 
 
 @pytest.mark.accept("lane")
