@@ -76,7 +76,8 @@ class FunctionReward:
             result = self._function(**arguments)
             if inspect.isawaitable(result):
                 result = self._runner.run(_awaited(result))
-            is_list = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping)
+            others = str | bytes | Mapping | AbstractSet  # the last has no order
+            is_list = isinstance(result, Iterable) and not isinstance(result, others)
             values = list(result) if is_list else None
         except BaseException as error:  # asyncio's CancelledError is no Exception
             if isinstance(error, KeyboardInterrupt):
@@ -204,7 +205,7 @@ class FunctionReward:
         return UserError(
             f"a reward function {what}",
             where=f"{self._where}, line {lines[-1]}" if lines else self._where,
-            observed=f"{type(error).__name__}: {error} during {during}",
+            observed=f"{type(error).__name__}: {shortened(str(error), 300)} during {during}",
             remedy="correct the function",
         )
 

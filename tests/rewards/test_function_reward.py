@@ -119,6 +119,8 @@ def test_modules_beside_two_files_stay_until_both_are_closed(tmp_path: Path) -> 
         ("return [1.0]", "found list of 1; required a list of 2"),
         ("return 1.0", "found float 1.0; required a list of 2"),
         ("return 'ab'", "found str ab;"),
+        ("return {2.0, 1.0}", "found set {1.0, 2.0}; required a list of 2"),  # in which order?
+        ("raise ValueError('x' * 10**6)", "xxx… during 2 samples"),
         ("return [1.0, float('nan')]", "found float nan for sample 1, the answer 'b c'"),
         ("return [1.0, float('inf')]", "found float inf for sample 1"),
         ("return ['1', 2]", "found str 1 for sample 0, the answer 'a'"),
