@@ -365,8 +365,9 @@ def missing(key: str, row: dict[str, Any], where: str, required: str) -> UserErr
 
 
 def keys_of(row: Iterable[Any]) -> str:
-    """A row's keys in a message."""
-    return "keys " + (", ".join(map(str, row)) or "(none)")
+    """A row's keys in a message; blanks around one, which CSV files have, are seen."""
+    names = [name if (name := str(key)) == name.strip() else repr(name) for key in row]
+    return "keys " + (", ".join(names) or "(none)")
 
 
 def is_there(value: Any) -> bool:

@@ -370,6 +370,11 @@ def test_ambiguous_rows_are_refused_by_number_until_a_format_is_named(row: Any, 
         turns({key: value for key, value in row.items() if key in GOOD} or GOOD, row)
 
 
+def test_blanks_around_the_names_of_columns_are_seen() -> None:
+    with pytest.raises(UserError, match="found keys instruction, ' output';"):
+        parse({"instruction": "q", " output": "a"}, "alpaca")
+
+
 def test_columns_of_other_names() -> None:
     row = {"question": "q", "answer": "a", "text": "q a"}
     columns = {"instruction": "question", "output": "answer"}
