@@ -102,7 +102,10 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["lora.rank=big"], ["lora.rank=big", "required int", "lora.rank=8"]),
     (["lora.rslora=maybe"], ["lora.rslora=maybe", "required bool", "lora.rslora=false"]),
     (["optim.betas=[0.9]"], ["optim.betas=[0.9]", "list of 2 float", "optim.betas=[0.9,0.999]"]),
-    (["trainer.max_steps=1.5"], ["trainer.max_steps=1.5", "int | null", "trainer.max_steps=null"]),
+    (
+        ["trainer.max_steps=1.5"],
+        ["trainer.max_steps=1.5", "int | null", "write trainer.max_steps=<int>, or leave it out"],
+    ),
     (["trainer.resume=true"], ["trainer.resume=true", "str | null", "To fix"]),
     # wrong values
     (["trainer.stage=simpo"], ["trainer.stage=simpo", "set trainer.stage=dpo preference.loss=simpo"]),
