@@ -79,7 +79,8 @@ def single_keys(config: Config) -> Iterator[Fault]:
                 match, meant = guess(word, words)
                 allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if key in BOUNDS else words)
                 other = _other_key(key, word)
-                remedy = other or f"set {key}={match or words[0]}"
+                match = match or ("auto" if "auto" in words else None)
+                remedy = other or (f"set {key}={match}" if match else f"set {key} to one of these")
                 yield Fault(key, f"is not known{'' if other else meant}", allowed, remedy)
     for key, words in LISTED.items():
         for word in (word for word in value_of(config, key) if word not in words):

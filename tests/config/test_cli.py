@@ -90,6 +90,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["--lora.rank=8"], ["unknown flag --lora.rank=8", "write lora.rank=8, without dashes"]),
     (["--multi-run"], ["unknown flag --multi-run", "write --multirun"]),
     (["--model", "demo"], ["unknown flag --model", "write model=<value>, without dashes"]),
+    (["mode=infer"], ["mode=infer is not known; required train or", "To fix: set mode to one of these"]),
     (["mode=merge"], ["mode=merge is not known; required", "To fix: run python -m kt_ray.tools merge ("]),
     (["--config-dir", "/nowhere"], ["/nowhere", "give --config-dir an existing directory"]),
     (["--config-name", "other"], ["'other'", "leave out --config-name"]),

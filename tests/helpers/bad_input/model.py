@@ -282,7 +282,11 @@ MODEL: list[Case] = [
     Case(
         "unknown attention",
         TINY + " model.attn_implementation=flashy",
-        ["model.attn_implementation=flashy", "sdpa or eager", "set model.attn_implementation=sdpa"],
+        [
+            "model.attn_implementation=flashy",
+            "sdpa or eager",
+            "set model.attn_implementation to one of these",
+        ],
     ),
     Case(
         "unknown dtype",
