@@ -14,6 +14,7 @@ import itertools
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -606,6 +607,9 @@ def _read_table(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
                 else:
                     batches = map(_validated, pa.ipc.open_stream(source))
             for batch in batches:
+                names = Counter(batch.schema.names)
+                if twice := next((name for name in names if names[name] > 1), None):
+                    raise ValueError(f"two columns of the name {twice}")
                 for start in range(0, batch.num_rows, 1024):
                     for row in batch.slice(start, 1024).to_pylist():
                         number += 1

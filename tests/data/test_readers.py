@@ -52,6 +52,15 @@ def test_parquet_keeps_nested_messages(tmp_path: Path) -> None:
     assert list(read_rows(tmp_path / "m.parquet")) == [(f"{tmp_path / 'm.parquet'}, row 1", row)]
 
 
+def test_one_of_two_columns_of_a_name_is_not_left_out(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table([pa.array(["q"]), pa.array(["r"])], names=["prompt"] * 2), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="parquet file cannot be read.*two columns of the name prompt"):
+        rows_of(tmp_path / "a.parquet")
+
+
 def test_keys_that_only_other_rows_of_a_table_have_are_none_of_a_rows(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
