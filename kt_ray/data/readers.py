@@ -232,6 +232,7 @@ def _data_files(path: Path, key: str) -> list[Path]:
     return files
 
 
+_SHARD = re.compile(r"([\w.]+)-\d{5}-of-\d{5}")  # a data set of the hub has such files: SPLIT-00000-of-00002
 # Words of file and directory names that name a split.
 _SPLITS = {
     "train": "train",
@@ -252,6 +253,12 @@ def _split_named(path: Path, root: Path) -> str:
     return next((_SPLITS[word] for word in words if word in _SPLITS), "")
 
 
+def _shard(path: Path) -> str:
+    """The split of which a file of the hub is a part; "" = it is named otherwise."""
+    match = _SHARD.match(path.name)
+    return match[1] if match else ""
+
+
 def _of_split(files: list[Path], root: Path, split: str, key: str) -> list[Path]:
     """The files of one split as names tell it: test rows in training would go unnoticed.
 
@@ -263,6 +270,17 @@ def _of_split(files: list[Path], root: Path, split: str, key: str) -> list[Path]
         chosen = [path for path in files if names[path] == name or (name == "train" and not names[path])]
     else:
         chosen = [path for path in files if split.lower() in str(path.relative_to(root)).lower()]
+    shards = dict.fromkeys(name for path in chosen if names[path] and (name := _shard(path)))
+    if split in shards:
+        chosen = [path for path in chosen if _shard(path) in ("", split)]
+    elif len(shards) > 1:
+        raise UserError(
+            f"the directory has several splits that {split} may mean",
+            where=f"{key}={root}",
+            observed=", ".join(shards),
+            required="one",
+            remedy=f"set {_split_key(key)} to one of these, or name the files",
+        )
     if not chosen:
         raise UserError(
             "the directory has no file of that split",
@@ -280,7 +298,7 @@ def other_splits(path: Path, key: str) -> dict[str, str]:
         return {}
     files = _data_files(path, key)
     left = set(files).difference(_of_split(files, path, "train", key))
-    return {str(file.relative_to(path)): _split_named(file, path) for file in sorted(left)}
+    return {str(file.relative_to(path)): _shard(file) or _split_named(file, path) for file in sorted(left)}
 
 
 def unread_files(path: Path) -> list[str]:

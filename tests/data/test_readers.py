@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kt_ray.data.readers import HELD_OUT, files_of, read_rows
+from kt_ray.data.readers import HELD_OUT, files_of, other_splits, read_rows
 from kt_ray.errors import UserError
 
 ROWS: list[dict[str, Any]] = [
@@ -57,7 +57,7 @@ def test_one_of_two_columns_of_a_name_is_not_left_out(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table([pa.array(["q"]), pa.array(["r"])], names=["prompt"] * 2), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="parquet file cannot be read.*two columns of the name prompt"):
+    with pytest.raises(UserError, match=r"parquet file cannot be read.*two columns of the name prompt"):
         rows_of(tmp_path / "a.parquet")
 
 
@@ -220,6 +220,19 @@ def test_a_directory_of_splits_gives_one_of_them(tmp_path: Path) -> None:
     assert [row for _, row in read_rows(tmp_path, split="test")] == [ROWS[1]]
     with pytest.raises(UserError, match=r"no file of that split.*test-00000"):
         list(read_rows(tmp_path, split="validation"))
+
+
+def test_splits_of_the_hub_with_alike_names_are_not_mixed(tmp_path: Path) -> None:
+    """Data sets have train_sft beside train_gen: the same questions, for another purpose."""
+    for name in ("train_sft", "train_gen", "test_sft"):
+        (tmp_path / f"{name}-00000-of-00001.parquet").touch()
+    with pytest.raises(UserError, match=r"several splits that train may mean.*train_gen, train_sft.*data\.s"):
+        files_of(tmp_path)
+    assert [path.name[:9] for path in files_of(tmp_path, split="train_sft")] == ["train_sft"]
+    assert [path.name[:8] for path in files_of(tmp_path, split="test")] == ["test_sft"]
+    (tmp_path / "train-00000-of-00001.parquet").touch()
+    assert [path.name[:6] for path in files_of(tmp_path)] == ["train-"]
+    assert other_splits(tmp_path, "data.path")["train_gen-00000-of-00001.parquet"] == "train_gen"
 
 
 def test_files_that_name_no_split_are_training_rows(tmp_path: Path) -> None:
