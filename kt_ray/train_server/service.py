@@ -331,6 +331,9 @@ class TrainService:
         with self._numbered(model, number):
             if request.kind != "snapshot":
                 raise bad(f"kind='{request.kind}' is not supported by this server; use 'snapshot'", "kind")
+            key = "sampling_session_seq_id"
+            if request.path is not None and request.sampling_session_seq_id is not None:
+                raise bad(f"{key} is of a sampler without a name; leave it out, or path", key)
         if request.path is not None or request.sampling_session_seq_id is None:
             return self._save(request, SAMPLER, overwrite=False)
         with self._numbered(model, number):

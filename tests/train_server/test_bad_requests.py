@@ -354,6 +354,7 @@ STEPS: list[tuple[str, dict[str, Any], str]] = [
     ("save_weights", {"path": "x", "ttl_seconds": 10**12}, "ttl_seconds is"),
     ("save_weights_for_sampler", {"sampling_session_seq_id": 1, "kind": "inflight"}, "kind='inflight'"),
     ("save_weights_for_sampler", {"path": "x", "kind": "inflight"}, "kind='inflight'"),
+    ("save_weights_for_sampler", {"path": "x", "sampling_session_seq_id": 1}, "of a sampler without a name"),
     (
         "save_weights_for_sampler",
         {"sampling_session_seq_id": 1, "ttl_seconds": 5},
