@@ -11,6 +11,7 @@ GRPOTrainer.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ from kt_ray.placement.plan_types import Plan
 from kt_ray.train import rollouts as rollout_file
 from kt_ray.train.reports import PassReport, token_logps
 from kt_ray.train.rollouts import Rollout, Rollouts
+
+logger = logging.getLogger(__name__)
 
 STAGE = "grpo"
 _EPSILON = 1e-4  # added to a group's deviation, as trl does
@@ -152,6 +155,7 @@ class Policy:
         self._step: list[_Answer] = []  # the step that was prepared last
         self._inputs: dict[int, dict[str, np.ndarray]] = {}  # what its loss reads, by sample id
         self._on_policy = False  # whether it is the first of its round
+        self._warned = False
         self._sampled = 0, 0.0  # tokens and seconds, where its round was drawn for it
 
     # -- rounds -------------------------------------------------------------------------------
@@ -215,6 +219,13 @@ class Policy:
         self._step = self._answers(rows, answers[start : start + len(rows) * own.group_size])
         # Of a group of equal rewards nothing is learnt, but for the divergence.
         teaching = [a for a in self._step if a.weight and (a.advantage or own.kl_coef)] or self._step
+        if not self._warned and not any(a.weight and a.advantage for a in self._step):
+            self._warned = True
+            logger.warning(
+                "nothing is learnt from the rewards of step %d: the answers to each prompt have one reward, "
+                "or do not count. Look at rollouts.jsonl, and at policy_equal_groups of later steps",
+                step + 1,
+            )
         waves = list(self._cut([answer.row for answer in teaching]))
         self._inputs = {answer.row.sample_id: self._inputs_of(answer) for answer in teaching}
         if own.kl_coef:

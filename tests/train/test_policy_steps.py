@@ -182,9 +182,10 @@ def test_advantages_of_groups_without_rewards() -> None:
         assert not advantages(np.full(n, 0.1), scaled=True).any()
 
 
-def test_equal_rewards_are_not_trained_on() -> None:
+def test_equal_rewards_are_not_trained_on(caplog: pytest.LogCaptureFixture) -> None:
     made = policy(config(), Answers())
     waves, _ = made.prepared(0)
+    assert not caplog.messages
     samples = sorted(int(s) for micro in micros(waves) for s in micro.sample_ids)
     assert samples == [0, 1, 2, 3]  # of the first group only
     figures = made.figures(waves, [reports(wave) for wave in waves])
@@ -192,8 +193,11 @@ def test_equal_rewards_are_not_trained_on() -> None:
     assert figures["reward_std"] == pytest.approx(np.std(REWARDS[:4], ddof=1) / 2)  # advantages' deviation
     waves, _ = policy(config("grpo.kl_coef=0.1"), Answers()).prepared(0)
     assert sum(len(micro.sample_ids) for micro in micros(waves)) == 8  # the divergence is theirs, too
-    waves, _ = policy(config(), Answers([0.0])).prepared(0)
-    assert sum(len(micro.sample_ids) for micro in micros(waves)) == 8  # a pass takes some rows
+    made = policy(config(), Answers([0.0]))
+    for step in range(2):
+        waves, _ = made.prepared(step)
+        assert sum(len(micro.sample_ids) for micro in micros(waves)) == 8  # a pass takes some rows
+    assert len(caplog.messages) == 1 and "nothing is learnt from the rewards of step 1" in caplog.text
 
 
 def reports(wave: Wave) -> Any:
