@@ -79,6 +79,18 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
         parts.cache = CacheWidth(token=2 * kv_out)
     if family == "minimax_m3_vl_text":
         _block_indexer(keys, layer, parts)
+    if family == "inkling_text":
+        _learned_bias(keys, heads, 2 * (kv_out + hidden), parts)
+
+
+def _learned_bias(keys: Keys, heads: int, convolved: int, parts: LayerParts) -> None:
+    """Inkling's bias of a query and a key by their distance, and its four short convolutions."""
+    relative, extent = keys.size("d_rel", default=16), keys.size("rel_extent", default=1024)
+    parts.project("self_attn.r_proj", keys.size("hidden_size"), heads * relative)
+    parts.bias = heads * extent
+    kernel = keys.size("sconv_kernel_size", "conv_kernel_size", default=4)
+    parts.attention += relative * extent + convolved * kernel
+    parts.cache = parts.cache._replace(state=convolved * kernel)
 
 
 def _window(keys: Keys, layer: int) -> int:

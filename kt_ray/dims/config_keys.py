@@ -48,6 +48,9 @@ TIED = frozenset(
 # Keys of releases that go beyond transformers' class of the family.
 _BEYOND = ("routed_expert_hidden_size", "mla_use_output_gate", "attn_res_block_size", "num_kv_shared_layers")
 
+# Of Inkling's layers with a window, where config.json does not say.
+_INKLING_HEADS = (("num_attention_heads", 64), ("num_key_value_heads", 16), ("head_dim", 128))
+
 
 class Keys:
     """config.json with errors that name the file and the key."""
@@ -65,6 +68,8 @@ class Keys:
 
     def of_layer(self, layer: int) -> Keys:
         """The keys with those that transformers saved for one layer alone (per_layer_config)."""
+        if self.family == "inkling_text":
+            return self._of_inkling(layer)
         layers = self.config.get("per_layer_config")
         for name, own in layers.items() if isinstance(layers, Mapping) else ():
             if str(name).isdigit() and int(name) == layer and isinstance(own, Mapping):
@@ -75,6 +80,21 @@ class Keys:
         heads = self.config.get("num_sliding_attention_heads")
         own = {"num_attention_heads": heads} if heads else self.config.get("attention_other_setting")
         return Keys({**self.config, **(own or {})}, self.where)
+
+    def _of_inkling(self, layer: int) -> Keys:
+        """Layers with a window have heads of their own, and a bias as far as they see."""
+        local, types = self.config.get("local_layer_ids"), self.listed("layer_types")
+        if types is not None:
+            slides = types[layer : layer + 1] == ["hybrid_sliding"]
+        else:
+            slides = layer in local if isinstance(local, list) else (layer + 1) % 6 != 0
+        if not slides:
+            return self
+        window = self.size("sliding_window_size", "sliding_window", default=512)
+        heads = {name: self.size(f"swa_{name}", default=value) for name, value in _INKLING_HEADS}
+        alike = ["sliding_attention"] * (layer + 1)
+        own = {"sliding_window": window, "rel_extent": window, "layer_types": alike}
+        return Keys({**self.config, **heads, **own}, self.where)
 
     def size(self, *names: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
         """The first of `names` that is present and not null, as an integer of `least` to `most`."""
@@ -132,6 +152,7 @@ class LayerParts:
     index: tuple[int, bool] = (0, False)
     cache: CacheWidth = field(default_factory=CacheWidth)  # what generation keeps of a row
     compression: Compression = field(default_factory=Compression)
+    bias: int = 0  # values per token of a learned bias, one for each distance and head
     state: StateValues | None = None  # what it keeps of a state that goes from token to token
 
     def project(self, name: str, n_in: int, n_out: int, bias: bool = False) -> None:

@@ -56,8 +56,9 @@ NOT_AFFINE = frozenset(
     ("afmoe", "axk1", "beam", "flex_olmo", "gemma4_text", "glm5_next_text", "inkling_text", "kolibri1")
 )
 
-# Norms as wide as the hidden state that a layer has beyond two; a gate after a norm (A.X-K2) counts as one.
-MORE_NORMS = {"afmoe": 2, "axk1": 1, "axk2": 2, "beam": 2, "gemma4_text": 5, "kolibri1": 2}
+# Norms as wide as the hidden state that a layer has beyond two; a gate after a norm (A.X-K2) counts as one,
+# Inkling's four short convolutions and the norms of its heads as three.
+MORE_NORMS = {"afmoe": 2, "axk1": 1, "axk2": 2, "beam": 2, "gemma4_text": 5, "inkling_text": 3, "kolibri1": 2}
 
 # Dense layers before the first one with experts, where config.json does not say; 0 in other families.
 FIRST_DENSE = {

@@ -146,6 +146,7 @@ class ModelDims:
     indexes: tuple[tuple[int, bool], ...] = ()
     cache_widths: tuple[CacheWidth, ...] = ()  # per layer: what generation keeps of a row
     compressions: tuple[Compression, ...] = ()  # per layer; () = no layer compresses
+    biases: tuple[int, ...] = ()  # per layer: values per token of a learned bias; () = no layer has one
     # per layer: what it keeps of a state that goes from token to token; None = it has none
     states: tuple[StateValues | None, ...] = ()
     handed: tuple[Handed, ...] = ()  # what layers hand to later ones beside the hidden state

@@ -52,6 +52,8 @@ def layer_activation_bytes(
         if _compression(dims, layer):
             scores = math.ceil(_compressed_bytes(dims, config, layer, row, element))
         scores += _scores(dims, layer, row) * (element + 4)
+        if bias := _bias(dims, layer):  # of every distance; which distance a key has, and whether it counts
+            scores += bias * element + 9 * row
     elif not generates(config):
         window = dims.pair_widths[layer][1] if dims.pair_widths else 0
         # torch adds a mask in the type of the queries, and autograd keeps it. Blocks have their keys and
@@ -77,6 +79,10 @@ def _collapsed_bytes(dims: ModelDims, element: int) -> int:
 
 def _compression(dims: ModelDims, layer: int) -> Compression | None:
     return dims.compressions[layer] if dims.compressions else None
+
+
+def _bias(dims: ModelDims, layer: int) -> int:
+    return dims.biases[layer] if dims.biases else 0
 
 
 def _scores(dims: ModelDims, layer: int, row: int) -> int:
@@ -198,10 +204,13 @@ def index_scratch_bytes(dims: ModelDims, row: int, layer: int, dtype: str) -> in
 
 def scores_scratch_bytes(dims: ModelDims, config: Config, row: int, layer: int, dtype: str) -> int:
     """Bytes per token of a micro-batch that eager attention needs for a moment beside the scores it keeps:
-    around softmax, forward as backward, 12 bytes of each are there at once."""
+    around softmax, forward as backward, 12 bytes of each are there at once. A learned bias has its scores
+    then, and in backward the gradient of its values."""
     if not holds_scores(dims.model_type, config.model.attn_implementation) or not _attends(dims, layer):
         return 0
-    return _scores(dims, layer, row) * (8 - ELEMENT_BYTES[dtype])
+    element, bias = ELEMENT_BYTES[dtype], _bias(dims, layer)
+    scores = _scores(dims, layer, row)
+    return scores * (8 - element) + element * (scores + bias if bias else 0)
 
 
 def _index(dims: ModelDims, layer: int) -> tuple[int, bool]:

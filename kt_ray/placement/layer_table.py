@@ -58,6 +58,7 @@ def _kind(dims: ModelDims, lora: LoraConfig, layer: int) -> object:
         dims.indexes,
         dims.cache_widths,
         dims.compressions,
+        dims.biases,
         dims.states,
         dims.quantised,
     )

@@ -400,12 +400,13 @@ def test_a_plan_counts_the_scores_that_a_cpu_holds(checkpoint: Checkpoint) -> No
     assert 0.8 * planned <= kept <= planned
 
 
-_STATES: dict[str, dict[str, Any]] = {  # whose second layer has one only if told
+_TOLD: dict[str, dict[str, Any]] = {  # whose second layer has a state only if told, or heads of its own
     "granitemoehybrid": {
         "layer_types": ["attention", "mamba"] * 2,
         "mamba_d_state": 64,  # as many as a chunk's tokens or more, as released
         "mamba_chunk_size": 32,
     },
+    "inkling_text": {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "swa_head_dim": 16},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
     "nemotron_h": {
@@ -426,19 +427,22 @@ class _Kept:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, "bfloat16") for family in (*_STATES, "kimi_linear", "minimax", "qwen3_5_moe_text")),
+        *((family, "bfloat16") for family in (*_TOLD, "kimi_linear", "minimax", "qwen3_5_moe_text")),
         *((family, "float32") for family in ("jamba", "qwen3_next")),
         *(
             (family, "bfloat16")
-            for family in ("afmoe", "axk2", "beam", "deepseek_v32", "deepseek_v4", "gemma4_text", "gpt_oss")
+            for family in (
+                *("afmoe", "axk2", "beam", "deepseek_v32", "deepseek_v4", "gemma4_text", "gpt_oss"),
+                "inkling_text",
+            )
         ),
     ],
 )
 def test_a_plan_counts_what_other_layers_keep(tmp_path: Path, family: str, dtype: str) -> None:
     """A state that goes from token to token keeps many times what attention over keys does. Others have more
-    norms, sinks, an index, compressed tokens or several streams."""
+    norms, sinks, an index, compressed tokens, several streams, or a learned bias."""
     tokens, rows = 72, 2  # of two chunks, of which the second is not full
-    save_whole(write_config(tmp_path, family, **_STATES.get(family, {})))
+    save_whole(write_config(tmp_path, family, **_TOLD.get(family, {})))
     dims = dims_from_config(json.loads((tmp_path / "config.json").read_text()), family)
     how = {"dtype": dtype, "activations": "retain"}
     stage = Stage(StageSpec(str(tmp_path), (0, 2), 4, lora=LORA, **how))  # type: ignore[arg-type]
