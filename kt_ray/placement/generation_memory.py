@@ -1,14 +1,16 @@
 """Bytes of generation (mode=predict, mode=chat) where they are others than training's.
 
-A step of a replica has at most as many tokens as generate.prefill_tokens reads in, and one of every row that
-runs. Nothing is kept for a backward pass; caches are kept instead:
+A step of a replica has at most as many tokens as generate.prefill_tokens reads in, or a prompt of
+data.max_length, which is read in whole, and one of every row that runs. Nothing is kept for a backward pass;
+caches are kept instead:
 
     caches        `CacheWidth` of every layer for generate.cache_tokens tokens in generate.batch_size rows
                   and the row of a prompt that is kept for requests that wait; the largest layer's twice, as
                   it grows by copying
-    workspace     one layer of a step's tokens with its mask, and what it makes of all cached tokens: keys for
-                  every head, where several share one; latent ones in one tensor, for every head only while a
-                  prompt is read in
+    workspace     one layer of a step's tokens with its mask, which a prompt that is read in by itself needs
+                  only for windows, an index or eager attention; and what it makes of all cached tokens: keys
+                  for every head, where several share one; latent ones in one tensor, for every head only
+                  while a prompt is read in
     logits        of every row
 
 With eval.after_training or trainer.stage=grpo, training's plan counts (as `answers`) what this needs beyond
@@ -56,8 +58,11 @@ def room(dims: ModelDims, config: Config) -> int:
 
 
 def step_tokens(config: Config) -> int:
-    """Tokens of one step of a replica at the most; prompts longer than generate.prefill_tokens aside."""
-    return config.generate.prefill_tokens + config.generate.batch_size
+    """Tokens of one step of a replica at the most; prompts longer than data.max_length aside."""
+    generate, prompt = config.generate, config.data.max_length
+    if isinstance(generate.cache_tokens, int):
+        prompt = min(prompt, generate.cache_tokens)
+    return max(generate.prefill_tokens, prompt) + generate.batch_size
 
 
 def cache_bytes(dims: ModelDims, config: Config, layers: range, element: int) -> float:
@@ -69,8 +74,19 @@ def cache_bytes(dims: ModelDims, config: Config, layers: range, element: int) ->
 
 def longest_row(dims: ModelDims, config: Config) -> int:
     """Keys that each token of a step meets, on average over the step at the most."""
-    tokens, cached = step_tokens(config), room(dims, config)
+    return _longest_row(dims, config, step_tokens(config))
+
+
+def _longest_row(dims: ModelDims, config: Config, tokens: int) -> int:
+    """The same of a step of so many tokens."""
+    cached = room(dims, config)
     return max(min(tokens, cached), math.ceil(cached / tokens))
+
+
+def _masked_alone(dims: ModelDims, config: Config) -> bool:
+    """Whether a prompt that is read in by itself, without padding, needs a mask."""
+    chosen = any(heads for heads, _ in dims.indexes) or any(window for _, window in dims.pair_widths)
+    return chosen or holds_scores(dims.model_type, config.model.attn_implementation)
 
 
 def absorbs_keys(config: Config) -> bool:
@@ -111,12 +127,13 @@ def generation_items(
 
     layers: of its stage, the last one or not. layer: bytes per token of one layer. element: of a value.
     """
-    tokens = step_tokens(config)
-    mask = element * longest_row(dims, config)
+    tokens, several = step_tokens(config), config.generate.prefill_tokens + config.generate.batch_size
+    mask = element * _longest_row(dims, config, several)
+    alone = element * longest_row(dims, config) if _masked_alone(dims, config) else 0
     made = element * _made_of_cached(dims, config)
     return {
         "kept activations": 0,
         "caches": cache_bytes(dims, config, layers, element),
-        "workspace": tokens * (layer + mask) + made,
+        "workspace": max(several * (layer + mask), tokens * (layer + alone)) + made,
         "logits": config.generate.batch_size * dims.vocab_size * (element + 8) if last else 0,
     }

@@ -87,8 +87,12 @@ def answer_remedy(dims: ModelDims, config: Config, hardware: Hardware) -> Remedy
         changes += [("generate.cache_tokens", tokens, fewer) for tokens in rooms]
     changes += [(rows_key, rows, fewer) for rows in _halves(generate.batch_size, 1)]
     changes += [
-        ("generate.prefill_tokens", tokens, "prompts are read in smaller pieces")
+        ("generate.prefill_tokens", tokens, "fewer prompts are read at a time")
         for tokens in _halves(generate.prefill_tokens, SHORTEST_ROW)
+    ]
+    changes += [
+        ("data.max_length", tokens, "no prompt longer than that is planned for")
+        for tokens in _halves(config.data.max_length, SHORTEST_ROW)
     ]
     changes += [("rule.experts.backend", name, _rounded(name)) for name in _backends(config)]
     for key, value, effect in changes:

@@ -16,6 +16,7 @@ from kt_ray.placement.memory import worker_items
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Held, Plan
 from kt_ray.placement.range_memory import heads_width, range_host
+from kt_ray.placement.remedies import answer_remedy
 from kt_ray.placement.wave_tokens import load_of
 from tests.placement.configs import SMALL, make_config, make_hardware, small_dims, text_model
 
@@ -92,7 +93,7 @@ def items(plan: Plan) -> dict[str, int]:
 def test_a_plan_of_generation_counts_caches_and_nothing_for_training() -> None:
     dims = small_dims("qwen3_moe")
     config = config_of(batch_size=4, max_new_tokens=50, prefill_tokens=60)
-    assert room(dims, config) == 4 * 120 and step_tokens(config) == 64
+    assert room(dims, config) == 4 * 120 and step_tokens(config) == 74  # a prompt is read in whole
     plan = plan_of(config)
     found = items(plan)
     # Keys and values of 2 heads of 24 in 4 layers, one of which is copied as it grows.
@@ -217,12 +218,33 @@ def test_a_prompt_has_keys_of_all_heads_while_it_is_read_in() -> None:
 
     def workspace(length: int) -> int:
         config = dataclasses.replace(
-            config_of(batch_size=4, cache_tokens=10_000), data=make_config(data={"max_length": length}).data
+            config_of(batch_size=4, cache_tokens=10_000, prefill_tokens=10_000),
+            data=make_config(data={"max_length": length}).data,
         )
         return items(make_plan(dims, config, make_hardware(memory=64 << 30)))["workspace"]
 
     dims = dataclasses.replace(dims, context=0)
     assert workspace(10_000) - workspace(8_000) == 2 * dims.attention_width * 2_000
+
+
+def test_a_prompt_is_read_in_whole_however_long() -> None:
+    """In one step, whatever generate.prefill_tokens is; by itself it has a mask only with a window. Eager
+    attention has its scores at once, 12 bytes of each."""
+    dims = dataclasses.replace(small_dims("qwen3_moe"), context=0)
+
+    def of(length: int, **model: Any) -> Config:
+        config = make_config(mode="serve", cluster="local", data={"max_length": length}, model=model)
+        return dataclasses.replace(config, generate=GenerateConfig(batch_size=1, prefill_tokens=100))
+
+    def workspace(config: Config) -> int:
+        return items(make_plan(dims, config, make_hardware(memory=64 << 30)))["workspace"]
+
+    once, twice, thrice = (workspace(of(n * 4_000)) for n in (1, 2, 3))
+    assert twice - once == pytest.approx(thrice - twice, rel=0.01) and twice > 1.9 * once
+    eager = of(4_000, attn_implementation="eager")
+    assert workspace(eager) - once > 12 * dims.num_heads * 4_000**2
+    remedy = answer_remedy(dims, eager, make_hardware(memory=1 << 30))
+    assert remedy is not None and remedy.overrides == "data.max_length=2000"
 
 
 def test_absorbed_keys_that_a_model_does_not_have() -> None:
