@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from kt_ray.dims.config_keys import Keys, LayerParts
 from kt_ray.dims.handed import has_index, keys_of, rotates
-from kt_ray.dims.model_dims import CacheWidth, Compression, StateValues
+from kt_ray.dims.model_dims import CacheWidth, Compression
 from kt_ray.dims.state_values import gated_delta, kimi_delta, lightning, mamba, mamba2, short_convolution
 from kt_ray.errors import UserError
 
@@ -26,9 +26,10 @@ def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
         _gated_delta(keys, parts)
     elif keys.config.get("kv_lora_rank"):
         _mla(keys, layer, parts)
-    else:  # linear attention of other kinds (lightning, mamba) is estimated as this
+    elif is_linear(keys, layer) and keys.family in _STATES:
+        _STATES[keys.family](keys, parts)
+    else:
         grouped_query(keys, layer, parts)
-        parts.state = _state(keys) if is_linear(keys, layer) else None
 
 
 def kv_heads(keys: Keys) -> int:
@@ -71,6 +72,8 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
         parts.normed = q_out + kv_out
     elif family == "gpt_oss":
         parts.attention += heads  # attention sinks
+    elif family == "afmoe":
+        parts.project(f"{at}.gate_proj", hidden, q_out)
     parts.width = heads * head * 3
     parts.pair, parts.window = 2 * q_out, _window(keys, layer)
     if parts.window:
@@ -277,24 +280,65 @@ def is_linear(keys: Keys, layer: int) -> bool:
     return keys.family == "granitemoehybrid" or (keys.family == "minimax" and layer % 2 == 1)
 
 
-def _state(keys: Keys) -> StateValues | None:
-    """Of a layer whose parameters are estimated; None = not known."""
-    hidden, family = keys.size("hidden_size"), keys.family
-    if family == "granitemoehybrid":
-        heads, inner = keys.size("mamba_n_heads", default=128), keys.size("mamba_expand", default=2) * hidden
-        groups, state = keys.size("mamba_n_groups", default=1), keys.size("mamba_d_state", default=256)
-        chunk = keys.size("mamba_chunk_size", default=256)
-        return mamba2(heads, inner // heads, groups, state, chunk)
-    if family == "jamba":
-        rank = keys.config.get("mamba_dt_rank", "auto")
-        rank = -(-hidden // 16) if rank == "auto" else keys.size("mamba_dt_rank")
-        state = keys.size("mamba_d_state", default=16)
-        return mamba(keys.size("mamba_expand", default=2) * hidden, state, rank)
-    if family == "minimax":
-        heads = keys.size("num_attention_heads")
-        head = keys.size("head_dim", default=max(1, hidden // heads))
-        return lightning(heads, head, keys.size("block_size", default=256))
-    return short_convolution(hidden) if family == "lfm2_moe" else None
+def _granite_mamba(keys: Keys, parts: LayerParts) -> None:
+    """Granite's Mamba-2."""
+    hidden, inner = keys.size("hidden_size"), keys.size("mamba_expand", default=2) * keys.size("hidden_size")
+    heads, kernel = keys.size("mamba_n_heads", default=128), keys.size("mamba_d_conv", default=4)
+    groups, state = keys.size("mamba_n_groups", default=1), keys.size("mamba_d_state", default=256)
+    convolved = inner + 2 * groups * state
+    parts.project("mamba.in_proj", hidden, inner + convolved + heads)
+    parts.project("mamba.out_proj", inner, hidden)
+    parts.attention += convolved * (kernel + 1) + 3 * heads + inner  # dt_bias, A_log, D; norm
+    parts.width = inner + convolved
+    parts.cache = CacheWidth(row=convolved * kernel, state=inner * state)
+    parts.state = mamba2(heads, inner // heads, groups, state, keys.size("mamba_chunk_size", default=256))
+
+
+def _jamba_mamba(keys: Keys, parts: LayerParts) -> None:
+    hidden, inner = keys.size("hidden_size"), keys.size("mamba_expand", default=2) * keys.size("hidden_size")
+    rank = keys.config.get("mamba_dt_rank", "auto")
+    rank = -(-hidden // 16) if rank == "auto" else keys.size("mamba_dt_rank")
+    state, kernel = keys.size("mamba_d_state", default=16), keys.size("mamba_d_conv", default=4)
+    parts.project("mamba.in_proj", hidden, 2 * inner)
+    parts.project("mamba.x_proj", inner, rank + 2 * state)
+    parts.project("mamba.out_proj", inner, hidden)
+    parts.attention += inner * (rank + 1) + inner * (kernel + 1)  # dt_proj, which no adapter reaches
+    parts.attention += inner * (state + 1) + rank + 2 * state  # A_log, D; norms
+    parts.width = 2 * inner
+    parts.cache = CacheWidth(row=inner * kernel, state=inner * state)
+    parts.state = mamba(inner, state, rank)
+
+
+def _lightning(keys: Keys, parts: LayerParts) -> None:
+    """MiniMax-Text-01's and M1's, whose output gate no adapter reaches."""
+    hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    head = keys.size("head_dim", default=max(1, hidden // heads))
+    width = heads * head
+    parts.project("self_attn.qkv_proj", hidden, 3 * width)
+    parts.project("self_attn.out_proj", width, hidden)
+    parts.attention += hidden * width + width  # output_gate, norm
+    parts.width = 3 * width
+    parts.cache = CacheWidth(state=width * head)
+    parts.state = lightning(heads, head, keys.size("block_size", default=256))
+
+
+def _short_convolution(keys: Keys, parts: LayerParts) -> None:
+    """LFM2's."""
+    hidden, kernel = keys.size("hidden_size"), keys.size("conv_L_cache", default=3)
+    parts.project("conv.in_proj", hidden, 3 * hidden)
+    parts.project("conv.out_proj", hidden, hidden)
+    parts.attention += hidden * kernel
+    parts.width = 3 * hidden
+    parts.cache = CacheWidth(row=hidden * kernel)
+    parts.state = short_convolution(hidden)
+
+
+_STATES = {
+    "granitemoehybrid": _granite_mamba,
+    "jamba": _jamba_mamba,
+    "lfm2_moe": _short_convolution,
+    "minimax": _lightning,
+}
 
 
 def _kimi(keys: Keys) -> Keys | None:

@@ -14,6 +14,7 @@ from kt_ray.dims.config_json import dims_from_config, dims_from_dir
 from kt_ray.dims.config_keys import EXACT
 from kt_ray.dims.layer_params import UNDISPATCHED
 from kt_ray.errors import UserError
+from tests.helpers.families import tiny_config
 from tests.placement.configs import DEEPSEEK_V3, SMALL, small_dims, text_model
 
 # Every released config: parameters as its authors or its name state them, in billions (without
@@ -95,6 +96,41 @@ def test_counts_equal_transformers(family: str) -> None:
             if f"layer.{name}" in adapted and not is_gate(name)
         }
         assert set(dims.lora_in_out[i]) == linear
+
+
+@pytest.mark.parametrize(
+    ("family", "mixer", "told"),
+    [
+        ("afmoe", "self_attn", {}),
+        ("granitemoehybrid", "mamba", {"layer_types": ["mamba"] * 4}),
+        ("jamba", "mamba", {"attn_layer_period": 4, "attn_layer_offset": 3}),
+        ("lfm2_moe", "conv", {"layer_types": ["conv"] * 4}),
+        ("minimax", "self_attn", {"layer_types": ["linear_attention"] * 4}),
+    ],
+)
+def test_mixers_of_estimated_families_equal_transformers(
+    family: str, mixer: str, told: dict[str, Any]
+) -> None:
+    """A state's projections have up to three times the parameters of attention over keys."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from kt_ray.model.lora import is_gate, linear_names
+
+    config = tiny_config(family, **told)
+    with torch.device("meta"):
+        whole = transformers.AutoConfig.for_model(**config)
+        layer = transformers.AutoModelForCausalLM.from_config(whole).model.layers[1]
+    dims = dims_from_config(config, family)
+    own = layer.get_submodule(mixer)
+    norms = own.q_norm.weight.numel() + own.k_norm.weight.numel() if family == "afmoe" else 0
+    assert dims.attention_params[1] == sum(p.numel() for p in own.parameters()) - norms
+    adapted = linear_names({"layer": layer}, family)
+    linear = {
+        (f"{mixer}.{name}", module.in_features, module.out_features)
+        for name, module in own.named_modules()
+        if f"layer.{mixer}.{name}" in adapted and not is_gate(f"{mixer}.{name}")
+    }
+    assert {module for module in dims.lora_in_out[1] if module[0].startswith(f"{mixer}.")} == linear
 
 
 def test_heads_are_tied_as_in_transformers(tmp_path: Path) -> None:
