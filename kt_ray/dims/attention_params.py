@@ -179,6 +179,8 @@ def _mla(keys: Keys, layer: int, parts: LayerParts) -> None:
         token = kv_rank + rope
     parts.project("self_attn.kv_b_proj", kv_rank, heads * (nope + v_head))
     parts.project("self_attn.o_proj", heads * v_head, hidden, bias)
+    if family == "bailing_hybrid":
+        parts.project("self_attn.g_proj", hidden, heads)
     if keys.flag("mla_use_output_gate"):
         parts.attention += hidden * heads * v_head
     if mistral:
@@ -274,6 +276,8 @@ def is_linear(keys: Keys, layer: int) -> bool:
         return layer < len(types) and types[layer] in ("linear_attention", "mamba", "conv")
     if keys.config.get("linear_num_key_heads"):
         return (layer + 1) % keys.size("full_attention_interval", default=4) != 0
+    if keys.family == "bailing_hybrid":
+        return (layer + 1) % keys.size("layer_group_size", default=6) != 0
     if keys.family == "jamba":
         period = keys.size("attn_layer_period", default=8)
         return layer % period != keys.size("attn_layer_offset", default=4, least=0)
@@ -342,19 +346,22 @@ _STATES = {
 
 
 def _kimi(keys: Keys) -> Keys | None:
-    """Keys of Kimi Linear's delta attention, as released or as transformers saves them."""
+    """Keys of Kimi Linear's delta attention, as released or as transformers saves them; of Ling's."""
     if isinstance(keys.config.get("linear_attn_config"), Mapping):
         return keys.inner("linear_attn_config")
-    saved = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
-    if keys.config.get(saved[0]) is None:
-        return None
+    full_rank = keys.family == "bailing_hybrid"
+    named = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    if keys.config.get(named[0]) is None:
+        if not full_rank:
+            return None
+        named = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
-    given = {new: keys.config.get(old) for old, new in zip(saved, names, strict=True)}
-    return Keys(given, keys.where)
+    given = {new: keys.config.get(old) for old, new in zip(named, names, strict=True)}
+    return Keys({**given, "use_full_rank_gate": full_rank}, keys.where)
 
 
 def _kimi_delta(keys: Keys, inner: Keys, parts: LayerParts) -> None:
-    """Kimi Linear's delta attention; `inner` are its own keys."""
+    """Kimi Linear's delta attention, and Ling's; `inner` are its own keys."""
     hidden, heads, head = keys.size("hidden_size"), inner.size("num_heads"), inner.size("head_dim")
     width, kernel = heads * head, inner.size("short_conv_kernel_size", default=4)
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -366,7 +373,8 @@ def _kimi_delta(keys: Keys, inner: Keys, parts: LayerParts) -> None:
     else:
         parts.project("self_attn.g_a_proj", hidden, head)
         parts.project("self_attn.g_b_proj", head, width)
-    parts.attention += 3 * width * kernel + hidden * head + head * width  # convolution, forget gate
+    forget = hidden * width if keys.family == "bailing_hybrid" else hidden * head + head * width
+    parts.attention += 3 * width * kernel + forget  # convolution, forget gate
     parts.attention += width + heads + head  # dt_bias, A_log, norm
     parts.width = 3 * width
     parts.cache = CacheWidth(row=3 * width * kernel, state=width * head)

@@ -102,6 +102,8 @@ def test_counts_equal_transformers(family: str) -> None:
     ("family", "mixer", "told"),
     [
         ("afmoe", "self_attn", {}),
+        ("bailing_hybrid", "self_attn", {"layer_group_size": 2}),
+        ("bailing_hybrid", "self_attn", {"layer_group_size": 3}),
         ("granitemoehybrid", "mamba", {"layer_types": ["mamba"] * 4}),
         ("jamba", "mamba", {"attn_layer_period": 4, "attn_layer_offset": 3}),
         ("lfm2_moe", "conv", {"layer_types": ["conv"] * 4}),
@@ -124,6 +126,8 @@ def test_mixers_of_estimated_families_equal_transformers(
     own = layer.get_submodule(mixer)
     norms = own.q_norm.weight.numel() + own.k_norm.weight.numel() if family == "afmoe" else 0
     assert dims.attention_params[1] == sum(p.numel() for p in own.parameters()) - norms
+    keyed = family == "afmoe" or hasattr(own, "kv_b_proj")
+    assert bool(dims.states and dims.states[1]) != keyed
     adapted = linear_names({"layer": layer}, family)
     linear = {
         (f"{mixer}.{name}", module.in_features, module.out_features)
