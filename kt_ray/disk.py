@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -52,6 +53,20 @@ def write_atomic(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
+
+
+def present(path: Path) -> Path:
+    """The path, or the nearest directory above it that is there."""
+    while not os.path.exists(path):
+        path = path.parent
+    return path
+
+
+def free_bytes(path: Path) -> float:
+    """Free bytes of the file system that `path` lies on, or will; infinite where it tells no size, as a tmpfs
+    without a limit and some network ones do."""
+    usage = shutil.disk_usage(present(path))
+    return usage.free if usage.total else math.inf
 
 
 def cache_root() -> Path:

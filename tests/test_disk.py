@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import pytest
 
-from kt_ray.disk import cache_root, write_atomic
+from kt_ray.disk import cache_root, free_bytes, write_atomic
 
 
 def test_files_are_replaced_whole(tmp_path, monkeypatch):
@@ -28,6 +29,12 @@ def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
     assert cache_root() == tmp_path
     monkeypatch.delenv("KT_RAY_CACHE")
     assert cache_root() == Path.home() / ".cache" / "kt_ray"
+
+
+def test_a_file_system_that_tells_no_size_has_room(tmp_path):
+    """/proc tells none, as a tmpfs without a limit: a write says what it lacks."""
+    assert free_bytes(Path("/proc/absent")) == math.inf
+    assert 0 < free_bytes(tmp_path / "absent") < math.inf
 
 
 @pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

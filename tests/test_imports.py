@@ -66,7 +66,7 @@ measure: gpu cpu_products native batch config hardware placement timing optim mo
 runs: terminal errors disk parse checkpoint_dirs gpu native batch config dims hardware placement timing optim
     tracking evaluate generate checkpoint model adapter data demo rewards train actors train_server actors/ray
     [numpy torch]
-doctor: errors gpu native config dims hardware placement timing checkpoint demo actors actors/ray
+doctor: errors disk gpu native config dims hardware placement timing checkpoint demo actors actors/ray
     measure runs
 report: errors disk config tracking evaluate runs
 accept: disk config dims hardware placement timing doctor report

@@ -16,6 +16,7 @@ from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.disk import free_bytes
 from kt_ray.doctor.machine_checks import run_bytes
 from kt_ray.hardware.describe import gpu_memory_free
 from kt_ray.hardware.machine import Hardware
@@ -153,7 +154,7 @@ def _fit(task: Task, run: Run, config: Config, hardware: Hardware, folder: Path)
             )
             raise CannotRunError(need)
         dims = _weights(task, run, max(least, min(layers, dims.num_layers - 1)), folder)
-    needed, free = run_bytes(composed, plan), shutil.disk_usage(folder).free
+    needed, free = run_bytes(composed, plan), free_bytes(folder)
     if needed > free:
         raise CannotRunError(f"a run writes {gib(needed)}, {gib(free)} are free at {folder}")
     rows, length = run.rows, run.length

@@ -46,7 +46,7 @@ from kt_ray.checkpoint.safetensors_file import (
     write_from,
     writing,
 )
-from kt_ray.disk import write_atomic
+from kt_ray.disk import free_bytes, write_atomic
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_json
 from kt_ray.terminal import screen_console
@@ -266,7 +266,7 @@ def _is_done(out: Path, name: str, head: bytes, size: int) -> bool:
 
 def _check_space(out: Path, needed: int) -> None:
     stale = sum(p.stat().st_size for p in out.glob(".*.partial"))
-    free = shutil.disk_usage(out).free + stale
+    free = free_bytes(out) + stale
     if needed > free:
         observed, remedy = f"{free / 1e9:.1f} GB free", "free space, or choose a directory on another disk"
         raise damaged("too little disk space", out, observed, f"{needed / 1e9:.1f} GB", remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import resource
@@ -9,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from kt_ray.config.schema import ClusterConfig, Config, RuleConfig
+from kt_ray.disk import free_bytes
 from kt_ray.doctor.check import Check, failed, passed, warned
 from kt_ray.hardware.describe import (
     GIB,
@@ -138,8 +140,9 @@ def shared_memory(plan: Plan | None, cluster: ClusterConfig, shm: str | Path = "
     except OSError:
         remedy = "mount a tmpfs there: Ray's object store lies on it"
         return warned("shared memory", f"{observed}; no {shm}", remedy)
-    observed += f"; {shm} has {gib(usage.free)} free of {gib(usage.total)}"
-    if usage.free < OBJECT_STORE:
+    limit = f"{gib(usage.free)} free of {gib(usage.total)}" if usage.total else "no limit of its own"
+    observed += f"; {shm} has {limit}"
+    if usage.total and usage.free < OBJECT_STORE:
         remedy = "give the container --shm-size=2g: Ray's object store is slow on disk"
         return warned("shared memory", observed, remedy)
     return passed("shared memory", observed)
@@ -179,8 +182,10 @@ def disk(config: Config, plan: Plan | None) -> Check:
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         remedy = "set run.root to a directory you may write to"
         return failed("disk", f"{folder} cannot be written to", remedy)
-    free = shutil.disk_usage(folder).free
-    observed = f"{gib(free)} free at {folder}"
+    free = free_bytes(folder)
+    observed = (
+        f"{gib(free)} free at {folder}" if math.isfinite(free) else f"{folder} does not say what is free"
+    )
     if plan is None:
         return passed("disk", observed)
     need = run_bytes(config, plan)

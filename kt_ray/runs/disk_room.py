@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kt_ray.config.interval import SPANS, ends_until, seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.disk import free_bytes, present
 from kt_ray.errors import UserError
 from kt_ray.placement.lora_sizes import trained_params
 from kt_ray.placement.memory import checkpoint_bytes
@@ -72,17 +71,6 @@ def _saves(every: int | str, steps: int, step_seconds: float, steps_per_epoch: i
     return 1 + ends_until(every, steps - 1, steps_per_epoch)
 
 
-def free_bytes(path: Path) -> int:
-    """Free bytes of the disk that `path` lies on, or will."""
-    return shutil.disk_usage(_present(path)).free
-
-
-def _present(path: Path) -> Path:
-    while not os.path.exists(path):
-        path = path.parent
-    return path
-
-
 def shortage(need: DiskNeed, place: Path, reused: int) -> UserError | None:
     """Why a run's checkpoints will not fit; None = they will.
 
@@ -91,14 +79,14 @@ def shortage(need: DiskNeed, place: Path, reused: int) -> UserError | None:
         reused: bytes of checkpoints there that go meanwhile.
     """
     checkpoints = place / "checkpoints"
-    if _present(checkpoints).stat().st_dev == _present(place).stat().st_dev:
+    if present(checkpoints).stat().st_dev == present(place).stat().st_dev:
         return _shortage(need, place, free_bytes(place) + reused)
     return _shortage(replace(need, adapter=0), checkpoints, free_bytes(checkpoints) + reused) or _shortage(
         replace(need, checkpoints=0), place, free_bytes(place)
     )
 
 
-def _shortage(need: DiskNeed, place: Path, free: int) -> UserError | None:
+def _shortage(need: DiskNeed, place: Path, free: float) -> UserError | None:
     if need.total <= free:
         return None
     fewer = need.checkpoint * 2 + need.adapter

@@ -35,6 +35,7 @@ from kt_ray.checkpoint.names import ALIASES, family, fused_release
 from kt_ray.checkpoint.random_values import Fill
 from kt_ray.checkpoint.safetensors_file import BITS, tensor_bytes, writing
 from kt_ray.dims.config_json import dims_from_config
+from kt_ray.disk import free_bytes
 from kt_ray.errors import UserError
 from kt_ray.tools.random_formats import Entry, entries, is_expert, quantization_config
 from kt_ray.tools.units import without_quantization
@@ -94,7 +95,7 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
         fault = f"--format {options.format} does not fit {model}"
         raise UserError(fault, observed=error, remedy="take another --format") from error
     total = sum(entry.nbytes for entry in tensors)
-    free = shutil.disk_usage(target).free
+    free = free_bytes(target)
     if total > free and not options.sparse:
         raise UserError(
             "too little disk space for the checkpoint",

@@ -158,7 +158,9 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"total": 4 * GIB, "free": 4 * GIB})
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
     verdict(machine.shared_memory(plan, ClusterConfig(), tmp_path), PASS, "arenas need")
-    usage.free = 64 << 20
+    usage.total = usage.free = 0  # a tmpfs without a limit
+    verdict(machine.shared_memory(plan, ClusterConfig(), tmp_path), PASS, "no limit")
+    usage.total, usage.free = 4 * GIB, 64 << 20
     verdict(machine.shared_memory(plan, ClusterConfig(), tmp_path), WARN, "--shm-size")
 
     def refuse(*_: Any) -> int:
@@ -185,6 +187,9 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"total": 1, "free": 1})
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
     verdict(machine.disk(config, plan), FAIL, "run.root", "trainer.keep_checkpoints=1")
+    usage.total = usage.free = 0
+    verdict(machine.disk(config, plan), PASS, "does not say what is free")
+    usage.total = usage.free = 1
     one = with_keys(config, {"trainer.keep_checkpoints": 1})
     assert "keep_checkpoints" not in machine.disk(one, plan).remedy  # it keeps no more already
     best = with_keys(one, {"trainer.save_best": True})

@@ -199,7 +199,7 @@ def test_refusals(
     assert "not empty" in capsys.readouterr().err
     assert main(["random", str(tmp_path / "g"), "--model", "gpt_oss_20b", "--format", "fp8"]) == BAD_INPUT
     assert "are not released in fp8" in capsys.readouterr().err
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1000, free=1000))
     make(tmp_path / "small", code=BAD_INPUT)
     assert "add --sparse" in capsys.readouterr().err
     make(tmp_path / "small", "--sparse")  # as it said
