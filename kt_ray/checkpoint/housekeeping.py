@@ -47,7 +47,10 @@ def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
 def remove_leftovers(root: Path) -> None:
     """Remove what processes that died were writing or removing: it only takes room."""
     for left in root.glob(f".step_*{PARTIAL}"):
-        set_aside(left)
+        try:
+            set_aside(left)
+        except OSError:  # of a container's image: what lies in it can be removed, and not be renamed
+            remove(left)
     for left in root.glob(f".step_*{OLD}"):
         remove(left)
 

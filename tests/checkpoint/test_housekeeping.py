@@ -208,8 +208,18 @@ def test_a_best_that_was_set_aside_is_none(tmp_path: Path, copied: bool) -> None
     assert best_step(root) is None and best_checkpoint(root) is None
 
 
-def test_what_a_dead_process_was_writing_goes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("renamed", [True, False])
+def test_what_a_dead_process_was_writing_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
+) -> None:
+    """Also from a lower layer of an overlay (a container's image), where no directory can be renamed."""
+
+    def refused(path: Path, _target: Path) -> Path:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(path))
+
     root = tmp_path / "checkpoints"
     (begin_checkpoint(root, 10) / "worker-0.safetensors").write_bytes(b"x" * 100)
+    if not renamed:
+        monkeypatch.setattr(Path, "rename", refused)
     assert begin_checkpoint(root, 20).is_dir()
     assert [p.name for p in root.iterdir()] == [".step_000020.partial"]
