@@ -98,7 +98,8 @@ class RunDir:
                     for half in run.path.glob(half_written(name)):
                         half.unlink()
                 write_atomic(run.path / _CONFIG, text)
-            except OSError:
+                _require_renaming(run.checkpoints if run.checkpoints.is_dir() else run.path)
+            except (OSError, UserError):
                 run.close()
                 raise
         except OSError as error:
@@ -395,6 +396,29 @@ def _fresh(root: Path, named: Path | None, config: Config) -> tuple[Path, RunLoc
         lock.release()
         raise
     return named, lock
+
+
+def _require_renaming(place: Path) -> None:
+    """Checkpoints are made whole by renaming their directory, which object stores mounted as disks may
+    refuse: that is to show before the first step, not after the night."""
+    before, after = place / ".directory.partial", place / ".directory"
+    try:
+        for left in (before, after):  # by a process that was killed here
+            shutil.rmtree(left, ignore_errors=True)
+        before.mkdir()
+        (before / "file").touch()
+        try:
+            before.rename(after)
+        except OSError as error:
+            raise UserError(
+                "the file system does not rename directories, by which a checkpoint is made whole",
+                where=str(place),
+                observed=error.strerror,
+                remedy="set run.root to a directory on another one",
+            ) from error
+    finally:
+        for left in (before, after):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _refuse_directories(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import errno
 import json
 import os
 import time
@@ -85,6 +86,23 @@ def test_what_a_killed_process_left_half_written_is_in_nobodys_way(tmp_path, mak
         file.write_text("mode: tr")
     run = RunDir.create(make_config(tmp_path, name="a"))
     assert {path.name for path in run.path.iterdir()} == {"config.yaml", ".lock"}
+
+
+def test_a_file_system_that_renames_no_directories_is_refused_before_the_first_step(
+    tmp_path, make_config, monkeypatch
+):
+    def refused(path: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+
+    config = make_config(tmp_path, name="a")
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(UserError, match=r"rename directories.*set run\.root"),
+    ):
+        patch.setattr(Path, "rename", refused)
+        RunDir.create(config)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".lock", "config.yaml"]
+    RunDir.create(config)  # the lock was let go
 
 
 @pytest.mark.parametrize("remains", ["metrics.jsonl", "checkpoints", "adapter"])
