@@ -306,11 +306,12 @@ class TrainingSupervisor(Supervisor):
         self._first_step = resumed_step(self._config)
         self._figures = self._file("metrics.jsonl")
         self._taken = 0  # the most that drivers of ours had taken, 0 = none has gone on
+        self._away = False  # the disk of the directory, when the present driver was started
         self._begun = False  # by a driver of ours before the present one: its input was good
 
     def _gained(self, end: _End) -> bool:
         before, self._taken = self._reached, max(self._taken, self._steps())
-        return self._reached > before
+        return self._reached > before and not self._away
 
     @property
     def _reached(self) -> int:
@@ -325,21 +326,28 @@ class TrainingSupervisor(Supervisor):
 
     def _source(self) -> str:
         source = None
-        with contextlib.suppress(UserError):  # the next driver says it
+        with contextlib.suppress(UserError, OSError):  # the next driver says it
             source = checkpoint_to_resume(self._next())
         return f", from {source.name if source else 'the beginning (no checkpoint yet)'}"
 
     def _way_on(self, before: str) -> str:
-        if not find_checkpoints(self.path):
-            return ""
+        with contextlib.suppress(OSError):
+            if not find_checkpoints(self.path):
+                return ""
         return f"{before}to go on: {resume_line.resume_line(self.path)}"
 
     def _next(self) -> Config:
         """From the newest checkpoint, if there is one."""
-        self._begun = self._file("config.yaml") != self._marker
+        present = self._file("config.yaml")
+        ours = self._ours()
+        # Or no driver has come as far as to make it.
+        self._away = self._child is not None and (present is None or ours is None)
+        self._begun = self._begun or self._away or present != self._marker
         if not self._begun:
             return self._config
-        if self._saved() - self._present:
+        if self._away:  # the next driver finds it, or is refused until the disk is back
+            return with_keys(self._config, {"run.overwrite": False})
+        if ours:
             self._keeps_placement = self._config.rule.experts.placement != "contiguous"
             return with_keys(self._config, {"trainer.resume": "latest", "run.overwrite": False})
         resume = self._config.trainer.resume
@@ -352,6 +360,16 @@ class TrainingSupervisor(Supervisor):
         """The run's checkpoints; one that is written again is another."""
         return {(path, (path / MANIFEST).stat().st_mtime_ns) for path in find_checkpoints(self.path)}
 
+    def _ours(self) -> set[tuple[Path, int]] | None:
+        """Those that drivers of ours have saved; None = the disk that holds them is away."""
+        checkpoints = self.path / "checkpoints"
+        if os.path.lexists(checkpoints) and not os.path.isdir(checkpoints):  # a link to another disk
+            return None
+        try:
+            return self._saved() - self._present
+        except OSError:
+            return None
+
     def _file(self, name: str) -> tuple[int, int] | None:
         """Which file of this name lies in the run directory; every run writes config.yaml anew."""
         try:
@@ -362,8 +380,7 @@ class TrainingSupervisor(Supervisor):
 
     def _steps(self) -> int:
         """Steps that figures and checkpoints of our drivers know of; not what lay there before."""
-        ours = self._saved() - self._present
-        saved = max((step_of(path.name) or 0 for path, _ in ours), default=0)
+        saved = max((step_of(path.name) or 0 for path, _ in self._ours() or ()), default=0)
         if self._file("metrics.jsonl") == self._figures:
             return saved
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):

@@ -51,6 +51,11 @@ for word in acts[number].split():
         path = run / "checkpoints" / f"step_{int(value):06d}"
         path.mkdir(parents=True)
         (path / "manifest.json").write_text("{}")
+    elif what == "move":  # a disk goes, or comes back
+        before, after = value.split(":")
+        os.rename(run.parent / before, run.parent / after)
+    elif what == "link":
+        (run / "checkpoints").symlink_to(value)
     elif what == "beat":
         os.write(fd, b".")
         time.sleep(float(value))
@@ -183,6 +188,35 @@ def test_what_is_missing_for_a_while_is_waited_for(place: Place) -> None:
     """Input that was good once: the disk is full, or a network disk is away, when the run starts again."""
     assert place.go(["begin save=1 kill=9", "exit=2", "exit=2", "begin step=2 exit=0"]) == 0
     assert "failed (exit code 2)" in place.log()
+
+
+@pytest.mark.parametrize(
+    ("goes", "comes", "overwrite"),
+    [
+        ("move=a:away", "move=away:a", False),
+        ("move=a:away", "move=away:a", True),
+        ("move=a/checkpoints:away link=../disk", "move=away:disk", False),
+        ("stale", "back", False),
+    ],
+)
+def test_what_a_disk_that_is_away_holds_is_not_overwritten(
+    place: Place, monkeypatch: pytest.MonkeyPatch, goes: str, comes: str, overwrite: bool
+) -> None:
+    """The directory, its checkpoints on another disk, or a network disk whose server does not answer."""
+    if overwrite:  # there was a run before
+        place.run.mkdir(parents=True)
+        (place.run / "config.yaml").touch()
+
+    def find(run: Path) -> list[Path]:
+        starts = place.path / "starts"
+        if goes == "stale" and starts.exists() and len(place.starts()) < 2:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(run))
+        return find_checkpoints(run)
+
+    monkeypatch.setattr(supervisor, "find_checkpoints", find)
+    acts = [f"begin step=1 save=1 step=2 {goes} kill=9", f"{comes} exit=2", "begin step=2 exit=0"]
+    assert place.go(acts, f"run.overwrite={overwrite}") == 0
+    assert place.starts() == [(None, overwrite), (None, False), ("latest", False)]
 
 
 def test_a_refused_step_is_final(place: Place) -> None:
