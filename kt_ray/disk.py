@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from kt_ray.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_OPEN_FILES = 65536  # at most: Ray, and a server's connections, need no more
 _PACKED = {
     b"\x1f\x8b": "a gzip archive (gunzip unpacks it)",
     b"\x28\xb5\x2f\xfd": "a zstd archive (zstd -d unpacks it)",
@@ -53,6 +55,16 @@ def write_atomic(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
+
+
+def raise_open_files() -> float:
+    """Raise the limit on open files as far as this process may, for what it starts as well. Returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 def present(path: Path) -> Path:

@@ -58,10 +58,10 @@ transport: pulse gpu gpu_turns timeline generate [numpy torch]
 train: errors disk batch timeline config placement optim tracking model data experts [numpy torch]
 actors: errors pulse native batch timeline config placement optim generate checkpoint model adapter
     experts transport train [numpy torch]
-serve: errors config generate data [numpy]
+serve: errors disk config generate data [numpy]
 train_server: errors disk batch generate serve [numpy torch]
-actors/ray: errors gpu torch_environment config hardware placement tracking generate data experts transport
-    train actors serve [numpy torch ray]
+actors/ray: errors disk gpu torch_environment config hardware placement tracking generate data experts
+    transport train actors serve [numpy torch ray]
 measure: gpu cpu_products native batch config hardware placement timing optim model transport [numpy torch]
 runs: terminal errors disk parse checkpoint_dirs gpu native batch config dims hardware placement timing optim
     tracking evaluate generate checkpoint model adapter data demo rewards train actors train_server actors/ray

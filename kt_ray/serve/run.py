@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import uvicorn
 
 from kt_ray.data.template import ChatEncoder
 from kt_ray.data.tokenizer_files import load_tokenizer
+from kt_ray.disk import raise_open_files
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.serve.access import bare
@@ -23,7 +23,6 @@ from kt_ray.serve.header_timeout import TimedProtocol
 
 # Each answer that a client waits for has a connection: all that serve.max_queue admits, and up to 2000 of one
 # client of the Tinker API. Shells often allow 1024.
-OPEN_FILES = 65536
 Revive = Callable[[BaseException], Generator]  # a generator after one that an error ended; or raises
 
 
@@ -51,14 +50,6 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
-def allow_connections() -> None:
-    """Raise the limit on open files as far as this process may: files need some beside the connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def http_config(app: Any, host: str, port: int, farewell: int) -> uvicorn.Config:
     """How uvicorn serves an application; farewell: seconds that connections get when it ends."""
     return uvicorn.Config(
@@ -78,7 +69,7 @@ class AnnouncedServer(uvicorn.Server):
     """Calls `ready` once requests are answered."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        allow_connections()
+        raise_open_files()  # each connection is one
         super().__init__(config)
         self._ready = ready
 

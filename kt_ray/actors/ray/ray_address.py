@@ -15,11 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.actors.ray.ray_access import distrust, token_file
+from kt_ray.disk import raise_open_files
 from kt_ray.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 PORTS_TRIED = 50
+LEAST_FILES = 128  # open in one process: with 64 Ray's raylet refuses the driver, which dies by it
+
+
+def files_to_start() -> None:
+    """Before a local cluster is started: its processes may open as many files as this one may be given.
+
+    Raises:
+        UserError: fewer than Ray needs.
+    """
+    if (most := raise_open_files()) < LEAST_FILES:
+        raise UserError(
+            "Ray cannot be started: its processes may open too few files",
+            observed=f"ulimit -Hn is {most}",
+            required=f"at least {LEAST_FILES}, and thousands for many actors",
+            remedy="raise nofile in /etc/security/limits.conf, or of the container, or set cluster=local",
+        )
 
 
 @dataclass(frozen=True)

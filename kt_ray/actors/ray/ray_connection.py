@@ -16,7 +16,14 @@ import ray
 
 from kt_ray import torch_environment
 from kt_ray.actors.ray.ray_access import check_open_dashboard, guard_token, token_to_join, token_to_start
-from kt_ray.actors.ray.ray_address import PORTS_TRIED, Running, dashboard_url, free_port, ray_directory
+from kt_ray.actors.ray.ray_address import (
+    PORTS_TRIED,
+    Running,
+    dashboard_url,
+    files_to_start,
+    free_port,
+    ray_directory,
+)
 from kt_ray.actors.ray.ray_guard import RayGuard
 from kt_ray.config.schema import ClusterConfig
 from kt_ray.errors import TryAgain, UserError
@@ -45,9 +52,11 @@ class RayConnection:
         """Start a Ray of this run's own: its dashboard's URL, if it has one, and lines for the user.
 
         Raises:
-            UserError: it does not start, or its dashboard has no port or would be open to everybody.
+            UserError: it does not start, may open too few files, or its dashboard has no port or would be open to
+                everybody.
         """
         check_open_dashboard(self.config)
+        files_to_start()
         notes = token_to_start()
         # Ray kills workers at 95 % of the host's memory; the plan has already counted every byte against
         # its capacity, and 5 % of a terabyte is much. A value of the user's stays.

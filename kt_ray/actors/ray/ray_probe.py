@@ -15,7 +15,7 @@ import torch
 
 from kt_ray.actors.ray.ray_access import token_to_join, token_to_start
 from kt_ray.actors.ray.ray_actor import INLINE_BYTES, Packed, Peer, RayPort
-from kt_ray.actors.ray.ray_address import running_cluster
+from kt_ray.actors.ray.ray_address import files_to_start, running_cluster
 from kt_ray.actors.ray.ray_guard import RayGuard
 from kt_ray.hardware.rates import Figure
 from kt_ray.placement.transports import Transport
@@ -130,6 +130,7 @@ def measure_ray(address: str, arena_bytes: float = float("inf")) -> dict[str, Fi
     how: dict[str, Any] = {"address": "local", "include_dashboard": False}
     guard: RayGuard | None = None
     if running is None:
+        files_to_start()
         token_to_start()
         guard = RayGuard()
     else:

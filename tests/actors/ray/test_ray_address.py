@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import resource
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +18,27 @@ from kt_ray.actors.ray.ray_address import (
     Running,
     address_file,
     dashboard_url,
+    files_to_start,
     free_port,
     running_cluster,
 )
 from kt_ray.errors import UserError
 from tests.helpers.ray_place import actors, head_node, ray_place, until
+
+
+def test_a_ray_is_given_the_files_that_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 64 its raylet refused the driver, which ended with Ray's own words."""
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, limits: given.append(limits))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
+    files_to_start()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, resource.RLIM_INFINITY))
+    files_to_start()
+    assert given == [(4096, 4096), (65536, resource.RLIM_INFINITY)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(UserError, match=r"ulimit -Hn is 64;.*cluster=local"):
+        files_to_start()
+    assert len(given) == 2
 
 
 @pytest.fixture
