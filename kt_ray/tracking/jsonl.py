@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
-from kt_ray.disk import write_atomic
+from kt_ray.disk import only_warned, write_atomic
 from kt_ray.parse import parse_json
 from kt_ray.tracking.metrics import Value
 
@@ -125,10 +125,10 @@ class JsonlTracker:
     def finish(self, status: str) -> None:
         if self._path is None:
             return
-        try:
+        lines = self._unwritten.count(b"\n")
+        with only_warned(f"{self._path} cannot be written at the end, lines that are lost: {lines}"):
             self._write()
-        finally:
-            self._path = None
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+        self._path = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -388,6 +388,12 @@ def test_figures_outlive_a_full_disk(tmp_path, monkeypatch, caplog):
     tracker.finish("finished")
     assert [r["loss"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [0.5, 1.5, 2.5, 3.5]
     assert caplog.text.count("its lines wait in memory") == 1
+    tracker.start(tmp_path, {}, first_step=4)
+    real = tracker._file
+    disk.room, disk.fileno, disk.close, tracker._file = 0, real.fileno, real.close, disk
+    tracker.log(4, {"loss": 4.5})
+    tracker.finish("finished")
+    assert "metrics.jsonl cannot be written at the end, lines that are lost: 1: [Errno 28]" in caplog.text
 
 
 def test_a_disk_that_is_full_at_the_start_of_a_resumed_run(tmp_path, monkeypatch):
