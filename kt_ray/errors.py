@@ -61,7 +61,8 @@ class UserError(Exception):
         text = "; ".join(parts)
         if self.remedy:
             text += f". To fix: {self.remedy}"
-        return " ".join(text.split())
+        # Lines become one; spaces within stay, as a command's or a path's may be two.
+        return " ".join(line for part in text.splitlines() if (line := part.strip()))
 
     def __reduce__(self) -> tuple[object, ...]:
         rest = {name: getattr(self, name) for name in ("where", "observed", "required", "remedy")}

@@ -605,7 +605,7 @@ def _place(c: Config) -> Iterator[Fault]:
         yield Fault(
             "run.name",
             "cannot be a directory name",
-            "a name without slashes",
+            "a name without slashes, line breaks, and spaces at its ends",
             "set run.name=<name> and put the directory into run.root",
         )
     for key, plain in (("plan.hardware", None), ("plan.mode", "train")):

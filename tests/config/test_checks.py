@@ -168,7 +168,8 @@ def test_layers_against_stages_and_device() -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/a", " a", "a\0"])
 def test_bad_run_names(name: str) -> None:
-    assert "cannot be a directory name" in _line(_config(run={"name": name}))
+    line = _line(_config(run={"name": name}))
+    assert "cannot be a directory name" in line and "spaces at its ends" in line
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def _grpo(**more: Any) -> dict[str, Any]:
         ({"rule": {"experts": {"activations": "int8"}}}, "clashes with the stage's reference or sampler"),
         ({"trainer": {"stage": "sft"}}, "reward=numeric has no meaning for trainer.stage=sft"),
         ({"trainer": {"stage": "dpo"}, "reward": None, "grpo": {"kl_coef": 0.1}}, "grpo has no meaning for"),
-        ({"reward": " "}, "reward= is empty; required a verifier"),
+        ({"reward": " "}, "reward=  is empty; required a verifier"),
     ],
 )
 def test_what_grpo_needs(given: dict[str, Any], message: str) -> None:

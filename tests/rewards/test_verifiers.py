@@ -308,7 +308,7 @@ def test_json_schema(text: str, answer: Any, expected: float) -> None:
 @pytest.mark.parametrize(
     ("name", "answer", "said"),
     [
-        ("exact_match", "  ", "found ' '"),
+        ("exact_match", "  ", "found '  '"),
         ("exact_match", [], "an empty list"),
         ("exact_match", math.nan, "found nan"),
         ("exact_match", {"a": 1}, "found {'a': 1}"),

@@ -107,18 +107,20 @@ def test_a_file_system_that_renames_no_directories_is_refused_before_the_first_s
 
 @pytest.mark.parametrize("remains", ["metrics.jsonl", "checkpoints", "adapter"])
 def test_an_existing_run_is_refused_and_overwritten_only_on_request(tmp_path, make_config, remains):
-    run = RunDir.create(make_config(tmp_path, name="a"))
+    run = RunDir.create(make_config(tmp_path, name="a  b"))
     if remains == "metrics.jsonl":
         (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
     else:
         (run.path / remains).mkdir()
     (run.path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="already holds a run") as caught:
-        RunDir.create(make_config(tmp_path, name="a"))
-    assert "run.overwrite=true" in caught.value.remedy
+        RunDir.create(make_config(tmp_path, name="a  b"))
+    assert (
+        "run.overwrite=true" in caught.value.remedy and f"at {tmp_path / 'a  b'}. To" in caught.value.line()
+    )
     assert (run.path / remains).exists()
 
-    again = RunDir.create(make_config(tmp_path, name="a", overwrite=True))
+    again = RunDir.create(make_config(tmp_path, name="a  b", overwrite=True))
     assert again.path == run.path
     assert sorted(p.name for p in run.path.iterdir()) == [".lock", "config.yaml", "notes.txt"]
 
