@@ -52,8 +52,8 @@ class RayConnection:
         """Start a Ray of this run's own: its dashboard's URL, if it has one, and lines for the user.
 
         Raises:
-            UserError: it does not start, may open too few files, or its dashboard has no port or would be open to
-                everybody.
+            UserError: it does not start, may open too few files, or its dashboard has no port or would be
+                open to everybody.
         """
         check_open_dashboard(self.config)
         files_to_start()
