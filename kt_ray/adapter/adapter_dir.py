@@ -170,8 +170,14 @@ def finish_adapter(
         raise ValueError(f"adapter tensors that two actors wrote: {some(twice)}")
     if adapter_form(layout.shapes, info) == "fused":
         source = {n.removeprefix(PREFIX): t for n, t in read_header(path / _PARTIAL).items()}
-        order = {"interleaved": is_interleaved(info.model_type), "turned": is_turned(info.model_type)}
-        write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, **order)
+        write_fused(
+            source,
+            path / f"{_PARTIAL}.fused",
+            PREFIX,
+            interleaved=is_interleaved(info.model_type),
+            turned=is_turned(info.model_type),
+            zero_experts=info.zero_experts,
+        )
         os.replace(path / f"{_PARTIAL}.fused", path / _PARTIAL)
     config = adapter_config(layout.shapes, info, modules)
     write_atomic(path / CONFIG, json.dumps(config, indent=2) + "\n")

@@ -78,6 +78,7 @@ class Pair:
     rank: int
     scale: float  # alpha / r (rsLoRA: alpha / sqrt(r))
     experts: int = 0  # E of a fused pair
+    zero_experts: int = 0  # behind them, whose parameters nothing reads (LongCat-Flash)
     magnitude: TensorInfo | None = None  # [out], DoRA: norms of the rows of the result
     turned: bool = False  # fused: `a` holds B turned round, `b` A (`is_turned`)
 
@@ -105,7 +106,8 @@ class Pair:
 
     def _stacked(self) -> Tensor:
         """`b` of a fused pair as [rows, r, E]."""
-        return _whole(self.b, self.b.file.stat().st_mtime_ns).view(-1, self.rank, self.experts)
+        columns = _whole(self.b, self.b.file.stat().st_mtime_ns)
+        return columns.view(-1, self.rank, self.experts + self.zero_experts)[:, :, : self.experts]
 
     def delta(self, expert: int = 0) -> Tensor:
         """scale * B A, [out, in], float32."""
@@ -293,6 +295,10 @@ class Lora:
             named = f"{prefix}.{role}_proj"
             count = a.shape[0] // self._setting(named)[0]
             self.fused[prefix, role] = replace(self._pair(module, a, b, named, count), turned=turned)
+        both, down = (self.fused.get((prefix, role)) for role in ("gate_up", "down"))
+        if model_type == "longcat_flash" and both and down and both.experts > down.experts:
+            zero = both.experts - down.experts
+            self.fused[prefix, "gate_up"] = replace(both, experts=down.experts, zero_experts=zero)
 
     def _is_turned(
         self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]], model_type: str

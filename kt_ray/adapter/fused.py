@@ -5,7 +5,8 @@ PEFT adapts a fused parameter W [E, out, in] by A [E*r, in] (row e*r + j) and B 
 gate's rows over up's, B is block-diagonal. In an adapter that PEFT trained, gate and up may both use all of
 A. Experts without a gate keep up at rank r. B's columns of different experts lie next to each other, so
 actors cannot write them by byte range; the fused file is made from the per-expert one, layer by layer. Of
-Llama 4 both are turned round and change places: A [E*r, out] holds B, and B [in, r*E] holds A.
+Llama 4 both are turned round and change places: A [E*r, out] holds B, and B [in, r*E] holds A. transformers'
+gate and up of LongCat-Flash have rows of zero experts, too, which nothing reads: their adapters are zeros.
 
 Legend: E experts, r rank, I intermediate size, H hidden size.
 """
@@ -46,6 +47,12 @@ def fuse_gate_up(gate: list[Factors], up: list[Factors], *, interleaved: bool = 
     return fuse_down(both)
 
 
+def with_zero_experts(pairs: list[Factors], count: int) -> list[Factors]:
+    """The same and as many experts more, whose adapters are zeros."""
+    a, b = pairs[0]
+    return pairs + count * [(torch.zeros_like(a), torch.zeros_like(b))]
+
+
 def turn(a: Tensor, b: Tensor, experts: int) -> Factors:
     """A [E*r, in], B [out, r*E] -> B as [E*r, out], A as [in, r*E]."""
     rows, columns = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts)
@@ -56,7 +63,13 @@ _Modules = dict[str, dict[tuple[str, int], str]]  # "...experts" -> (projection,
 
 
 def write_fused(
-    source: Mapping[str, TensorInfo], target: Path, prefix: str, *, interleaved: bool, turned: bool
+    source: Mapping[str, TensorInfo],
+    target: Path,
+    prefix: str,
+    *,
+    interleaved: bool,
+    turned: bool,
+    zero_experts: int = 0,
 ) -> None:
     """Write the fused form of a per-expert adapter, `prefix` ("base_model.model.") before every key.
 
@@ -64,6 +77,7 @@ def write_fused(
         source: name (without `prefix`) -> place in the per-expert file.
         interleaved: order of gate and up rows in the model's parameter.
         turned: A and B turned round, in each other's place.
+        zero_experts: that gate and up have besides.
     """
     modules: _Modules = {}
     rest: list[str] = []
@@ -81,15 +95,22 @@ def write_fused(
         up_a, up_b = (source[f"{names['up', 0]}.lora_{half}.weight"] for half in "AB")
         (r, H), (I, _) = up_a.shape, up_b.shape
         shapes: dict[str, tuple[int, int]] = {}
-        for key, rank, n_in, n_out in (("base_layer.lora", wide * r, H, wide * I), ("lora", r, I, H)):
+        inner, down = ("base_layer.lora", E + zero_experts, wide * r, H, wide * I), ("lora", E, r, I, H)
+        for key, count, rank, n_in, n_out in (inner, down):
             a, b = (n_out, n_in) if turned else (n_in, n_out)
-            shapes |= {f"{key}_A": (E * rank, a), f"{key}_B": (b, rank * E)}
+            shapes |= {f"{key}_A": (count * rank, a), f"{key}_B": (b, rank * count)}
         entries += [(f"{prefix}{path}.{key}.weight", up_a.dtype, shape) for key, shape in shapes.items()]
-    write_safetensors(target, entries, _fused_values(source, modules, rest, interleaved, turned))
+    values = _fused_values(source, modules, rest, interleaved, turned, zero_experts)
+    write_safetensors(target, entries, values)
 
 
 def _fused_values(
-    source: Mapping[str, TensorInfo], modules: _Modules, rest: list[str], interleaved: bool, turned: bool
+    source: Mapping[str, TensorInfo],
+    modules: _Modules,
+    rest: list[str],
+    interleaved: bool,
+    turned: bool,
+    zero_experts: int,
 ) -> Iterator[Tensor]:
     for name in rest:
         yield read_tensor(source[name])
@@ -98,6 +119,8 @@ def _fused_values(
         for (projection, _), module in sorted(names.items(), key=lambda item: item[0][1]):
             a, b = (read_tensor(source[f"{module}.lora_{half}.weight"]) for half in "AB")
             pairs.setdefault(projection, []).append((a, b))
+        for projection in pairs.keys() - {"down"}:
+            pairs[projection] = with_zero_experts(pairs[projection], zero_experts)
         if "gate" in pairs:
             inner = fuse_gate_up(pairs["gate"], pairs["up"], interleaved=interleaved)
         else:

@@ -76,6 +76,7 @@ class AdapterInfo:
     # modules of the routed experts that are adapted ("...layers.3.mlp.experts"), where others' are not
     expert_modules: tuple[str, ...] = ()
     released_type: str = ""  # model_type of the base, where transformers has another name for it ("kimi_k2")
+    zero_experts: int = 0  # that transformers' fused gate and up have besides (LongCat-Flash)
     revision: str | None = None  # commit of the base model, where base_model is its name on the hub
 
     @property
@@ -124,7 +125,10 @@ def peft_expert_leaves(model_type: str) -> frozenset[str]:
 
 
 def converts_keys(model_type: str) -> bool:
-    """Whether transformers (and so PEFT) merges per-expert keys of this family into fused parameters."""
+    """Whether transformers (and so PEFT) merges per-expert keys of this family into fused parameters; not
+    where these hold more experts than have keys (LongCat-Flash's zero experts)."""
+    if model_type == "longcat_flash":
+        return False
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import MergeModulelist, WeightConverter
 
@@ -258,7 +262,7 @@ TESTED = frozenset(
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text"),
         *("ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text"),
         *("glm5_next_text", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
-        *("gemma4_text", "hy_v4", "mistral_large4_text"),
+        *("gemma4_text", "hy_v4", "longcat_flash", "mistral_large4_text"),
         *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "inkling_text", "jamba", "kimi_linear", "kolibri1"),
         "llama4_text",
         *("laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text"),

@@ -159,12 +159,17 @@ def join_rows(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((gate, up), 1).flatten(0, 1) if interleaved else torch.cat((gate, up))
 
 
-def find_groups(index: CheckpointIndex) -> tuple[dict[str, ExpertGroup], tuple[str, ...]]:
-    """All groups of routed experts by prefix, and the names below "experts." that are of no known layout."""
+def find_groups(
+    index: CheckpointIndex,
+) -> tuple[dict[str, ExpertGroup], tuple[str, ...], tuple[str, ...]]:
+    """All groups of routed experts by prefix, the names below "experts." that are of no known layout, and
+    those of zero experts: transformers saves their gate and up, which nothing reads (LongCat-Flash)."""
     layers = index.layer_count
     interleaved = is_interleaved(family(index.config))
+    zero = index.zero_experts
     groups: dict[str, ExpertGroup] = {}
     unknown: list[str] = []
+    unused: list[str] = []
     for name in sorted(index.names):
         parts = expert_name(name)
         if parts is None:
@@ -172,6 +177,9 @@ def find_groups(index: CheckpointIndex) -> tuple[dict[str, ExpertGroup], tuple[s
                 unknown.append(name)
             continue
         if parts.bias and index.is_blank_bias(name):
+            continue
+        if parts.expert in zero and parts.role != "down":
+            unused.append(name)
             continue
         group = groups.get(parts.prefix)
         if group is None:
@@ -181,7 +189,7 @@ def find_groups(index: CheckpointIndex) -> tuple[dict[str, ExpertGroup], tuple[s
         (group.biases if parts.bias else group.names)[parts.role, parts.expert] = name
         group.leaves.add(parts.leaf)
     ordered = sorted(groups.items(), key=lambda item: (item[1].mtp, item[1].layer, item[0]))
-    return dict(ordered), tuple(unknown)
+    return dict(ordered), tuple(unknown), tuple(unused)
 
 
 def expert_groups(index: CheckpointIndex) -> dict[str, ExpertGroup]:
@@ -190,7 +198,7 @@ def expert_groups(index: CheckpointIndex) -> dict[str, ExpertGroup]:
     Raises:
         UserError: no routed experts, some that are missing, or of other sizes than config.json says.
     """
-    groups, _ = find_groups(index)
+    groups, _, _ = find_groups(index)
     if not groups:
         raise no_experts(index)
     missing = sorted(name for group in groups.values() for name in _missing(group))

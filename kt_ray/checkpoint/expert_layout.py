@@ -58,7 +58,8 @@ class ExpertLayout:
     transposed: bool = False  # fused only: [E, H, 2I] and [E, I, H]
     # every parameter and every tensor that belongs to a routed expert
     keys: frozenset[str] = field(default=frozenset(), repr=False)
-    # those outside the model's layers (multi-token prediction, a speech model), never loaded
+    # those outside the model's layers (multi-token prediction, a speech model), or of zero experts: never
+    # loaded
     skipped: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
@@ -176,9 +177,9 @@ def _with_stored(index: CheckpointIndex, names: Iterable[str]) -> Iterator[str]:
 
 def _trained_groups(index: CheckpointIndex) -> tuple[list[ExpertGroup], list[str]]:
     """The groups of the model's own layers, ascending, and the names of others' experts."""
-    groups, unknown = find_groups(index)
+    groups, unknown, unused = find_groups(index)
     beside = [group for group in groups.values() if group.mtp]
-    skipped = [n for group in beside for n in (*group.names.values(), *group.biases.values())]
+    skipped = [n for group in beside for n in (*group.names.values(), *group.biases.values())] + [*unused]
     skipped += [name for name in unknown if is_mtp(name, index.layer_count)]
     unreadable = sorted(set(unknown) - set(skipped))
     if unreadable:

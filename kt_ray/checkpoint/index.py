@@ -112,9 +112,16 @@ class CheckpointIndex:
 
     @property
     def layer_count(self) -> int | None:
-        """num_hidden_layers; None where config.json does not say."""
-        value = self.text_config.get("num_hidden_layers")
+        """Decoder layers; None where config.json does not say."""
+        value = self.text_config.get("num_hidden_layers", self.text_config.get("num_layers"))
         return value if isinstance(value, int) else None
+
+    @property
+    def zero_experts(self) -> range:
+        """Numbers of a layer's experts that have no weights (LongCat-Flash)."""
+        counts = [self.text_config.get(key) for key in ("n_routed_experts", "zero_expert_num")]
+        routed, zero = (value if isinstance(value, int) else 0 for value in counts)
+        return range(routed, routed + zero)
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from kt_ray.dims.state_values import gated_delta, kimi_delta, lightning, mamba, 
 from kt_ray.errors import UserError
 
 KV_HEADS = ("num_key_value_heads", "num_attention_groups")
+LONGCAT_ATTENTIONS = 2  # of a layer of LongCat-Flash
 
 
 def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
@@ -24,6 +25,9 @@ def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
         _kimi_delta(keys, kimi, parts)
     elif is_linear(keys, layer) and keys.config.get("linear_num_key_heads"):
         _gated_delta(keys, parts)
+    elif keys.family == "longcat_flash":
+        for number in range(LONGCAT_ATTENTIONS):
+            _mla(keys, layer, parts, f"self_attn.{number}")
     elif keys.config.get("kv_lora_rank"):
         _mla(keys, layer, parts)
     elif is_linear(keys, layer) and keys.family in _STATES:
@@ -152,10 +156,10 @@ def _block_indexer(keys: Keys, layer: int, parts: LayerParts) -> None:
     parts.cache = parts.cache._replace(token=parts.cache.token + head)
 
 
-def _mla(keys: Keys, layer: int, parts: LayerParts) -> None:
+def _mla(keys: Keys, layer: int, parts: LayerParts, at: str = "self_attn") -> None:
     """Multi-head latent attention (DeepSeek-V2), with DeepSeek-V3.2's indexer where the config has one.
 
-    Layers may take an earlier one's keys, or its index's choice (handed.py).
+    Layers may take an earlier one's keys, or its index's choice (handed.py). `at` is the module.
     """
     family, hidden, heads = keys.family, keys.size("hidden_size"), keys.size("num_attention_heads")
     nope, rope = keys.size("qk_nope_head_dim"), keys.size("qk_rope_head_dim", least=0)
@@ -167,41 +171,41 @@ def _mla(keys: Keys, layer: int, parts: LayerParts) -> None:
     q_rank = 0 if mistral else keys.size("q_lora_rank", default=0, least=0)
     bias = keys.flag("attention_bias")
     if q_rank:
-        parts.project("self_attn.q_a_proj", hidden, q_rank, bias)
+        parts.project(f"{at}.q_a_proj", hidden, q_rank, bias)
         parts.attention += q_rank  # norm
-        parts.project("self_attn.q_b_proj", q_rank, q_out)
+        parts.project(f"{at}.q_b_proj", q_rank, q_out)
     else:
-        parts.project("self_attn.q_proj", hidden, q_out)
+        parts.project(f"{at}.q_proj", hidden, q_out)
     token = 0
     if keys_of(keys, layer) == layer:
-        parts.project("self_attn.kv_a_proj_with_mqa", hidden, kv_rank + rope, bias)
+        parts.project(f"{at}.kv_a_proj_with_mqa", hidden, kv_rank + rope, bias)
         parts.attention += kv_rank  # norm
         token = kv_rank + rope
-    parts.project("self_attn.kv_b_proj", kv_rank, heads * (nope + v_head))
-    parts.project("self_attn.o_proj", heads * v_head, hidden, bias)
+    parts.project(f"{at}.kv_b_proj", kv_rank, heads * (nope + v_head))
+    parts.project(f"{at}.o_proj", heads * v_head, hidden, bias)
     if family == "bailing_hybrid":
-        parts.project("self_attn.g_proj", hidden, heads)
+        parts.project(f"{at}.g_proj", hidden, heads)
     if keys.flag("mla_use_output_gate"):
         parts.attention += hidden * heads * v_head
     if mistral:
         parts.attention += 2 * heads  # scale of the softmax
     if family == "hy_v4":
-        parts.project("self_attn.gate_proj", hidden, heads * v_head)
+        parts.project(f"{at}.gate_proj", hidden, heads * v_head)
         parts.attention += heads  # sinks
         streams = keys.size("hc_mult", default=4)  # hyper-connections of attention and MoE
         parts.attention += 2 * (2 * streams * (streams * hidden + 1) + 2)
     if keys.config.get("index_n_heads") and has_index(keys, layer):
         index_heads, index_head = keys.size("index_n_heads"), keys.size("index_head_dim")
         parts.index = (index_heads, False)
-        parts.project("self_attn.indexer.wq_b", q_rank or hidden, index_heads * index_head)
-        parts.project("self_attn.indexer.wk", hidden, index_head)
+        parts.project(f"{at}.indexer.wq_b", q_rank or hidden, index_heads * index_head)
+        parts.project(f"{at}.indexer.wk", hidden, index_head)
         parts.attention += 2 * index_head  # norm with bias
         if mistral:
             parts.attention += 2 * hidden + 2 * index_heads  # norm with bias, scale of the softmax
-        parts.project("self_attn.indexer.weights_proj", hidden, index_heads)
+        parts.project(f"{at}.indexer.weights_proj", hidden, index_heads)
         parts.pair = index_heads * index_head
         token += index_head
-    parts.cache = CacheWidth(token=token)
+    parts.cache = CacheWidth(token=parts.cache.token + token)
     parts.width = heads * (2 * (nope + rope) + v_head)
     parts.pair += heads * (nope + rope + v_head)
 

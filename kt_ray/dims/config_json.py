@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kt_ray.dims.attention_params import kv_heads
+from kt_ray.dims.attention_params import LONGCAT_ATTENTIONS, kv_heads
 from kt_ray.dims.config_keys import TIED, Keys, LayerParts
 from kt_ray.dims.handed import handed
 from kt_ray.dims.layer_params import (
@@ -25,6 +25,7 @@ from kt_ray.dims.layer_params import (
     num_experts,
     num_layers,
     outside_params,
+    zero_experts,
 )
 from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import (
@@ -44,6 +45,14 @@ _TOP_K = (
 _TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
 _OTHER_FAMILY = "use another family (DeepSeek-V2/V3, Kimi-K2, Qwen3, Mixtral, GLM-4.5, OLMoE, gpt-oss)"
 _UNQUANTISED = re.compile(r"\bweights_proj$|\bcompressor\.(kv|gate)_proj$")
+# Keys of LongCat-Flash's releases that transformers does not look at, and what it computes.
+_LONGCAT = {
+    "zero_expert_type": "identity",
+    "router_bias": False,
+    "norm_topk_prob": False,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+}
 _ACTIVATION = ("mlp_hidden_act", "hidden_activation", "hidden_act")
 
 
@@ -114,10 +123,11 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
             required=f"an id below vocab_size {vocab}, or null", remedy="set it to null in config.json",
         )  # fmt: skip
     experts, top_k = num_experts(keys), keys.size(*_TOP_K)
-    if top_k > experts:
+    zero = zero_experts(keys)
+    if top_k > experts + zero:
         raise UserError(
             "num_experts_per_tok is larger than the number of experts", where=where, observed=top_k,
-            required=f"at most {experts}", remedy="correct config.json",
+            required=f"at most {experts + zero}", remedy="correct config.json",
         )  # fmt: skip
     moe = tuple(layer for layer in range(layers) if is_moe_layer(keys, layer))
     if not moe:
@@ -185,6 +195,8 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         affine=streams == 1 and keys.family not in NOT_AFFINE,
         gated=keys.family not in UNGATED,
         plain_expert_layers=plain,
+        zero_experts=zero,
+        attentions=LONGCAT_ATTENTIONS if keys.family == "longcat_flash" else 1,
         quantised=quantised if any(q.params for q in quantised) else (),
     )
 
@@ -285,6 +297,12 @@ def _refusal(keys: Keys, part: str, missing: str | None, latent: int) -> str | N
         reasons.append(f"experts of {family} are trained with num_experts_per_tok 1 only; {_OTHER_FAMILY}")
     if family == "step3p5" and not part:
         reasons.append("transformers has no class for Step-3.5 without a vision tower; use Step-3.7")
+    if family == "longcat_flash":
+        for key, computed in _LONGCAT.items():
+            stated = keys.config.get(key, computed)
+            if stated != computed:
+                what = f"{family} with {key} {stated!r} is not computed (known: {computed!r})"
+                reasons.append(f"{what}; {_OTHER_FAMILY}")
     if latent:
         width = f"experts on a projected width ({latent} of {keys.size('hidden_size')})"
         reasons.append(f"{width} are not trained; {_OTHER_FAMILY}")

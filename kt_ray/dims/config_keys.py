@@ -30,7 +30,7 @@ EXACT = frozenset(
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm4_moe", "gpt_oss"),
         *("minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "kimi_linear", "nemotron_h"),
         *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "hunyuan_v1_moe", "gemma4_text", "hy_v4"),
-        *("llama4_text", "mistral_large4_text", "step3p5"),
+        *("llama4_text", "longcat_flash", "mistral_large4_text", "step3p5"),
     )
 )
 # Families whose head is the embedding where config.json does not say.

@@ -8,7 +8,7 @@ estimates.
 
 from __future__ import annotations
 
-from kt_ray.dims.attention_params import attention, grouped_query
+from kt_ray.dims.attention_params import LONGCAT_ATTENTIONS, attention, grouped_query
 from kt_ray.dims.config_keys import MOST_LAYERS, Keys, LayerParts
 from kt_ray.dims.model_dims import CacheWidth
 from kt_ray.dims.state_values import mamba2
@@ -19,7 +19,7 @@ UNCOMPUTED = {
     "muse_spark_text": "experts with a norm after each of them are not computed",
 }
 # Families with experts that transformers 5 does not hand to its experts interface.
-UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe", "longcat_flash"))
+UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe"))
 
 # Families that neither transformers nor kt_ray.model.attention has "sdpa" attention for: they run "eager",
 # which holds all scores.
@@ -58,7 +58,16 @@ NOT_AFFINE = frozenset(
 
 # Norms as wide as the hidden state that a layer has beyond two; a gate after a norm (A.X-K2) counts as one,
 # Inkling's four short convolutions and the norms of its heads as three.
-MORE_NORMS = {"afmoe": 2, "axk1": 1, "axk2": 2, "beam": 2, "gemma4_text": 5, "inkling_text": 3, "kolibri1": 2}
+MORE_NORMS = {
+    "afmoe": 2,
+    "axk1": 1,
+    "axk2": 2,
+    "beam": 2,
+    "gemma4_text": 5,
+    "inkling_text": 3,
+    "kolibri1": 2,
+    "longcat_flash": 2,
+}
 
 # Dense layers before the first one with experts, where config.json does not say; 0 in other families.
 FIRST_DENSE = {
@@ -104,9 +113,12 @@ def layer_parts(keys: Keys, layer: int, moe: bool) -> LayerParts:
         return parts
     attention(keys.of_layer(layer), layer, parts)
     hidden = keys.size("hidden_size")
-    # input and post-attention norms; PhiMoE's have a bias, Gemma 4 has two more
-    parts.dense += (4 if keys.family in ("gemma4_text", "phimoe") else 2) * hidden
+    # input and post-attention norms; PhiMoE's have a bias, Gemma 4 and LongCat-Flash have two more
+    parts.dense += (4 if keys.family in ("gemma4_text", "longcat_flash", "phimoe") else 2) * hidden
     mlp = "feed_forward" if keys.family == "llama4_text" else "mlp"
+    if keys.family == "longcat_flash":
+        for number in range(LONGCAT_ATTENTIONS):  # a dense MLP behind each
+            _gated_mlp(parts, f"mlps.{number}", hidden, keys.size("ffn_hidden_size", "intermediate_size"))
     if moe:
         _moe_mlp(keys, parts, mlp)
     else:
@@ -157,10 +169,13 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
 
 
 def num_layers(keys: Keys) -> int:
-    """Decoder layers; Nemotron-H's blocks count as one each."""
+    """Decoder layers; Nemotron-H's blocks count as one each. LongCat-Flash's num_hidden_layers counts
+    attentions."""
     blocks = _blocks(keys)
     if blocks:
         keys = Keys({"num_hidden_layers": len(blocks)}, f"{keys.where} (hybrid_override_pattern)")
+    if keys.family == "longcat_flash" and keys.config.get("num_hidden_layers") is not None:
+        return max(1, keys.size("num_hidden_layers", most=2 * MOST_LAYERS) // LONGCAT_ATTENTIONS)
     return keys.size("num_hidden_layers", "num_layers", most=MOST_LAYERS)
 
 
@@ -227,7 +242,7 @@ def _moe_mlp(keys: Keys, parts: LayerParts, mlp: str) -> None:
     if keys.family == "gemma4_text":
         _gated_mlp(parts, "mlp", hidden, keys.size("intermediate_size"))
         parts.dense += 3 * hidden + hidden + experts  # norms; the router's scales
-    parts.dense += hidden * experts + (experts if keys.family == "gpt_oss" else 0)
+    parts.dense += hidden * (experts + zero_experts(keys)) + (experts if keys.family == "gpt_oss" else 0)
     parts.dense += 2 * hidden * latent_width(keys)
     shared = keys.size(
         *("shared_expert_intermediate_size", "shared_intermediate_size", "shared_experts_intermediate_size"),
@@ -252,6 +267,13 @@ def _moe_mlp(keys: Keys, parts: LayerParts, mlp: str) -> None:
 def num_experts(keys: Keys) -> int:
     """Routed experts per MoE layer."""
     return keys.size(*EXPERT_COUNT)
+
+
+def zero_experts(keys: Keys) -> int:
+    """Experts without weights that routers choose among, too."""
+    if keys.family != "longcat_flash":
+        return 0
+    return keys.size("zero_expert_num", default=0 if "zero_expert_num" in keys.config else 256, least=0)
 
 
 def expert_intermediate(keys: Keys) -> int:

@@ -158,6 +158,8 @@ class ModelDims:
     affine: bool = True  # whether a layer's output is affine in that of its experts
     gated: bool = True  # whether the routed experts have a gate projection
     plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`
+    zero_experts: int = 0  # that routers choose among, too: without weights, their output is their input
+    attentions: int = 1  # of a layer, one after the other; num_heads and attention_width are one's
     quantised: tuple[Quantised, ...] = ()  # per layer, outside the routed experts; () = nothing is
     experts_file_bytes: int = 0  # bytes of all routed experts in a file of their own (GGUF); 0 = unknown
 
@@ -178,7 +180,12 @@ class ModelDims:
     @property
     def tokens_per_row(self) -> float:
         """Tokens for each row that an expert gets, were routing even."""
-        return self.num_experts / self.experts_per_token
+        return self.choices / self.experts_per_token
+
+    @property
+    def choices(self) -> int:
+        """What a router chooses among."""
+        return self.num_experts + self.zero_experts
 
     @property
     def expert_width(self) -> int:

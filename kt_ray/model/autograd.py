@@ -119,6 +119,7 @@ def expert_weights(module: Any) -> ExpertWeights:
     formula = formula_of(module, getattr(module.config, "model_type", type(module).__name__))
     first = parameters["gate_up_proj" if module.has_gate else "up_proj"].detach().to("cpu")
     down = parameters["down_proj"].detach().to("cpu")
+    first = first[: len(down)]  # LongCat-Flash has rows of zero experts, which nothing reads
     if first.dtype not in (torch.float32, torch.bfloat16):
         raise UserError(
             "the engine computes float32 and bfloat16 experts",

@@ -18,8 +18,15 @@ from torch import Tensor
 from kt_ray.errors import UserError
 
 
+def places(config: Any, layers: Iterable[int], count: int) -> list[int]:
+    """Where the caches of decoder layers lie, of `count` in the model: LongCat-Flash's have two attentions
+    each, which transformers counts as hidden layers."""
+    each = max(1, config.num_hidden_layers // count)
+    return [layer * each + number for layer in layers for number in range(each)]
+
+
 def new_cache(config: Any, layers: Iterable[int]) -> Any:
-    """An empty cache of a language model, of which `layers` are computed.
+    """An empty cache of a language model, of which `layers` (by `places`) are computed.
 
     The places of the others show the length of a layer of the same kind, as masks are made for the first
     layer of each kind. A model of linear layers alone gets one more place, that of a layer with keys: inner

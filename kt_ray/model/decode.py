@@ -61,6 +61,7 @@ class Decoder:
         self.device = stage.device
         self.config = stage.model.base.config
         self.joint = caches.can_join(self.config)
+        self._places = caches.places(self.config, self.model.layers, len(stage.model.base.layers))
         self._stage = stage
         if stage.streamed is not None:
             stage.streamed.slots.begin(wraps=True)
@@ -84,7 +85,7 @@ class Decoder:
         self._running, groups = [], []
         for batch in step.batches:
             if batch.fresh:
-                cache = caches.new_cache(self.config, self.model.layers)
+                cache = caches.new_cache(self.config, self._places)
                 cohort = Cohort(list(batch.rows), cache, batch.ids.shape[1] - batch.lengths, 0)
             else:
                 cohort = self._cohorts[batch.cohort]
@@ -143,7 +144,7 @@ class Decoder:
         """`rows` go on from the cache's rows at `places`, which may come more than once or not at all."""
         padding = cohort.padding[list(places)]
         spare = int(padding.min()) if self.joint else 0
-        caches.select(cohort.cache, places, spare, cohort.columns, self.model.layers)
+        caches.select(cohort.cache, places, spare, cohort.columns, self._places)
         cohort.rows, cohort.padding, cohort.columns = list(rows), padding - spare, cohort.columns - spare
 
     def _copied(self, cohort: Cohort, places: Sequence[int], rows: Sequence[int]) -> Cohort:
@@ -154,7 +155,7 @@ class Decoder:
 
     def _joined(self, old: Cohort, new: Cohort) -> Cohort:
         total = max(old.columns, new.columns)
-        cache = caches.join((old.cache, new.cache), total, self.model.layers)
+        cache = caches.join((old.cache, new.cache), total, self._places)
         padding = np.concatenate([c.padding + total - c.columns for c in (old, new)])
         return Cohort([*old.rows, *new.rows], cache, padding, total)
 

@@ -17,12 +17,16 @@ from torch import nn
 
 from kt_ray.checkpoint.names import ALIASES
 from kt_ray.errors import UserError
-from kt_ray.model import attention, layer_calls, llama4, step3p7
+from kt_ray.model import attention, layer_calls, llama4, longcat, step3p7
 from kt_ray.parse import read_json
 
 _NESTED = ("text_config", "thinker_config")  # of multimodal configurations, outermost last
-# Families whose experts transformers does not hand to its experts interface.
-DISPATCH = {"llama4_text": llama4.dispatch, "step3p5": step3p7.dispatch}
+# Families whose experts transformers does not dispatch, and what does.
+DISPATCHED = {
+    "llama4_text": llama4.dispatch,
+    "longcat_flash": longcat.dispatch,
+    "step3p5": step3p7.dispatch,
+}
 _OTHER = "set model.path to a model of a family that the installed transformers knows"
 
 
@@ -131,8 +135,8 @@ def build_causal(
             if "attention" in str(error).lower() or attn_implementation in str(error)
             else "correct config.json (take it from the model's release), or choose another model",
         ) from error
-    if family.text_type in DISPATCH:
-        DISPATCH[family.text_type](causal, family.config)
+    if family.text_type in DISPATCHED:
+        DISPATCHED[family.text_type](causal, family.config)
     prefix, modules = causal.base_model_prefix, dict(causal.named_modules())
     # Llama 4's text class has the multimodal one's prefix.
     if config is not family.config or prefix not in modules:

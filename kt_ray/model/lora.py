@@ -25,8 +25,9 @@ from kt_ray.model.pissa import take_principal
 from kt_ray.pulse import beat
 
 ADAPTER = "default"  # PEFT's name of the one adapter
-# Linear modules whose weight Mamba layers multiply with by themselves: an adapter would never be called.
-_BYPASSED = frozenset({"dt_proj"})
+# Linear modules whose weight others multiply with by themselves (Mamba layers, LongCat-Flash's router): an
+# adapter would never be called.
+_BYPASSED = frozenset({"classifier", "dt_proj"})
 # PEFT refuses an adapter of these (Mamba kernels multiply with their weight by themselves).
 _REFUSED = {"nemotron_h": frozenset({"out_proj"})}
 _OF_EXPERTS = frozenset(leaf for leaves in ONE_BY_ONE for leaf in leaves.values())

@@ -119,9 +119,10 @@ def _damaged(file: Path, observed: object) -> UserError:
     )
 
 
-def touched(num_experts: int, held: float, experts_per_token: int) -> float:
+def touched(choices: int, held: float, experts_per_token: int) -> float:
     """Expected share of tokens with at least one of `held` experts, balanced routing.
 
-    A token's K experts are different ones, but K is small beside E: 1 - (1 - held / E)^K.
+    A token's K experts are different ones, but K is small beside the E that it chooses among:
+    1 - (1 - held / E)^K.
     """
-    return 1.0 - (1.0 - held / num_experts) ** experts_per_token
+    return 1.0 - (1.0 - held / choices) ** experts_per_token

@@ -276,7 +276,7 @@ def expert_sizes(actors: Actors, dims: ModelDims, config: Config, *, together: b
     held = max(1, held - config.rule.experts.gpu_resident // len(actors))
     return ExpertSizes(
         held=held,
-        experts=dims.num_experts,
+        experts=dims.choices,
         per_token=dims.experts_per_token,
         params=dims.expert_params,
         bytes=dims.held_bytes(config.rule.experts.backend)

@@ -288,7 +288,7 @@ class ExpertSizes:
     """What one actor's layer is made of, to count a call's work."""
 
     held: int  # n
-    experts: int  # E
+    experts: int  # E, all that a token may choose
     per_token: int  # K
     params: int  # of one expert
     bytes: float  # of one as stored, adapter included

@@ -224,7 +224,7 @@ def budgets(
         home = socket_name(hardware, actor.host, actor.node)
         count = sum(actor.counts(dims.moe_layers))
         tokens = part_of(of_copy.group, reached), part_of(of_copy.total, reached)
-        slots = dims.experts_per_token * count / len(dims.moe_layers) / dims.num_experts / reached
+        slots = dims.experts_per_token * count / len(dims.moe_layers) / dims.choices / reached
         sizes = _lane_memory(dims, config, actor.backend, (*tokens, slots))
         for device, item, size in lane_lines(dims, config, actor, sizes, home):
             add(home if device == home else actor.place(device), item, size)
@@ -233,7 +233,7 @@ def budgets(
             add(home, item, size)
     for worker in workers:
         count = streamable(worker, experts, dims)
-        slots = dims.experts_per_token * count / dims.num_experts
+        slots = dims.experts_per_token * count / dims.choices
         sizes = _lane_memory(dims, config, experts[0].backend, (load.own_group, load.replica, slots))
         home = home_socket(worker, hardware)
         for on_host, item, size in worker_lane_lines(dims, config, worker, sizes, count):
@@ -310,7 +310,7 @@ def reached_part(dims: ModelDims, actor: ExpertActorPlan, hosts: int) -> float:
     All where attention is on the driver's host alone, also on other hosts: as bad as routing can be.
     """
     held, hosts = max(actor.counts(dims.moe_layers)), max(1, hosts // actor.copies)
-    return (1 + (hosts - 1) * touched(dims.num_experts, held, dims.experts_per_token)) / hosts
+    return (1 + (hosts - 1) * touched(dims.choices, held, dims.experts_per_token)) / hosts
 
 
 def home_socket(worker: WorkerPlan, hardware: Hardware) -> str:
@@ -499,7 +499,7 @@ def _expert_actor(
     width = dims.expert_width
     count = sum(actor.counts(dims.moe_layers))
     per_layer = count / len(dims.moe_layers)
-    slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
+    slots_per_token = dims.experts_per_token * per_layer / dims.choices
     shape = engine_shape(dims, config.lora, isa, actor.backend)
     lowest, with_lora = lowest_kept(dims, config), expert_lora_layers(dims, config.lora)
     of_layer = {

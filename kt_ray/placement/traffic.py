@@ -68,7 +68,7 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
     for layer in dims.moe_layers:
         for actor in plan.experts:
             own, away = count / plan.copies, parts[actor.rank]
-            routed = away * touched(dims.num_experts, len(actor.experts_of(layer)), k)
+            routed = away * touched(dims.choices, len(actor.experts_of(layer)), k)
             answer = ELEMENT_BYTES[actor.answers] * width
             back, passed = answer if layer >= plan.backward.inputs else 0, layer >= plan.backward.lowest
             links += [

@@ -199,7 +199,7 @@ def left_of(worker: WorkerPlan, dims: ModelDims, tokens: int, hosts: int) -> Lef
     if worker.lane is None:
         return Left()
     rows = 1 - (1 - left_part(worker.lane, tokens)) / hosts
-    return Left(touched(dims.num_experts, rows * dims.num_experts, dims.experts_per_token), rows)
+    return Left(touched(dims.choices, rows * dims.num_experts, dims.experts_per_token), rows)
 
 
 def left_to(

@@ -343,6 +343,7 @@ def adapter_info(
         whole_type="" if family.whole is None else family.model_type,
         released_type=family.model_type if family.whole is None and family.model_type in ALIASES else "",
         auto=family.auto,
+        zero_experts=dims.zero_experts,
         expert_modules=() if whole or experts is None else tuple(experts[layer] for layer in layers),
     )
 

@@ -43,7 +43,7 @@ def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims
     neighbours = max(1, -(-actors // len(sockets)))
     threads = rule.threads if isinstance(rule.threads, int) else max(1, sockets[0].cores // neighbours)
     tokens = config.tokens_per_step / rule.copy_count
-    rows = tokens * dims.experts_per_token / dims.num_experts
+    rows = tokens * dims.experts_per_token / dims.choices
     rank = expert_rank(dims, config.lora)
     shape = dims.expert_width, dims.expert_intermediate
     isa = hardware.forced_isa or "auto" if rule.isa == "auto" else rule.isa

@@ -141,7 +141,7 @@ class LaneSeconds:
         devices = len(here.lane.devices)
         stays, others, carried = self._counts(actor, layer, tokens, call=call)
         link = self.rates.link.to_device.value
-        rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
+        rows = max(1.0, tokens * dims.experts_per_token / dims.choices)
         gpu = lane_flops(self.rates.gpu, dims, self.config, rows)
         together = batch_size(int(rows), dims.expert_params)
         copies = products = brought = 0.0
@@ -224,7 +224,7 @@ class LaneSeconds:
         assert lane is not None
         stays, _, carried = self._counts(actor, layer, tokens, call=call)
         own = -(-stays // len(lane.devices)) - (-carried // len(lane.devices))
-        return tokens * touched(self.plan.dims.num_experts, own, self.plan.dims.experts_per_token)
+        return tokens * touched(self.plan.dims.choices, own, self.plan.dims.experts_per_token)
 
     def _runs(self, actor: int) -> bool:
         lane = self.plan.experts[actor].lane

@@ -32,7 +32,7 @@ def layer_signature(work: LayerWork) -> str:
         dims.hidden_size,
         dims.hidden_streams,
         dims.num_heads,
-        (dims.num_experts, dims.experts_per_token) if work.moe else (),
+        (dims.choices, dims.experts_per_token) if work.moe else (),
         work.lora.dropout > 0,
         work.lora.dora,
         work.dtype,

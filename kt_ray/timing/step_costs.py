@@ -295,10 +295,10 @@ class PlanDurations:
     def _expert(self, actor: int, layer: int, direction: str, tokens: int, call: int) -> ExpertCall:
         dims, holder = self.plan.dims, self.plan.experts[actor]
         count = len(holder.experts_of(layer))
-        slots = tokens * dims.experts_per_token * count / dims.num_experts
+        slots = tokens * dims.experts_per_token * count / dims.choices
         if slots == 0:
             return ExpertCall(dispatch_seconds(CALL_OPS, self.host, self.host), 0.0)
-        asked = count * (1 - (1 - dims.experts_per_token / dims.num_experts) ** tokens)
+        asked = count * (1 - (1 - dims.experts_per_token / dims.choices) ** tokens)
         rows = slots / asked
         resident, carried = self.lanes.part(actor, layer, tokens, call=call)
         left = self.worker_lanes.left(actor, direction, tokens, call=call)
@@ -462,7 +462,7 @@ class PlanDurations:
         """Tokens of `tokens` that choose an expert of this actor, at even routing."""
         dims = self.plan.dims
         counts = self.plan.experts[actor].counts(dims.moe_layers)
-        return tokens * touched(dims.num_experts, sum(counts) / len(counts), dims.experts_per_token)
+        return tokens * touched(dims.choices, sum(counts) / len(counts), dims.experts_per_token)
 
     def _pcie(self, worker: int, size: float, way: str) -> tuple[Leg, ...]:
         link = self.rates.link

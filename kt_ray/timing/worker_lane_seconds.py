@@ -79,7 +79,7 @@ class WorkerLaneSeconds:
         assert self.rates.gpu is not None and self.rates.link is not None
         into, out = self.rates.link.to_device.value, self.rates.link.to_host.value
         element = ELEMENT_BYTES["float32" if dims.expert_format == "f32" else "bfloat16"]
-        rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
+        rows = max(1.0, tokens * dims.experts_per_token / dims.choices)
         gpu = lane_flops(self.rates.gpu, dims, self.config, rows)
         products = lane_parts(self._sizes.work(tokens), into, gpu, carried).products
         there = self._there(tokens, call)
@@ -107,7 +107,7 @@ class WorkerLaneSeconds:
             dispatch=found.dispatch,
             leaving=(x + found.kept) / out if forward else 0.0,
             gradients=0.0 if forward else carried * self._adapter / out,
-            sent=touched(dims.num_experts, dims.num_experts - carried, dims.experts_per_token),
+            sent=touched(dims.choices, dims.num_experts - carried, dims.experts_per_token),
         )
 
     def left(self, actor: int, direction: str, tokens: int, *, call: int = 0) -> LeftCall:
@@ -124,7 +124,7 @@ class WorkerLaneSeconds:
         dims = self.plan.dims
         held = sum(here.counts(dims.moe_layers)) / len(dims.moe_layers)
         part, near = carried / self._sizes.work(own).experts, replicas / hosts
-        sent = touched(dims.num_experts, dims.num_experts - carried, dims.experts_per_token)
+        sent = touched(dims.choices, dims.num_experts - carried, dims.experts_per_token)
         copied = near * held / count
         return LeftCall(
             tokens=1 - (1 - sent) / hosts,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from kt_ray.adapter.adapter_file import Lora, Pair, is_turned
-from kt_ray.adapter.fused import Factors, FusedLayer, fuse_down, fuse_gate_up, turn
+from kt_ray.adapter.fused import Factors, FusedLayer, fuse_down, fuse_gate_up, turn, with_zero_experts
 from kt_ray.adapter.peft_config import (
     CONFIG,
     PREFIX,
@@ -101,7 +101,7 @@ def export(
     source = _base(lora, base)
     config = _config(source)
     lora = Lora.open(adapter, family(config))
-    count = 0 if source is None or not (lora.experts or lora.fused) else _check_experts(lora, source)
+    count = (0, 0) if source is None or not (lora.experts or lora.fused) else _check_experts(lora, source)
     if lora.dora:
         raise damaged(
             "a DoRA adapter has no other form",
@@ -164,8 +164,8 @@ def _config(base: Path | None) -> dict[str, Any]:
     return {} if base is None else read_json(base / "config.json", "the base model's config.json", remedy)
 
 
-def _check_experts(lora: Lora, base: Path) -> int:
-    """E of the base, by its config.json.
+def _check_experts(lora: Lora, base: Path) -> tuple[int, int]:
+    """E of the base, by its config.json, and zero experts.
 
     Raises:
         UserError: the adapter has routed experts that the base does not have.
@@ -193,23 +193,23 @@ def _check_experts(lora: Lora, base: Path) -> int:
             f"[{I}, {H}], down [{H}, {I}]",
             "name the model that the adapter was trained on: --base DIR",
         )
-    return E
+    return E, dims.zero_experts
 
 
 # -- experts together
 
 
-def _fused_items(lora: Lora, model_type: str, count: int) -> list[Item]:
+def _fused_items(lora: Lora, model_type: str, count: tuple[int, int]) -> list[Item]:
     items: list[Item] = []
     for (prefix, role), pair in lora.fused.items():
         module = f"{prefix}.base_layer" if role != "down" and (prefix, "down") in lora.fused else prefix
         items.append(_item(pair, module, f"{prefix}.{role}_proj"))
     for prefix in dict.fromkeys(p for p, _, _ in lora.experts):
-        items += _fuse(lora, prefix, model_type, count)
+        items += _fuse(lora, prefix, model_type, *count)
     return items
 
 
-def _fuse(lora: Lora, prefix: str, model_type: str, count: int) -> list[Item]:
+def _fuse(lora: Lora, prefix: str, model_type: str, count: int, zero: int) -> list[Item]:
     gated = any(p == prefix and role == "gate" for p, _, role in lora.experts)
     keys = [(prefix, e, p) for e in range(count) for p in (PROJECTIONS if gated else PROJECTIONS[1:])]
     missing = [f"{prefix}.{e}.{LEAVES[p]}" for _, e, p in keys if (prefix, e, p) not in lora.experts]
@@ -227,7 +227,8 @@ def _fuse(lora: Lora, prefix: str, model_type: str, count: int) -> list[Item]:
     H, I, wide = up.in_features, up.out_features, 2 if gated else 1
 
     def pairs(projection: str) -> list[Factors]:
-        return [lora.experts[prefix, e, projection].factors() for e in range(count)]
+        own = [lora.experts[prefix, e, projection].factors() for e in range(count)]
+        return own if projection == "down" else with_zero_experts(own, zero)
 
     def inner() -> Factors:
         if not gated:
@@ -235,10 +236,11 @@ def _fuse(lora: Lora, prefix: str, model_type: str, count: int) -> list[Item]:
         return fuse_gate_up(pairs("gate"), pairs("up"), interleaved=is_interleaved(model_type))
 
     def item(module: str, role: str, r: int, n_in: int, n_out: int, make: Callable[[], Factors]) -> Item:
+        all_ = count if role == "down" else count + zero
         if is_turned(model_type):
             n_in, n_out, plain = n_out, n_in, make
-            make = lambda: turn(*plain(), count)  # noqa: E731
-        return Item(module, r, scale, (count * r, n_in), (n_out, r * count), make, f"{prefix}.{role}_proj")
+            make = lambda: turn(*plain(), all_)  # noqa: E731
+        return Item(module, r, scale, (all_ * r, n_in), (n_out, r * all_), make, f"{prefix}.{role}_proj")
 
     return [
         item(f"{prefix}.base_layer", "gate_up" if gated else "up", wide * rank, H, wide * I, inner),

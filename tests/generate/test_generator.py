@@ -65,9 +65,11 @@ def test_greedy_answers_are_hugging_faces(
         assert answers(cluster, prompts, sampling, prefill_tokens=1) == expected
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "deepseek_v4", "granitemoe", "minimax_m2"])
+@pytest.mark.parametrize(
+    "family", [*("gpt_oss", "qwen3_next", "deepseek_v4", "granitemoe", "longcat_flash", "minimax_m2")]
+)
 def test_other_kinds_of_caches_and_layers(tmp_path: Path, family: str) -> None:
-    """Sliding windows, states of linear attention, compressed caches that cannot be joined."""
+    """Sliding windows, states of linear attention, compressed caches that cannot be joined, two per layer."""
     path = checkpoint(tmp_path, family)
     attention = "eager" if family in EAGER else "sdpa"
     prompts = random_prompts(LENGTHS)

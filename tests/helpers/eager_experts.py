@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.model.build import StageModel
-from kt_ray.model.family import DISPATCH
+from kt_ray.model.family import DISPATCHED
 from tests.helpers.hf_reference import Row
 
 
@@ -68,10 +68,9 @@ class Eager:
         self.base = self.causal.get_submodule(model.root)
         self.experts = {}
         called = self.base
-        dispatch = DISPATCH.get(called.config.model_type)
-        if dispatch is not None:
+        if called.config.model_type in DISPATCHED:
             called = copy.deepcopy(called)
-            dispatch(called, called.config)
+            DISPATCHED[called.config.model_type](called, called.config)
         for layer in model.experts:
             found = [m for m in called.layers[layer].modules() if hasattr(m, "_apply_gate")]
             assert len(found) == 1

@@ -146,6 +146,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swiglu_limits": [0.0, 0.0, 0.0, 0.25],
         "swiglu_limits_shared": [0.0, 0.0, 0.5, 0.0],
     },
+    "longcat_flash": {"num_layers": LAYERS, "zero_expert_num": 2, "moe_topk": 3},
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -161,7 +162,7 @@ def dispatched() -> list[str]:
         file.parent.name
         for file in root.glob("*/modeling_*.py")
         if "use_experts_implementation" in file.read_text()
-    } | {"llama4", "step3p7"}
+    } | {"llama4", "longcat_flash", "step3p7"}
     tables = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     named = {name for table in tables for name in table}
     found = {n for n in CONFIG_MAPPING if CONFIG_MAPPING[n].__module__.split(".")[-2] in folders}

@@ -51,10 +51,10 @@ speed, templates, adapters, and traps.
 
 ## All of them
 
-Every MoE family whose experts transformers {version} dispatches, and Llama 4 and Step-3.7, whose experts
-kt_ray does. A test has transformers save each at a tiny size, other towers included, loads it, runs it
-forward and backward through the layer loop, and compares it with transformers' own class (loss, and the
-gradient of every LoRA matrix outside the experts). Another reads each adapter back, loads it with PEFT,
+Every MoE family whose experts transformers {version} dispatches, and Llama 4, LongCat-Flash and Step-3.7,
+whose experts kt_ray does. A test has transformers save each at a tiny size, other towers included, loads it,
+runs it forward and backward through the layer loop, and compares it with transformers' own class (loss, and
+the gradient of every LoRA matrix outside the experts). Another reads each adapter back, loads it with PEFT,
 merges and exports it ([adapter.md](adapter.md)). kt_ray refuses a family by name before it reads any weight.
 
 "y kept" marks families whose layers are not affine in the experts' output, which is therefore kept for the

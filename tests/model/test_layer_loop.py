@@ -331,7 +331,7 @@ def test_masks_are_freed_with_their_pass(checkpoint: Checkpoint) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "longcat_flash"])
 def test_a_plan_counts_what_a_layer_keeps(
     checkpoint: Checkpoint, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,11 @@ def ready(path: Path, lora: LoraConfig, cuts: tuple[int, ...], **extra: Any) -> 
         ("qwen2_moe", {"o_proj", "shared_expert.down_proj"}, "sdpa"),
         ("olmoe", {"v_proj"}, "sdpa"),
         ("glm4_moe", {"shared_experts.up_proj"}, "sdpa"),
+        (
+            "longcat_flash",
+            {"self_attn.0.o_proj", "self_attn.1.kv_b_proj", "mlps.0.down_proj", "experts.7.down_proj"},
+            "sdpa",
+        ),
     ],
 )
 def test_family(checkpoint: Checkpoint, family: str, kinds: set[str], attention: str) -> None:

@@ -87,6 +87,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "moe_layers_enum": "1,2,3",
         "share_expert_dim": 24,
     },
+    "longcat_flash": {
+        **{key: value for key, value in _MLA.items() if key not in ("num_hidden_layers", "n_shared_experts")},
+        "model_type": "longcat_flash",
+        "num_layers": 4,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 0,
+        "zero_expert_num": 4,
+    },
     "deepseek_v32": {**_MLA, **_INDEXER, "model_type": "deepseek_v32"},
     "glm_moe_dsa": {
         **_MLA,

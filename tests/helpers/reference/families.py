@@ -93,6 +93,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
     },
+    "longcat_flash": {
+        "num_hidden_layers": 6,  # two of each layer
+        "ffn_hidden_size": 56,
+        "expert_ffn_hidden_size": 24,
+        "n_routed_experts": 8,
+        "zero_expert_num": 4,
+        "moe_topk": 3,
+        "routed_scaling_factor": 1.7,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 16,
+        "head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 12,
+    },
     "granitemoe": {
         "intermediate_size": 24,
         "num_key_value_heads": 2,
@@ -124,5 +139,5 @@ def expert_names(config: Mapping[str, Any]) -> dict[int, dict[str, str]]:
             kind: f"model.layers.{layer}.{block}.experts.{{}}.{leaf}"
             for kind, leaf in zip(("gate", "up", "down"), leaves, strict=True)
         }
-        for layer in range(config["num_hidden_layers"])
+        for layer in range(config.get("num_hidden_layers") or config["num_layers"])
     }

@@ -12,12 +12,14 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import _default_apply_gate
 
 from kt_ray.batch import IGNORE
 from kt_ray.config.schema import LoraConfig
@@ -99,6 +101,9 @@ class Reference:
     def _adapt(self, index: int, layer: nn.Module) -> None:
         for name, module in list(layer.named_modules()):
             full = f"model.layers.{index}.{name}"
+            if type(module).__name__ == "LongcatFlashExperts":  # what transformers writes beside others'
+                module.is_concatenated, module.is_transposed, module.has_bias = True, False, False
+                module._apply_gate = partial(_default_apply_gate, module)
             if hasattr(module, "is_concatenated") and hasattr(module, "gate_up_proj"):
                 self._adapt_experts(index, module)
             elif type(module).forward is nn.Linear.forward and self._is_target(full):
@@ -180,7 +185,9 @@ class Reference:
         self._result.weights.setdefault(layer, {})[self._sample] = weights_TK.detach().clone()
         samples_T = torch.full((x_TH.shape[0],), self._sample)
         positions_T = torch.arange(x_TH.shape[0])
-        return self.experts_output(layer, x_TH, ids_TK, weights_TK, samples_T, positions_T)
+        y_TH = self.experts_output(layer, x_TH, ids_TK, weights_TK, samples_T, positions_T)
+        zero_TK = ids_TK >= self.experts[layer].down_proj.shape[0]  # LongCat-Flash: their output is x
+        return y_TH + x_TH * (weights_TK * zero_TK).sum(1, keepdim=True) if zero_TK.any() else y_TH
 
     def experts_output(
         self,

@@ -1,0 +1,59 @@
+"""LongCat-Flash's routed experts called as transformers calls other families'.
+
+Its router chooses among routed experts and zero experts, whose output is their input. Those have no weights:
+what they give is computed here, x times the sum of their routing weights, and in the place of their ids the
+experts get "no expert", the number of routed experts.
+
+Shapes: N tokens, K experts per token, E routed experts, H hidden.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kt_ray.model.layer_calls import experts_forward
+
+
+def dispatch(model: nn.Module, config: Any) -> None:
+    """Let the MoE blocks of a model call their experts by `experts_forward`."""
+    theirs, ours, experts = _classes()
+    for module in model.modules():
+        if type(module) is theirs:
+            module.__class__ = ours
+            owned: Any = module.experts
+            owned.__class__ = experts
+            owned.config, owned.num_experts = config, config.n_routed_experts
+
+
+@cache
+def _classes() -> tuple[type[nn.Module], type[nn.Module], type[nn.Module]]:
+    """transformers' block, ours, and our experts."""
+    from transformers.integrations.moe import _default_apply_gate
+    from transformers.models.longcat_flash.modeling_longcat_flash import (
+        LongcatFlashExperts,
+        LongcatFlashMoE,
+    )
+
+    class Experts(LongcatFlashExperts):
+        """With what transformers writes beside other families' experts."""
+
+        has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
+        _apply_gate = _default_apply_gate
+
+        def forward(self, hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+            return experts_forward(self, hidden_NH, ids_NK, weights_NK)
+
+    class Moe(LongcatFlashMoE):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            hidden_NH = hidden_states.reshape(-1, hidden_states.shape[-1])
+            _, weights_NK, ids_NK = self.router(hidden_states)
+            none = self.experts.num_experts
+            zero_N1 = torch.where(ids_NK >= none, weights_NK, 0.0).sum(1, keepdim=True)
+            routed_NH = self.experts(hidden_NH, ids_NK.clamp(max=none), weights_NK)
+            return (routed_NH + (hidden_NH * zero_N1).to(hidden_NH.dtype)).view_as(hidden_states)
+
+    return LongcatFlashMoE, Moe, Experts
