@@ -67,7 +67,8 @@ def layer_activation_bytes(
     state = dims.states[layer] if dims.states else None
     if state and by_torch(state, gpu=gpu):
         return linear + lora + normed + math.ceil(state.bytes(row, element))
-    return linear + lora + normed + element * _attention_values(dims, layer, gpu=gpu) + scores
+    attended = dims.attentions * (element * _attention_values(dims, layer, gpu=gpu) + scores)
+    return linear + lora + normed + attended
 
 
 def _collapsed_bytes(dims: ModelDims, element: int) -> int:

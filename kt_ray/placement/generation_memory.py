@@ -116,7 +116,7 @@ def _made_of_cached(dims: ModelDims, config: Config) -> float:
     if not caching or not all(attends_as_cached(dims, config, layer) for layer in caching):
         return dims.attention_width * cached
     prompt = min(cached, config.data.max_length, dims.context or cached)
-    latent = max(dims.cache_widths[layer].token for layer in caching)
+    latent = max(dims.cache_widths[layer].token for layer in caching) / dims.attentions
     return max(latent * cached, dims.attention_width * prompt)
 
 

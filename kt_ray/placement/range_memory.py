@@ -39,6 +39,8 @@ def without_ranges(dims: ModelDims, config: Config) -> str:
     found by trying (kt_ray/model/head_ranges.py)."""
     if dims.hidden_streams > 1:
         return "its hidden state has several streams"
+    if dims.attentions > 1:
+        return "a layer has several attentions"
     if any(heads for heads, _ in dims.indexes):
         return "an index chooses the keys of a query"
     if dims.handed:

@@ -109,6 +109,9 @@ class Counts(NamedTuple):
     def plus(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(self, other, strict=True)))
 
+    def times(self, factor: float) -> Counts:
+        return Counts(*(factor * own for own in self))
+
 
 @dataclass(frozen=True)
 class LayerWork:
@@ -185,20 +188,29 @@ class LayerWork:
         wide = [
             (n_in, name, of) for name, n_in, n_out, _, of in self.modules if n_out == self.dims.hidden_size
         ]
-        last = max((each for each in wide if each[2]), default=None)
-        unused = [name for _, name, of in wide if not of and self.dims.affine]
+        last = max((each for each in wide if each[2] and self._is_early(each[1], each[2])), default=None)
+        others = [f"mlps.{number}." for number in range(self.dims.attentions - 1)]  # an attention follows
+        unused = [
+            name for _, name, of in wide if not of and self.dims.affine and not name.startswith((*others,))
+        ]
         return (*unused, *([last[1]] if retained and last else []))
 
+    def _is_early(self, name: str, of_attention: bool) -> bool:
+        """Whether a module comes before the experts get their tokens: of several attentions the first."""
+        if self.dims.attentions > 1:
+            return name.startswith("self_attn.0.")
+        return of_attention or not self.moe or "latent" in name
+
     def _forward(self, rows: int, width: int, known: tuple[str, ...]) -> tuple[Counts, Counts]:
-        m = rows * width
-        first, rest = Counts(), Counts()
+        m, early = rows * width, 1 / self.dims.attentions
+        between = self._between(m, 0).plus(self.pairs(rows, width))
+        first, rest = between.times(early), between.times(1 - early)
         for name, n_in, n_out, rank, of_attention in self.modules:
             work = self.linear(n_in, n_out, rank, m, 0, known=name in known)
-            if of_attention or not self.moe or "latent" in name:
+            if self._is_early(name, of_attention):
                 first = first.plus(work)
             else:
                 rest = rest.plus(work)
-        first = first.plus(self._between(m, 0)).plus(self.pairs(rows, width))
         if self.moe:
             first = first.plus(self._router(m, 0))
             rest = rest.plus(self._activation(m, 0))
@@ -210,9 +222,9 @@ class LayerWork:
         """Counts of autograd through the layer, after it was run under grad."""
         m = rows * width
         total = self._between(m, 1).plus(self.pairs(rows, width)).plus(self._activation(m, 1))
-        for name, n_in, n_out, rank, _ in self.modules:
+        for name, n_in, n_out, rank, of in self.modules:
             work = self.linear(n_in, n_out, rank, m, 1)
-            if self.layer == 0 and name.rpartition(".")[2] in _FIRST:
+            if self.layer == 0 and name.rpartition(".")[2] in _FIRST and self._is_early(name, of):
                 # Nothing before the first layer trains: its input needs no gradient.
                 work = work._replace(products=0.0, adapted=work.adapted / 2, operations=work.operations / 2)
             total = total.plus(work)
@@ -252,21 +264,22 @@ class LayerWork:
         hidden = dims.hidden_size * dims.hidden_streams
         compressed = sum(n_out for name, _, n_out, _, _ in self.modules if "_a_proj" in name)
         passes = hidden * self.passes.hidden[back] + dims.attention_width * self.passes.width[back]
-        normed = 2.0 * hidden + compressed
+        passes *= dims.attentions
+        normed = 2.0 * hidden * dims.attentions + compressed
         if self.gpu:  # a CPU's passes have them
             normed += dims.attention_normed
         if self.fused_norms:
             normed *= FUSED_NORM_BYTES[back] / NORM_BYTES[back]
         operations = GPU_LAYER_OPS if self.fused_norms else LAYER_OPS
-        return Counts(normed=m * normed, passes=m * passes, operations=operations[back])
+        return Counts(normed=m * normed, passes=m * passes, operations=operations[back] * dims.attentions)
 
     def pairs(self, rows: int, width: int) -> Counts:
         """By the kernel that torch has for these rows (kt_ray/model/attention.py)."""
         pairs = self.dims.attention_flops(self.layer, rows, width)
-        scores = rows * float(width) ** 2 * self.dims.num_heads
+        scores = rows * float(width) ** 2 * self.dims.num_heads * self.dims.attentions
         query, value = self.heads
         unequal = abs(query - value) > 0.01 * query  # the narrower get zeros, or a CPU holds scores
-        if self.eager or (unequal and not self.gpu and 4 * scores <= HELD_BYTES):
+        if self.eager or (unequal and not self.gpu and 4 * scores <= HELD_BYTES * self.dims.attentions):
             return Counts(held=pairs, scores=scores)
         window = self.dims.pair_widths[self.layer][1]
         if self.gpu and self.masked:
@@ -284,8 +297,8 @@ class LayerWork:
     def _router(self, m: int, back: int) -> Counts:
         """In float32, as most families have it; its weights are widened in every call."""
         dims = self.dims
-        matrix = dims.hidden_size * dims.num_experts
-        passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.num_experts * self.passes.router[back]
+        matrix = dims.hidden_size * dims.choices
+        passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.choices * self.passes.router[back]
         operations = GPU_ROUTER_OPS if self.gpu else ROUTER_OPS
         return Counts(thin=2.0 * m * matrix, passes=passes, operations=operations[back])
 

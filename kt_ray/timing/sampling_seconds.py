@@ -207,7 +207,7 @@ class _Steps:
             # once more into one tensor.
             products = 4.0 * self.plan.dims.num_heads * kept.token * seen
             return self._seconds(Counts(passes=2 * copied, held=products), tokens)
-        heads = sum(work.heads) * seen
+        heads = sum(work.heads) * work.dims.attentions * seen
         latent = [module for module in work.modules if module[0].endswith("kv_b_proj")]
         again = (FROM_LATENT if latent else REPEATED) * heads if heads > copied else 0.5 * copied
         total = Counts(passes=copied + again)

@@ -65,6 +65,8 @@ def stage_of(folder: Path, family: str, **changes: Any) -> Stage:
             ("self_attn.o_proj", ["feed_forward.down_proj"]),
             ("self_attn.o_proj", ["feed_forward.shared_expert.down_proj"]),
         ),
+        # a second attention follows the first MLP
+        ("longcat_flash", *[("self_attn.0.o_proj", ["mlps.1.down_proj"])] * 2),
     ],
 )
 def test_what_is_found(tmp_path: Path, family: str, first: object, last: object) -> None:

@@ -376,10 +376,11 @@ def test_a_plan_counts_what_a_layer_keeps(
     assert kept[usual] < 0.8 * kept[dropped]  # whose inputs are kept in float32, too
 
 
-def test_a_plan_counts_the_scores_that_a_cpu_holds(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
+def test_a_plan_counts_the_scores_that_a_cpu_holds(checkpoint: Checkpoint, family: str) -> None:
     """Of short rows, where values are narrower than keys: with retained layers, those of all of them."""
-    path, tokens = checkpoint("deepseek_v3", dtype=torch.bfloat16), 256
-    dims = dims_from_config(json.loads((path / "config.json").read_text()), "deepseek_v3")
+    path, tokens = checkpoint(family, dtype=torch.bfloat16), 256
+    dims = dims_from_config(json.loads((path / "config.json").read_text()), family)
     how = {"dtype": "bfloat16", "activations": "retain"}
     stage = Stage(StageSpec(str(path), (0, 3), 3, lora=LORA, **how))  # type: ignore[arg-type]
     weights = [*stage.model.causal.parameters(), *stage.model.causal.buffers()]

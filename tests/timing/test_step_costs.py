@@ -104,6 +104,21 @@ def test_the_shared_expert_comes_after_the_tokens_left() -> None:
     assert dense.forward(1, 16)[1] == Counts()
 
 
+def test_a_second_attention_comes_after_the_tokens_left() -> None:
+    """LongCat-Flash: with a dense MLP before it and one behind it, of which the last is not repeated."""
+    dims = small_dims("longcat_flash")
+    work = LayerWork(dims, 1, make_config().lora, "bfloat16")
+    first, rest = work.forward(1, 16)
+    sizes = {name: 2 * 16 * n_in * n_out for name, n_in, n_out in dims.lora_in_out[1]}
+    assert first.products == sum(size for name, size in sizes.items() if "self_attn.0" in name)
+    assert first.products + rest.products == sum(sizes.values())
+    assert first.held == rest.held == dims.attention_flops(1, 1, 16) / 2 and rest.scores == 16 * 16 * 4
+    assert first.thin == 2 * 16 * dims.hidden_size * (dims.num_experts + 4)
+    again, after = work.recompute(1, 16, retained=True)
+    assert first.products - again.products == sizes["self_attn.0.o_proj"]
+    assert rest.products - after.products == sizes["mlps.1.down_proj"]
+
+
 def test_without_lora_nothing_is_adapted() -> None:
     lora = make_config(lora={"target_modules": "none"}).lora
     work = LayerWork(small_dims("mixtral"), 0, lora, "bfloat16")
