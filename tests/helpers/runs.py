@@ -163,6 +163,6 @@ def replayed(cluster: ActorCluster, rows: Sequence[Row], expert_ids: ExpertIds) 
             wanted = padded.view(-1, stage.top_k)
             router = find_router(stage.model.layers[layer])
             stack.enter_context(
-                forced_routing(router, stage.num_experts, stage.top_k, lambda ids=wanted: ids)
+                forced_routing(router, cluster.plan.dims.choices, stage.top_k, lambda ids=wanted: ids)
             )
         yield

@@ -50,6 +50,7 @@ STREAMED_CASES = (
     "qwen3_moe-awq",
     "gpt_oss-mxfp4_blocks",
     "kimi_k2-int4",
+    "longcat_flash-fp8",
     "qwen2_moe-bf16",
 )
 STORED = [
@@ -66,6 +67,7 @@ STORED = [
     Case("gpt_oss", "nvfp4_stack", _FREE),
     Case("kimi_k2", "int4"),
     Case("kimi_k2", "int4_zeros"),
+    Case("longcat_flash", "fp8"),
     Case("minimax_m2", "fp8"),
     Case("mixtral", "bf16"),
     Case("olmoe", "bf16"),

@@ -290,7 +290,7 @@ class Reference:
             for layer, by_sample in (forced or {}).items():
                 router = find_router(self.layers[layer])
                 first = next(iter(by_sample.values()))
-                count = self.experts[layer].down_proj.shape[0]
+                count = self.experts[layer].gate_up_proj.shape[0]
                 ids = lambda by_sample=by_sample: by_sample[self._sample]  # noqa: E731
                 stack.enter_context(forced_routing(router, count, first.shape[1], ids))
             yield

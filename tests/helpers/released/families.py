@@ -311,6 +311,24 @@ def _granitemoe(s: Sizes) -> Config:
     }
 
 
+def _longcat_flash(s: Sizes) -> Config:
+    return {
+        **_mla(s),
+        "head_dim": 8,
+        "num_layers": s.layers,
+        "ffn_hidden_size": s.dense,
+        "expert_ffn_hidden_size": s.inner,
+        "n_routed_experts": 8,
+        "zero_expert_num": 4,
+        "zero_expert_type": "identity",
+        "moe_topk": 3,
+        "routed_scaling_factor": 1.7,
+        "router_bias": False,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    }
+
+
 # Name in tests -> (model_type of transformers, keys of its own).
 FAMILIES: dict[str, tuple[str, Callable[[Sizes], Config]]] = {
     "deepseek_v2": ("deepseek_v2", _deepseek_v2),
@@ -330,13 +348,17 @@ FAMILIES: dict[str, tuple[str, Callable[[Sizes], Config]]] = {
     "phimoe": ("phimoe", _phimoe),
     "deepseek_v4": ("deepseek_v4", _deepseek_v4),
     "granitemoe": ("granitemoe", _granitemoe),
+    "longcat_flash": ("longcat_flash", _longcat_flash),
 }
 
 
 def text_config(family: str, sizes: Sizes, **overrides: Any) -> Config:
     """The language model's configuration as released, "model_type" being transformers'."""
     model_type, own = FAMILIES[family]
-    return {"model_type": model_type, **_common(sizes), **own(sizes), **overrides}
+    config = {"model_type": model_type, **_common(sizes), **own(sizes), **overrides}
+    if "num_layers" in config:
+        del config["num_hidden_layers"]
+    return config
 
 
 def released_config(family: str, text: Config, dtype: str, quantization: Config | None) -> Config:

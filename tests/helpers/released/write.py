@@ -286,6 +286,7 @@ def _fill(name: str, tensor: Tensor, residual: float) -> None:
 
 # -- keys as released ----------------------------------------------------------------------------
 
+_ZERO_EXPERT = re.compile(r"\.experts\.(8|9|\d\d+)\.")  # whose gate and up transformers saves
 _V4_ROOT = {
     "model.embed_tokens.": "embed.",
     "model.norm.": "norm.",
@@ -301,6 +302,8 @@ def _released_keys(family: str, stored: dict[str, Tensor]) -> Iterator[tuple[str
         return
     for key, value in stored.items():
         name = key
+        if family == "longcat_flash" and _ZERO_EXPERT.search(key):
+            continue
         if family == "deepseek_v4":
             for old, new in _V4_ROOT.items():
                 if key.startswith(old):
@@ -334,7 +337,7 @@ def _fused(stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def _beside(family: str, text: Config, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Keys of the release that the language model has no place for: next-token layers, the vision tower."""
     hidden, extra = text["hidden_size"], {}
-    last = text["num_hidden_layers"] - 1
+    last = text.get("num_hidden_layers", text.get("num_layers")) - 1
     if family in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"):
         for key, value in stored.items():
             if key.startswith(f"model.layers.{last}."):
@@ -349,6 +352,10 @@ def _beside(family: str, text: Config, stored: dict[str, Tensor]) -> dict[str, T
             if key.startswith(f"layers.{last}."):
                 extra[key.replace(f"layers.{last}.", "mtp.0.", 1)] = value.clone()
         extra |= {f"mtp.0.{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "norm")}
+    if family == "longcat_flash":
+        extra["model.mtp.layers.0.eh_proj.weight"] = torch.ones(hidden, 2 * hidden)
+        extra["model.mtp.layers.0.self_attn.q_a_proj.weight"] = torch.ones(20, hidden)
+        extra["model.mtp.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
     if family in ("qwen3_next", "qwen3_5_moe"):
         extra["mtp.fc.weight"] = torch.ones(hidden, 2 * hidden)
         extra["mtp.norm.weight"] = torch.ones(hidden)
