@@ -93,6 +93,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_layers": 4,
         "num_experts_per_tok": 3,
         "first_k_dense_replace": 0,
+        "head_dim": 8,
         "zero_expert_num": 4,
     },
     "deepseek_v32": {**_MLA, **_INDEXER, "model_type": "deepseek_v32"},

@@ -38,20 +38,21 @@ def tensors(values: Any) -> Iterator[Any]:
 def test_caches_are_as_large_as_transformers_makes_them(family: str, tokens: int) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from kt_ray.model.caches import new_cache
+    from kt_ray.model.caches import new_cache, places
 
     config = transformers.AutoConfig.for_model(**SMALL[family])
     torch.manual_seed(0)
     model, _ = text_model(config, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     dims = small_dims(family)
-    cache = new_cache(model.config, range(dims.num_layers))
+    cache = new_cache(model.config, places(model.config, range(dims.num_layers), dims.num_layers))
     with torch.no_grad():
         for ids in torch.randint(3, 50, (ROWS, tokens)).split([tokens - 1, 1], dim=1):
             model(input_ids=ids, past_key_values=cache, use_cache=True)
-    for width, layer in zip(dims.cache_widths, cache.layers, strict=True):
+    for layer, width in enumerate(dims.cache_widths):
+        own = [vars(cache.layers[n]).values() for n in places(model.config, [layer], dims.num_layers)]
         # DeepSeek-V4's keys and values are the same tensor.
-        held = {t.data_ptr(): t.numel() * 4 for t in tensors(vars(layer).values()) if t.numel()}
+        held = {t.data_ptr(): t.numel() * 4 for values in own for t in tensors(values) if t.numel()}
         planned = width.bytes(ROWS, ROWS * tokens, 4)
         if width.row:  # of what waits to be compressed the plan counts the most there can be
             assert sum(held.values()) <= planned
