@@ -163,8 +163,9 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
     lines = [
         f"model     {config.model.name} ({dims.model_type}): {billions(dims.total_params)} parameters, "
         f"{billions(dims.routed_params)} in routed experts",
-        f"          {dims.num_layers} layers, {len(dims.moe_layers)} with {dims.num_experts} experts, "
-        f"{dims.experts_per_token} per token; experts {dims.expert_format}, the rest {plan.dtype}",
+        f"          {dims.num_layers} layers, {len(dims.moe_layers)} with {dims.num_experts} experts"
+        + (f" and {dims.zero_experts} without weights, " if dims.zero_experts else ", ")
+        + f"{dims.experts_per_token} per token; experts {dims.expert_format}, the rest {plan.dtype}",
         f"rule      {layout_line(plan)}",
         f"hardware  {plan.hardware.source}: {describe(plan.hardware)}",
         f"step      {config.trainer.batch_size} {units} x {config.data.max_length} tokens = "

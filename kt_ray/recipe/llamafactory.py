@@ -34,6 +34,7 @@ HUB = (
     (r"Qwen/Qwen3-Next-80B-A3B.*", "qwen3_next_80b_a3b"),
     (r"Qwen/Qwen3\.5-35B-A3B.*", "qwen3_5_35b_a3b"),
     (r"moonshotai/Kimi-K2.*", "kimi_k2"),
+    (r"meituan-longcat/LongCat-Flash-Chat", "longcat_flash"),
     (r"(zai-org|THUDM)/GLM-4\.5-Air.*", "glm4_5_air"),
     (r"openai/gpt-oss-20b", "gpt_oss_20b"),
     (r"openai/gpt-oss-120b", "gpt_oss_120b"),

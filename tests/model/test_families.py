@@ -45,8 +45,9 @@ speed, templates, adapters, and traps.
 
 [DeepSeek-V2](families/deepseek_v2.md) · [DeepSeek-V3, R1, V3.1, V3.2](families/deepseek_v3.md) ·
 [DeepSeek-V4](families/deepseek_v4.md) · [GLM-4.5 to GLM-5](families/glm.md) ·
-[gpt-oss](families/gpt_oss.md) · [Kimi-K2](families/kimi_k2.md) · [MiniMax](families/minimax.md) ·
-[Mixtral](families/mixtral.md) · [OLMoE](families/olmoe.md) · [PhiMoE](families/phimoe.md) ·
+[gpt-oss](families/gpt_oss.md) · [Kimi-K2](families/kimi_k2.md) · [LongCat-Flash](families/longcat.md) ·
+[MiniMax](families/minimax.md) · [Mixtral](families/mixtral.md) · [OLMoE](families/olmoe.md) ·
+[PhiMoE](families/phimoe.md) ·
 [Qwen3-MoE, VL, Qwen2-MoE](families/qwen3_moe.md) · [Qwen3-Next, Qwen3.5](families/qwen3_next.md)
 
 ## All of them

@@ -181,6 +181,7 @@ MODELS = {
     "gpt_oss_120b": "116.83 B",
     "gpt_oss_20b": "20.91 B",
     "kimi_k2": "1026.41 B",
+    "longcat_flash": "560.66 B",
     "minimax_m2": "228.69 B",
     "mixtral_8x7b": "46.70 B",
     "olmoe": "6.92 B",
