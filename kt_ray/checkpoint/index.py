@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from kt_ray.checkpoint.names import zero_experts
 from kt_ray.checkpoint.packings import Gptq
 from kt_ray.checkpoint.safetensors_file import (
     TensorInfo,
@@ -118,10 +119,8 @@ class CheckpointIndex:
 
     @property
     def zero_experts(self) -> range:
-        """Numbers of a layer's experts that have no weights (LongCat-Flash)."""
-        counts = [self.text_config.get(key) for key in ("n_routed_experts", "zero_expert_num")]
-        routed, zero = (value if isinstance(value, int) else 0 for value in counts)
-        return range(routed, routed + zero)
+        """`names.zero_experts` of the language model."""
+        return zero_experts(self.text_config)
 
     @property
     def nbytes(self) -> int:

@@ -131,6 +131,13 @@ def expert_name(name: str) -> ExpertName | None:
     return ExpertName(prefix, layer_of(name), expert, role, leaf, match["end"].endswith("bias"))
 
 
+def zero_experts(config: Mapping[str, Any]) -> range:
+    """Numbers of a layer's experts that have no weights (LongCat-Flash), by the language model's keys."""
+    counts = [config.get(key) for key in ("n_routed_experts", "zero_expert_num")]
+    routed, zero = (value if isinstance(value, int) else 0 for value in counts)
+    return range(routed, routed + zero)
+
+
 def one_expert(name: str) -> ExpertName | None:
     """As `expert_name`, where the name is one expert's."""
     parts = expert_name(name)

@@ -133,6 +133,21 @@ def test_same_seed_same_bytes_whatever_the_shards(tmp_path: Path, make: Make) ->
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
+def test_longcat_flash_is_cut_by_its_own_key_and_has_no_zero_experts(tmp_path: Path) -> None:
+    """transformers' model has gate and up of those, and twice as many hidden layers."""
+    shape = (
+        "hidden_size=128 ffn_hidden_size=160 expert_ffn_hidden_size=96 n_routed_experts=3 zero_expert_num=2 "
+        "moe_topk=2 num_attention_heads=4 q_lora_rank=48 kv_lora_rank=32 vocab_size=2000"
+    )
+    out = tmp_path / "m"
+    assert (
+        main(["random", str(out), "--model", "longcat_flash", "--layers", "2", "--set", *shape.split()]) == 0
+    )
+    index = CheckpointIndex.open(out)
+    assert index.layer_count == 2 and "model.layers.1.self_attn.1.o_proj.weight" in index.names
+    assert ExpertLayout.detect(index).num_experts == 3 and not any("experts.3." in n for n in index.names)
+
+
 @pytest.mark.parametrize("name", RANDOM_FORMATS)
 def test_holes_are_filled_with_what_would_have_been_written(tmp_path: Path, make: Make, name: str) -> None:
     """Tensor by tensor, whole and in parts; on the disk there are headers alone."""
