@@ -295,6 +295,11 @@ def load_limits(names: Iterable[str], info: AdapterInfo) -> list[str]:
     lines = []
     if info.model_type not in TESTED:
         lines.append(f"PEFT: not tested with {info.model_type}; compare a few answers with kt_ray's")
+    if info.zero_experts:
+        lines.append(
+            "PEFT: not on the release, which transformers does not load (its class wants gate and up of zero "
+            "experts); on a checkpoint that transformers saved"
+        )
     inside = any("language_model." in name for name in names)
     if info.whole_type and not inside:
         lines.append(

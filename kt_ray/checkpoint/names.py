@@ -203,7 +203,7 @@ def is_linear(name: str, shape: tuple[int, ...]) -> bool:
 def part_of(name: str, layers: int | None) -> str:
     """The part of the model that a parameter belongs to, for tables."""
     module = name.removesuffix(".weight").removesuffix(".bias")
-    leaf = module.rpartition(".")[2]
+    leaf = re.sub(r"\.\d+$", "", module).rpartition(".")[2]  # of several (LongCat-Flash)
     if is_other_modality(name):
         return "other modalities"
     if is_mtp(name, layers):
@@ -222,7 +222,7 @@ def part_of(name: str, layers: int | None) -> str:
         return "head"
     if re.search(r"\.(self_attn|attn|attention|linear_attn|mamba|conv)\.", name):
         return "attention"
-    if re.search(r"\.(mlp|ffn|feed_forward|block_sparse_moe)\.", name):
+    if re.search(r"\.(mlps?|ffn|feed_forward|block_sparse_moe)\.", name):
         return "dense MLP"
     return "other"
 

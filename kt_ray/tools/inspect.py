@@ -139,6 +139,10 @@ def _checkpoint_takes(index: CheckpointIndex, groups: dict[str, ExpertGroup]) ->
     if any(g.fused for g in groups.values()) and method == "fp8":
         serving = "not known: servers document FP8 experts one by one"
     transformers = "yes" if method is None else f"with its {method} quantiser (untested)"
+    if zero := index.zero_experts:
+        numbers = {parts.expert for name in index.names if (parts := expert_name(name))}
+        if not numbers & {None, *zero}:
+            transformers = "no: it wants gate and up of zero experts, which releases do not have"
     return {"kt_ray": trains, "transformers": transformers, "vLLM": serving, "SGLang": serving}
 
 

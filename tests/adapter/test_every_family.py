@@ -367,6 +367,11 @@ def test_a_family_that_is_not_tested_is_not_claimed(tmp_path: Path) -> None:
     assert line.startswith("PEFT: not tested with brand_new_moe")
 
 
+def test_a_release_that_transformers_does_not_load_is_told() -> None:
+    (line, *_) = load_limits([], AdapterInfo("base", "longcat_flash", 4, 8.0, zero_experts=2))
+    assert line.startswith("PEFT: not on the release, which transformers does not load")
+
+
 # -- generation: a cache of its own
 
 

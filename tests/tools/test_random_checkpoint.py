@@ -19,6 +19,7 @@ from kt_ray.checkpoint.shard_writer import Notes, copied
 from kt_ray.errors import BAD_INPUT
 from kt_ray.native import ExpertMatrix
 from kt_ray.tools.__main__ import RANDOM_FORMATS, main
+from kt_ray.tools.inspect import inspect
 
 TINY = (
     "hidden_size=128 intermediate_size=320 moe_intermediate_size=96 n_routed_experts=4 num_experts_per_tok=2 "
@@ -146,6 +147,9 @@ def test_longcat_flash_is_cut_by_its_own_key_and_has_no_zero_experts(tmp_path: P
     index = CheckpointIndex.open(out)
     assert index.layer_count == 2 and "model.layers.1.self_attn.1.o_proj.weight" in index.names
     assert ExpertLayout.detect(index).num_experts == 3 and not any("experts.3." in n for n in index.names)
+    report = inspect(out)
+    assert report["takes"]["kt_ray"] == "yes" and report["takes"]["transformers"].startswith("no: ")
+    assert "other" not in report["parts"]
 
 
 @pytest.mark.parametrize("name", RANDOM_FORMATS)
