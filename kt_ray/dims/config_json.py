@@ -196,6 +196,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         gated=keys.family not in UNGATED,
         plain_expert_layers=plain,
         zero_experts=zero,
+        float32_params=hidden * (experts + zero) if keys.family == "longcat_flash" else 0,
         attentions=LONGCAT_ATTENTIONS if keys.family == "longcat_flash" else 1,
         quantised=quantised if any(q.params for q in quantised) else (),
     )

@@ -159,6 +159,7 @@ class ModelDims:
     gated: bool = True  # whether the routed experts have a gate projection
     plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`
     zero_experts: int = 0  # that routers choose among, too: without weights, their output is their input
+    float32_params: int = 0  # of a MoE layer's dense_params: in float32 whatever the others' type
     attentions: int = 1  # of a layer, one after the other; num_heads and attention_width are one's
     quantised: tuple[Quantised, ...] = ()  # per layer, outside the routed experts; () = nothing is
     experts_file_bytes: int = 0  # bytes of all routed experts in a file of their own (GGUF); 0 = unknown

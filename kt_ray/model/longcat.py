@@ -19,7 +19,12 @@ from kt_ray.model.layer_calls import experts_forward
 
 
 def dispatch(model: nn.Module, config: Any) -> None:
-    """Let the MoE blocks of a model call their experts by `experts_forward`."""
+    """Let the MoE blocks of a model call their experts by `experts_forward`.
+
+    Routers stay in float32, in which they compute; transformers rounds them to the model's type, and of
+    nearly equal scores another is chosen.
+    """
+    model._keep_in_fp32_modules_strict = {"router.classifier.weight", "e_score_correction_bias"}  # type: ignore[assignment]
     theirs, ours, experts = _classes()
     for module in model.modules():
         if type(module) is theirs:

@@ -41,6 +41,8 @@ def layer_table(dims: ModelDims, config: Config, dtype: str) -> LayerTable:
     params = [dims.attention_params[layer] + dims.dense_params[layer] for layer in layers]
     quantised = dims.quantised if config.model.keep_quantized else ()
     packed = [q.bytes - element * q.params for q in quantised] or [0.0] * dims.num_layers
+    wider = (4 - element) * dims.float32_params
+    packed = [size + wider * (layer in dims.moe_layers) for layer, size in enumerate(packed)]
     table = LayerTable(
         tuple(params),
         tuple(lora_params(dims, lora, layer) for layer in layers),

@@ -12,7 +12,9 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+from kt_ray.checkpoint import CheckpointIndex
 from kt_ray.config.schema import LoraConfig
+from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.errors import UserError
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.formula import check_trainable
@@ -20,8 +22,10 @@ from kt_ray.model.layer_calls import LayerContext, LayerStub, Passthrough, Recor
 from kt_ray.model.layer_checks import probe_layer
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
+from kt_ray.placement.layer_table import layer_table
 from tests.helpers.families import LAYERS, write_config
 from tests.helpers.hf_reference import FAMILIES, SMALL
+from tests.placement.configs import make_config
 
 Checkpoint = Callable[..., Path]
 
@@ -312,3 +316,19 @@ def test_probe_wants_one_call(calls: int) -> None:
     layer = Layer(lambda p, y: p, torch.float32)
     with pytest.raises(UserError, match=f"exactly once.*found {calls} calls"):
         probe_layer(layer, RecordedCall((), {}, False), layer.context, (1, 2, 16))
+
+
+def test_longcat_flashs_routers_stay_in_float32(checkpoint: Callable[..., Path]) -> None:
+    """transformers rounds them; the plan counts them."""
+    path = checkpoint("longcat_flash")
+    lora = LoraConfig(rank=2, target_modules="none")
+    stage = Stage(StageSpec(str(path), (0, 3), 3, lora=lora, dtype="bfloat16"))
+    index = CheckpointIndex.open(path)
+    state = stage.model.causal.state_dict()
+    for name in ("mlp.router.classifier.weight", "mlp.router.e_score_correction_bias"):
+        name = f"model.layers.2.{name}"
+        assert torch.equal(state[name], index.read(name)) and state[name].dtype == torch.float32
+    dims = dims_from_dir(path)
+    planned = sum(layer_table(dims, make_config(), "bfloat16").weight_bytes)
+    held = {n: t for n, t in stage.model.causal.named_parameters() if ".layers." in n}
+    assert sum(t.nbytes for t in held.values()) == planned

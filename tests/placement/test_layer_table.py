@@ -18,8 +18,9 @@ def test_each_layer_by_itself(family: str) -> None:
     table = layer_table(dims, config, "bfloat16")
     params = [a + d for a, d in zip(dims.attention_params, dims.dense_params, strict=True)]
     assert table.params == tuple(params)
-    assert table.weight_bytes == tuple(2 * own for own in params)
     assert table.moe == tuple(layer in dims.moe_layers for layer in range(dims.num_layers))
+    float32 = [moe * dims.float32_params for moe in table.moe]
+    assert table.weight_bytes == tuple(2 * (a + b) for a, b in zip(params, float32, strict=True))
     assert table.lora_params == tuple(lora_params(dims, config.lora, n) for n in range(dims.num_layers))
     for layer, kind in enumerate(table.kinds):
         first = table.kinds.index(kind)
