@@ -16,6 +16,7 @@ from typing import cast
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -128,6 +129,27 @@ def check_float32(tmp_path: Path, family: str, *options: str) -> None:
     trained_experts = {n for n, g in gradients.items() if "experts." in n and bool(g.any())}
     assert len(trained_experts) >= 3 * 2 * 8  # one layer's worth at the very least
     _check_peft(built, adapter, rows, expected.logits, reference)
+
+
+def test_a_layer_whose_tokens_choose_experts_without_weights_alone(tmp_path: Path) -> None:
+    """LongCat-Flash: neither the lane nor the actor gets a row of it."""
+    built = build_released(tmp_path, Case("longcat_flash", "f32"))
+    for file in (*built.released.glob("*.safetensors"), *built.values.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name in tensors.keys() & {"model.layers.1.mlp.router.e_score_correction_bias"}:
+            tensors[name][8:] += 10.0
+        save_file(tensors, file, {"format": "pt"})
+    rows = random_rows(4, lengths=(9, 5, 12, 7))
+    reference, expected = _reference(built, rows)
+    config = config_for(built.released, "rule=cpu_1worker_1socket", "trainer.micro_batch_size=2", *STREAMED)
+    with local_cluster(built.released, config) as cluster:
+        cluster.set_parameters({k: v.detach() for k, v in reference.parameters.items()})
+        trained = cluster.run_pass(one_pass(cluster, waves_of(rows, config, cluster.plan)))
+        gradients = cluster.gradients()
+    (actor,) = trained.experts
+    assert {layer for layer, own in actor.counters.tokens_per_expert.items() if any(own)} == {0, 2}
+    assert trained.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert max(relative(gradients, expected.grads).values()) <= 1e-5
 
 
 def _write_adapter(cluster: ActorCluster, config: Config, built: Built, directory: Path) -> Path:
