@@ -114,8 +114,11 @@ class CheckpointIndex:
     @property
     def layer_count(self) -> int | None:
         """Decoder layers; None where config.json does not say."""
-        value = self.text_config.get("num_hidden_layers", self.text_config.get("num_layers"))
-        return value if isinstance(value, int) else None
+        names = ("num_hidden_layers", "num_layers")
+        if self.text_config.get("model_type") == "longcat_flash":  # dims/layer_params.py says why
+            names = names[::-1]
+        values = (self.text_config.get(name) for name in names)
+        return next((value for value in values if isinstance(value, int)), None)
 
     @property
     def zero_experts(self) -> range:

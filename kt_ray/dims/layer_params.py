@@ -170,12 +170,14 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
 
 def num_layers(keys: Keys) -> int:
     """Decoder layers; Nemotron-H's blocks count as one each. LongCat-Flash's num_hidden_layers counts
-    attentions."""
+    attentions in transformers, layers elsewhere: num_layers is what counts, if it is there."""
     blocks = _blocks(keys)
     if blocks:
         keys = Keys({"num_hidden_layers": len(blocks)}, f"{keys.where} (hybrid_override_pattern)")
-    if keys.family == "longcat_flash" and keys.config.get("num_hidden_layers") is not None:
-        return max(1, keys.size("num_hidden_layers", most=2 * MOST_LAYERS) // LONGCAT_ATTENTIONS)
+    if keys.family == "longcat_flash":
+        if keys.config.get("num_layers") is None:
+            return max(1, keys.size("num_hidden_layers", most=2 * MOST_LAYERS) // LONGCAT_ATTENTIONS)
+        return keys.size("num_layers", most=MOST_LAYERS)
     return keys.size("num_hidden_layers", "num_layers", most=MOST_LAYERS)
 
 

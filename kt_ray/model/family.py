@@ -178,6 +178,8 @@ def _config(raw: dict[str, Any], model_type: str, where: Path) -> Any:
         )
     # A quantization_config would make transformers look for a quantiser; weights are read by us.
     values = _without_quantization(raw) | {"model_type": name}
+    if name == "longcat_flash" and values.get("num_layers") is not None:
+        values.pop("num_hidden_layers", None)  # which transformers would halve, whatever it counts
     for key in _NESTED:
         if isinstance(values.get(key), dict):
             values[key] = _without_quantization(values[key])

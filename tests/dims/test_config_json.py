@@ -319,6 +319,17 @@ def test_ungated_experts_have_two_matrices() -> None:
     assert dims_from_config({**letters, "hybrid_override_pattern": "ME*-E"}).total_params == dims.total_params
 
 
+def test_layers_of_longcat_flash(tmp_path: Path) -> None:
+    """transformers halves num_hidden_layers, which in other programs' files counts layers."""
+    from kt_ray.model.family import read_family
+
+    without = {key: value for key, value in SMALL["longcat_flash"].items() if key != "num_layers"}
+    for said in ({"num_layers": 4, "num_hidden_layers": 4}, {"num_layers": 4}, {"num_hidden_layers": 8}):
+        (tmp_path / "config.json").write_text(json.dumps({**without, **said}))
+        assert dims_from_dir(tmp_path).num_layers == 4
+        assert read_family(tmp_path).config.num_layers == 4
+
+
 def test_dense_layers_of_flint() -> None:
     """Two where config.json lists none; a list, also an empty one, is taken as it is."""
     small = {**SMALL["qwen3_moe"], "model_type": "flint"}
