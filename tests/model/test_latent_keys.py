@@ -112,6 +112,7 @@ def test_a_weight_that_stays_quantised() -> None:
         ("deepseek_v2", (), False),
         ("deepseek_v3", (), False),
         ("deepseek_v32", (), False),
+        ("longcat_flash", (), False),
         ("deepseek_v3", ("generate.latent_keys=expanded",), True),
         ("deepseek_v3", ("model.attn_implementation=eager",), True),
         ("deepseek_v3", ("lora.dora=true", "lora.experts=false"), True),
@@ -138,7 +139,7 @@ def test_one_token_makes_no_keys_of_what_is_cached(
     with local_cluster(base, config) as cluster:
         widths.clear()  # of what a model is asked while it is built
         answers(cluster, random_prompts((9,)), Sampling(max_new_tokens=4))
-        layers = cluster.plan.dims.num_layers
+        layers = cluster.plan.dims.num_layers * cluster.plan.dims.attentions
     if not latent_keys.caches_latents(attention):  # but their expansions, one by one
         assert widths == [n for n in (9, 1, 1, 1) for _ in range(layers)]
         return
