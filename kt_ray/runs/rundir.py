@@ -271,13 +271,18 @@ def refuse_taken(config: Config) -> None:
         UserError: another process writes it, nobody may, or as `RunDir.create`.
     """
     root, named = _root_and_named(config)
-    _require_writable(named or root)
-    checkpoint = checkpoint_to_resume(config)
+    try:
+        checkpoint = checkpoint_to_resume(config)
+    except UserError:
+        _require_writable(named or root)  # which says why there is none
+        raise
+    continues = checkpoint is not None and _continues(checkpoint, named, config)
+    _require_writable(checkpoint.parent.parent if checkpoint and continues else named or root)
     for run in (named, checkpoint.parent.parent if checkpoint and named is None else None):
         if run is not None:
             require_free(run)
             _refuse_directories(run)
-    if named is not None and (checkpoint is None or not _continues(checkpoint, named, config)):
+    if named is not None and not continues:
         _refuse_other_files(named)
         _refuse_trained(named, config)
 

@@ -48,6 +48,21 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_read(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("resume", ["checkpoint", "latest"])
+def test_a_run_that_goes_on_in_its_own_directory_writes_no_root(
+    tmp_path, make_config, add_checkpoint, monkeypatch, resume
+):
+    """A working directory that may only be read is none of its business."""
+    run = RunDir.create(make_config(tmp_path / "runs", name="a"))
+    checkpoint = add_checkpoint(run.path, 3)
+    root = tmp_path / "runs" if resume == "latest" else tmp_path / "mine"
+    resume = str(checkpoint) if resume == "checkpoint" else resume
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).is_relative_to(run.path))
+    refuse_taken(make_config(root, resume=resume))
+    with pytest.raises(UserError, match=r"cannot be written.*/b; found"):
+        refuse_taken(make_config(root, name="b", resume=str(checkpoint)))
+
+
 def test_default_names_are_unique_and_absolute(tmp_path, make_config, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = make_config(Path("runs"), model="my org/model")
