@@ -253,10 +253,12 @@ def _split_named(path: Path, root: Path) -> str:
     return next((_SPLITS[word] for word in words if word in _SPLITS), "")
 
 
-def _shard(path: Path) -> str:
-    """The split of which a file of the hub is a part; "" = it is named otherwise."""
+def _shard(path: Path, root: Path) -> str:
+    """The split of which a file of the hub is a part; "" = it is named otherwise, as train/part-00000-of-…"""
     match = _SHARD.match(path.name)
-    return match[1] if match else ""
+    if match is None or (_split_named(path.parent, root) and not _split_named(Path(match[1]), Path())):
+        return ""
+    return match[1]
 
 
 def _of_split(files: list[Path], root: Path, split: str, key: str) -> list[Path]:
@@ -270,14 +272,15 @@ def _of_split(files: list[Path], root: Path, split: str, key: str) -> list[Path]
         chosen = [path for path in files if names[path] == name or (name == "train" and not names[path])]
     else:
         chosen = [path for path in files if split.lower() in str(path.relative_to(root)).lower()]
-    shards = dict.fromkeys(name for path in chosen if names[path] and (name := _shard(path)))
-    if split in shards:
-        chosen = [path for path in chosen if _shard(path) in ("", split)]
-    elif len(shards) > 1:
+    shards = {path: _shard(path, root) for path in chosen}
+    several = dict.fromkeys(shards[path] for path in chosen if names[path] and shards[path])
+    if split in shards.values():
+        chosen = [path for path in chosen if shards[path] in ("", split)]
+    elif len(several) > 1:
         raise UserError(
             f"the directory has several splits that {split} may mean",
             where=f"{key}={root}",
-            observed=", ".join(shards),
+            observed=", ".join(several),
             required="one",
             remedy=f"set {_split_key(key)} to one of these, or name the files",
         )
@@ -298,7 +301,8 @@ def other_splits(path: Path, key: str) -> dict[str, str]:
         return {}
     files = _data_files(path, key)
     left = set(files).difference(_of_split(files, path, "train", key))
-    return {str(file.relative_to(path)): _shard(file) or _split_named(file, path) for file in sorted(left)}
+    named = {file: _shard(file, path) or _split_named(file, path) for file in sorted(left)}
+    return {str(file.relative_to(path)): split for file, split in named.items()}
 
 
 def unread_files(path: Path) -> list[str]:

@@ -235,6 +235,22 @@ def test_splits_of_the_hub_with_alike_names_are_not_mixed(tmp_path: Path) -> Non
     assert other_splits(tmp_path, "data.path")["train_gen-00000-of-00001.parquet"] == "train_gen"
 
 
+def test_parts_in_the_directory_of_a_split_are_no_splits(tmp_path: Path) -> None:
+    """Of train/en-… and train/fr-… none was trained on, and train/part-… was left out beside train-…"""
+    (tmp_path / "train").mkdir()
+    for name in ("en-00000-of-00002", "en-00001-of-00002", "fr-00000-of-00001"):
+        (tmp_path / "train" / f"{name}.parquet").touch()
+    assert [path.name[:5] for path in files_of(tmp_path)] == ["en-00", "en-00", "fr-00"]
+    (tmp_path / "train-00000-of-00001.parquet").touch()
+    assert len(files_of(tmp_path)) == 4 and other_splits(tmp_path, "data.path") == {}
+
+
+def test_a_split_of_the_hub_is_not_mixed_with_one_whose_name_it_ends(tmp_path: Path) -> None:
+    for name in ("sft", "test_sft"):
+        (tmp_path / f"{name}-00000-of-00001.parquet").touch()
+    assert [path.name[:4] for path in files_of(tmp_path, split="sft")] == ["sft-"]
+
+
 def test_files_that_name_no_split_are_training_rows(tmp_path: Path) -> None:
     jsonl(tmp_path / "more.jsonl", [ROWS[0]])
     with pytest.raises(UserError, match=r"no file of that split.*more\.jsonl.*data\.split"):
