@@ -77,6 +77,10 @@ _READ: dict[str, tuple[str, ...]] = {
 _TURNS = {*_LIST_OF.values(), "prompt", "completion", "chosen", "rejected"}  # which may be lists of turns
 
 
+class UnclearVerdict(UserError):
+    """What a label means, here and in other rows, is not known: such rows are not bad ones."""
+
+
 class Parser:
     """Rows to conversations, one after the other.
 
@@ -128,6 +132,16 @@ class Parser:
         given, row = row, self._renamed(row, where)
         if self.guessed:
             formats = detect(row)
+            if "kto" in formats and _counted(row) and len(formats) > 1:
+                others = [name for name in formats if name != "kto"]
+                raise UnclearVerdict(
+                    "the row fits several data formats",
+                    where=where,
+                    observed=f"{keys_of(row)}, label {row['label']}",
+                    required=f"one of {', '.join(formats)}",
+                    remedy="set data.format=kto if label says whether the answer is wanted, else "
+                    f"data.format={' or '.join(others)}",
+                )
             if len(formats) > 1:
                 raise UserError(
                     "the row fits several data formats",
@@ -237,9 +251,7 @@ def detect(row: Mapping[str, Any]) -> list[str]:
         )
         if fits
     ]
-    judged = verdict(row) is not None
-    label = row.get("label")
-    counted = label in (0, 1, "0", "1") and not isinstance(label, bool)  # may number something else
+    judged, counted = verdict(row) is not None, _counted(row)
     if has("chosen", "rejected"):
         # the rest of the row is the prompt, unless it holds an answer of its own
         answered = [
@@ -253,6 +265,12 @@ def detect(row: Mapping[str, Any]) -> list[str]:
     if judged and plain and plain != ["text"]:
         return ["kto"] if len(plain) == 1 and not counted else ["kto", *plain]
     return plain
+
+
+def _counted(row: Mapping[str, Any]) -> bool:
+    """Whether a row's label is a verdict or numbers something else, which nothing tells."""
+    label = row.get("label")
+    return label in (0, 1, "0", "1") and not isinstance(label, bool)
 
 
 def verdict(row: Mapping[str, Any]) -> bool | None:

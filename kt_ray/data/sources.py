@@ -14,7 +14,7 @@ from typing import Any
 from kt_ray.config.files import builtin_data
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.bad_rows import BadRows
-from kt_ray.data.formats import Parser
+from kt_ray.data.formats import Parser, UnclearVerdict
 from kt_ray.data.held_out_split import held_out_count
 from kt_ray.data.readers import (
     HELD_OUT,
@@ -235,7 +235,7 @@ def read_sources(
             try:
                 rows.append(parser(row, where, total + len(rows)))
             except UserError as fault:
-                if parser.format == "auto" and not skip_bad:
+                if isinstance(fault, UnclearVerdict) or (parser.format == "auto" and not skip_bad):
                     raise  # what the rows are is not known: nothing can be said of the others
                 bad.add(fault)
         total += len(rows)

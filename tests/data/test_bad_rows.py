@@ -75,3 +75,13 @@ def test_what_no_row_can_be_read_of_is_told_as_it_is(tmp_path: Path, bad_rows: s
 def test_one_bad_row_keeps_its_own_remedy(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"line 2, .*To fix: fill or delete that row; data.bad_rows=skip"):
         read(write(tmp_path / "rows.jsonl", [GOOD, {"instruction": "a", "output": ""}]))
+
+
+@pytest.mark.parametrize("bad_rows", ["stop", "skip"])
+def test_rows_of_two_classes_out_of_many_are_not_bad_ones(tmp_path: Path, bad_rows: str) -> None:
+    """Without them a model would learn the others alone; "correct or delete these rows" would say so."""
+    path = write(tmp_path / "rows.jsonl", [{**GOOD, "label": label} for label in (3, 0, 1, 7)])
+    remedy = r"data\.format=kto if label says .* else data\.format=alpaca$"
+    with pytest.raises(UserError, match=rf"several data formats; at .*line 2; found .*label 0; .*{remedy}"):
+        read(path, bad_rows=bad_rows)
+    assert len(read(path, bad_rows=bad_rows, format="alpaca")[0]) == 4
