@@ -75,21 +75,24 @@ def refuse_peer_recipe(reading: Reading) -> None:
     program = max(known, key=lambda name: len(known[name]))
     if not known[program]:
         return
-    write: list[str] = []
+    write: dict[str, set[str]] = {}  # by option: those that two fields differ on are not certain
     for name, value in fields.items():
         last = "base_model" if name == "model" else name.rpartition(".")[2]
         if value is None:
             continue
         if key := next((key for key in _CERTAIN if joined(key) == joined(last)), None):
-            write.append(_written(key, value))  # lora_rank
+            write.setdefault(key, set()).add(_written(key, value))  # lora_rank
         elif last in (*names_elsewhere(), *field_table()) and (answer := _answer(override(last, value), "")):
-            write += [text for text in answer.write if text.partition("=")[0] in _CERTAIN]
+            for text in answer.write:
+                if (key := text.partition("=")[0]) in _CERTAIN:
+                    write.setdefault(key, set()).add(text)
+    certain = [text for texts in write.values() if len(texts) == 1 for text in texts]
     raise UserError(
         f"the recipe is one of {program}",
         where=str(reading.path),
         observed=f"its fields {', '.join(known[program])}",
         required="a training YAML of LLaMA-Factory",
-        remedy=f"leave out recipe=, and write {' '.join([*write, 'data.path=<rows>'])} and what else it "
+        remedy=f"leave out recipe=, and write {' '.join([*certain, 'data.path=<rows>'])} and what else it "
         "says; FIELD=VALUE on the command line is answered with what that is called here",
     )
 

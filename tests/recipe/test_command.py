@@ -139,6 +139,9 @@ _SAME = "lora.rank=16 lora.alpha=8 optim.lr=0.0002"
         ("TRL", f"model_name_or_path: a/b\ndataset_name: c/d\n{_LORA}", f"model=a/b {_SAME}"),
         ("Unsloth", "model: a/b\ntraining: {training_type: lora, max_seq_length: 7}\nlora: {lora_r: 4}",
          "model=a/b data.max_length=7 lora.rank=4"),
+        # what is said twice is written once, and what differs is left to the user
+        ("torchtune", "model: {_component_: x, lora_rank: 4}\noptimizer: {lr: 1}\nold: {lr: 2, lora_rank: 4}",
+         "lora.rank=4"),
     ],
 )  # fmt: skip
 def test_a_recipe_of_another_program_is_known_as_one(
