@@ -32,6 +32,7 @@ TEXT_SUFFIXES = (".txt", ".md")
 KINDS = ", ".join((*SUFFIXES, *TEXT_SUFFIXES))
 _SAVE = "save the data set again with save_to_disk"
 _SHOWN = 80  # characters of what is wrong
+_PLAIN = re.compile(r"[\w./@-]+")
 _BETWEEN = re.compile(r"[\s,]*")  # rows of a list
 HELD_OUT = "validation or test"  # as a split: see read_rows
 
@@ -114,8 +115,10 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
             remedy += "hf://owner/name"
             if matching := sorted(glob.glob(str(path), recursive=True)):
                 observed = f"a pattern, of {len(matching)} files"
-                listed = ",".join([*matching[:3], *["…"] * (len(matching) > 3)])
-                remedy = f"list the files ('{key}=[{listed}]'), or name a directory that holds no others"
+                # in quotes where Hydra's grammar has a meaning for what is in it: year=2024/a.parquet
+                names = (name if _PLAIN.fullmatch(name) else f'"{name}"' for name in matching[:3])
+                listed = shlex.quote(f"{key}=[{','.join([*names, *['…'] * (len(matching) > 3)])}]")
+                remedy = f"list the files ({listed}), or name a directory that holds no others"
             raise UserError(
                 "the data file does not exist", where=f"{key}={path}", observed=observed, remedy=remedy
             )

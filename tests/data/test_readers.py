@@ -147,6 +147,10 @@ def test_missing_file_directory_and_empty_list(tmp_path: Path) -> None:
     jsonl(tmp_path / "inside.jsonl", ROWS)
     with pytest.raises(UserError, match=r"a pattern, of 1 files.*'data\.path=\[\S+/inside\.jsonl\]'"):
         rows_of(tmp_path / "in*.jsonl")
+    (tmp_path / "year=1").mkdir()
+    jsonl(tmp_path / "year=1" / "a, b.jsonl", ROWS)
+    with pytest.raises(UserError, match=r"'data\.path=\[\"\S+/year=1/a, b\.jsonl\"\]'"):
+        rows_of(tmp_path / "*" / "a*.jsonl")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"directory holds no data file.*empty"):
         rows_of(tmp_path / "empty")
