@@ -257,7 +257,9 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
             continue
         text, deeper = text_part(inner)
         if "hidden_size" in text:
-            named = text if text.get("model_type") else {**text, "model_type": config.get("model_type")}
+            outer = config.get("model_type")
+            outer = "step3p5" if outer == "step3p7" else outer  # whose parts transformers names itself
+            named = text if text.get("model_type") else {**text, "model_type": outer}
             return named, f"{key}.{deeper}" if deeper else key
     return config, ""
 

@@ -77,9 +77,10 @@ class Keys:
         types = self.listed("layer_types") or []
         if self.family != "step3p5" or types[layer : layer + 1] != ["sliding_attention"]:
             return self
+        # As transformers, which takes nothing else of attention_other_setting.
         heads = self.config.get("num_sliding_attention_heads")
-        own = {"num_attention_heads": heads} if heads else self.config.get("attention_other_setting")
-        return Keys({**self.config, **(own or {})}, self.where)
+        heads = heads or self.inner("attention_other_setting").config.get("num_attention_heads")
+        return Keys({**self.config, "num_attention_heads": heads}, self.where) if heads else self
 
     def _of_inkling(self, layer: int) -> Keys:
         """Layers with a window have heads of their own, and a bias as far as they see."""

@@ -144,7 +144,8 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
         return layer in chosen
     numbers = keys.config.get("moe_layers_enum")
     if numbers is not None:  # step3p5
-        return str(layer) in (numbers.split(",") if isinstance(numbers, str) else map(str, numbers))
+        items = numbers.split(",") if isinstance(numbers, str) else keys.listed("moe_layers_enum") or []
+        return str(layer) in (str(item).strip() for item in items)
     if keys.config.get("interleave_moe_layer_step"):
         return (layer + 1) % keys.size("interleave_moe_layer_step") == 0
     if keys.family == "jamba" or keys.config.get("expert_layer_period"):

@@ -311,6 +311,26 @@ def test_step_is_trained_beside_its_vision_tower_only() -> None:
     assert "no class for Step-3.5 without a vision tower" in (small_dims("step3p5").refusal or "")
 
 
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"moe_layers_enum": "1, 2, 3"},
+        {"moe_layers_enum": ["1", "2", "3", "4"]},
+        {"attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 3, "head_dim": 8}},
+        {"attention_other_setting": None, "num_sliding_attention_heads": 6},
+        {"model_type": None},
+    ],
+    ids=str,
+)
+def test_step_is_read_as_transformers_reads_it(spelling: dict[str, Any]) -> None:
+    """Of attention_other_setting heads alone; text_config needs no model_type."""
+    plain, other = (
+        dims_from_config({"model_type": "step3p7", "text_config": {**SMALL["step3p5"], **changes}})
+        for changes in ({}, spelling)
+    )
+    assert plain == other
+
+
 def test_ungated_experts_have_two_matrices() -> None:
     dims = small_dims("nemotron_h")
     assert not dims.gated and dims.expert_params == 2 * 64 * 40
