@@ -56,7 +56,8 @@ _GGUF_OLD = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _MTP = re.compile(r"(^|\.)(mtp|mtp_layers|nextn|eh_proj)\b|^talker\.")  # talker: Qwen3-Omni's speech model
 _OTHER_MODALITY = re.compile(
-    r"(^|\.)(visual|vision_\w+|audio_\w+|mm_projector|multi_modal_projector|talker|code2wav)\."
+    r"(^|\.)(visual|vision_\w+|audio_\w+|mm_projector|multi_modal_projector|talker|code2wav"
+    r"|vit_large_projector)\."
 )
 # Projections that DeepSeek's quantised releases keep plain, and servers read as such: of the sparse
 # attention's indexer, and the entry of a multi-token prediction layer.
@@ -72,6 +73,7 @@ class FusedRelease:
     interleaved: bool = False  # rows of gate and up alternate
     # Quantised, they stay fused, as X_blocks and X_scales; other families' are then released one by one.
     mxfp4_blocks: bool = False
+    apart: bool = False  # gate and up in a stack each, FP8 ones likewise ("moe.gate_proj.weight")
 
 
 # The families (model_type without "_text") whose plain releases are fused. Names and shapes of tensors
@@ -81,12 +83,19 @@ _FUSED_RELEASES = {
     "llama4": FusedRelease(transposed=True),
     "qwen3_5_moe": FusedRelease(),
     "qwen3_vl_moe": FusedRelease(transposed=True),
+    **dict.fromkeys(("step3p5", "step3p7"), FusedRelease(apart=True)),
 }
 
 
 def fused_release(family: str) -> FusedRelease | None:
     """How a family (model_type) is released with fused experts; None = one by one."""
     return _FUSED_RELEASES.get(family.removesuffix("_text"))
+
+
+def apart_name(prefix: str, role: str) -> str:
+    """The released name of a stack in a family that holds gate and up apart; the inverse of `expert_name`."""
+    block = re.sub(r"\b(mlp|moe)\.experts$", "moe", prefix)
+    return f"{block}.{LEAVES[role]}.weight"
 
 
 def is_interleaved(family: str) -> bool:
@@ -210,11 +219,11 @@ def part_of(name: str, layers: int | None) -> str:
         return "multi-token prediction"
     if expert_name(name) is not None:
         return "routed experts"
-    if "shared_expert" in name:
+    if "shared_expert" in name or ".share_expert." in name:  # Step-3.7's
         return "shared experts"
     if "norm" in leaf:
         return "norms"
-    if leaf in ("gate", "router", "e_score_correction_bias", "tid2eid") or ".router." in name:
+    if leaf in ("gate", "router", "router_bias", "e_score_correction_bias", "tid2eid") or ".router." in name:
         return "router"
     if leaf in ("embed_tokens", "embed", "wte"):
         return "embedding"

@@ -9,7 +9,8 @@ What is written, by format (docs/tools.md says which server reads what):
     bf16   every quantised weight, also outside the experts
 
 Quantised experts are written one by one whatever the source: servers read those names, and the fused
-families (Qwen3.5, ...) are released that way when quantised. BF16 is fused where the family is.
+families (Qwen3.5, ...) are released that way when quantised; Step-3.7 in FP8 is released in stacks, and
+written so. BF16 is fused where the family is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ from kt_ray.checkpoint.content import check_content
 from kt_ray.checkpoint.encode_weights import Encoding, Entry
 from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.names import PROJECTIONS, FusedRelease, family, fused_release, is_linear, part_of
+from kt_ray.checkpoint.names import (
+    PROJECTIONS,
+    FusedRelease,
+    apart_name,
+    family,
+    fused_release,
+    is_linear,
+    part_of,
+)
 from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, copied, finish, write_shards
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.disk import write_atomic
@@ -152,6 +161,8 @@ class _Plan:
         if self.options.to == "bf16":
             released = fused_release(self.family) is not None and not converts_keys(self.family)
             return group.fused or released
+        if self.options.to == "fp8":
+            return self.release.apart and self._roles(group) == PROJECTIONS
         return self.options.to == "mxfp4" and self.release.mxfp4_blocks
 
     def _target(self, convention: str, name: str, shape: tuple[int, ...]) -> Target:
@@ -192,10 +203,15 @@ class _Plan:
     def _bias_dtype(self, group: ExpertGroup) -> str:
         return self.index.tensors[next(iter(group.biases.values()))].dtype
 
+    def _roles(self, group: ExpertGroup) -> tuple[str, ...]:
+        """What its fused tensors hold: as they are stored, or as the family is released."""
+        return group.stored_roles if group.fused else group.projections if self.release.apart else group.roles
+
     def _fused(self, group: ExpertGroup) -> list[Placed]:
         placed: list[Placed] = []
-        for role in group.stored_roles if group.fused else group.roles:
-            name = group.names.get((role, None), f"{group.prefix}.{role}_proj")
+        for role in self._roles(group):
+            released = apart_name(group.prefix, role) if self.release.apart else f"{group.prefix}.{role}_proj"
+            name = group.names.get((role, None), released)
             first = position(self.index, group.source("gate" if role == "gate_up" else role, 0))
             placed.append((first, self._stack(group, role, name)))
             if group.biases:
@@ -203,12 +219,11 @@ class _Plan:
         return placed
 
     def _stack(self, group: ExpertGroup, role: str, name: str) -> Unit:
-        shape = group.shape(role)
-        transposed = self.options.to == "bf16" and (
-            self.release.transposed or (group.fused and group.transposed)
-        )
+        shape, to = group.shape(role), self.options.to
+        transposed = to == "bf16" and (self.release.transposed or (group.fused and group.transposed))
+        convention = "mxfp4-blocks" if to == "mxfp4" else to
         return made(
-            self._target("mxfp4-blocks", name, (group.count, *(shape[::-1] if transposed else shape))),
+            self._target(convention, name, (group.count, *(shape[::-1] if transposed else shape))),
             lambda expert: group.read(expert, role),
             experts=group.count,
             transposed=transposed,

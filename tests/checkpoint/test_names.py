@@ -9,6 +9,7 @@ import transformers
 
 from kt_ray.checkpoint.names import (
     ALIASES,
+    apart_name,
     expert_name,
     family,
     fused_release,
@@ -86,6 +87,12 @@ def test_interleaved_families_are_those_of_transformers() -> None:
     assert not is_interleaved("qwen3_vl_moe_text") and fused_release("qwen3_moe") is None
 
 
+@pytest.mark.parametrize("block", ["moe", "moe.experts.5"])
+def test_stacks_of_step_have_their_names(block: str) -> None:
+    parts = expert_name(f"{LAYER}.{block}.up_proj.weight")
+    assert parts is not None and apart_name(parts.prefix, parts.role) == f"{LAYER}.moe.up_proj.weight"
+
+
 def test_families_have_transformers_names() -> None:
     assert family({"model_type": "kimi_k2"}) == "deepseek_v3"
     assert family({"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}}) == "deepseek_v3"
@@ -102,6 +109,9 @@ def test_families_have_transformers_names() -> None:
         (f"{LAYER}.linear_attn.in_proj_qkvz.weight", "attention", True),
         (f"{LAYER}.mlp.shared_experts.up_proj.weight", "shared experts", True),
         (f"{LAYER}.mlp.shared_expert_gate.weight", "shared experts", False),
+        (f"{LAYER}.share_expert.up_proj.weight", "shared experts", True),
+        (f"{LAYER}.moe.router_bias", "router", False),
+        ("vit_large_projector.weight", "other modalities", False),
         (f"{LAYER}.mlp.up_proj.weight", "dense MLP", True),
         (f"{LAYER}.mlps.1.up_proj.weight", "dense MLP", True),
         (f"{LAYER}.mlp.router.classifier.weight", "router", False),

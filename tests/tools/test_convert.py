@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,25 @@ def test_gpt_oss_keeps_its_own_form(tmp_path: Path) -> None:
     assert torch.equal(single.read(f"{prefix}.up_proj.bias"), both[1, 1::2])
     convert(single.path, tmp_path / "again", Options("mxfp4"))
     assert torch.equal(CheckpointIndex.open(tmp_path / "again").read(f"{key}_bias"), both)
+
+
+@pytest.mark.parametrize("to", ["fp8", "int4"])
+def test_step_has_its_stacks_again(tmp_path: Path, to: str) -> None:
+    """In BF16 and FP8, as transformers and servers name them: gate and up apart, below "moe"."""
+    single = per_expert()
+    tensors = {key: value for key, value in single.items() if ".experts." not in key}
+    for layer, leaf in itertools.product(range(2), ("gate_proj", "up_proj", "down_proj")):
+        each = [single[f"model.layers.{layer}.mlp.experts.{e}.{leaf}.weight"] for e in range(E)]
+        tensors[f"model.layers.{layer}.moe.{leaf}.weight"] = torch.stack(each)
+    source = save(tmp_path / "source", tensors, {"model_type": "step3p5"})
+    convert(source, tmp_path / "small", Options(to))
+    small = CheckpointIndex.open(tmp_path / "small")
+    assert ("model.layers.1.moe.gate_proj.weight" in small.matrices) == (to == "fp8")
+    check(source, small.path, BOUNDS[to])
+    convert(small.path, tmp_path / "back", Options("bf16"))
+    back = CheckpointIndex.open(tmp_path / "back")
+    assert {name: back.shape(name) for name in back.names} == {n: tuple(t.shape) for n, t in tensors.items()}
+    check(small.path, back.path, 0.004)
 
 
 def test_all_linear_and_quantised_weights_outside_the_experts(tmp_path: Path) -> None:
