@@ -406,7 +406,7 @@ def _fresh(root: Path, named: Path | None, config: Config) -> tuple[Path, RunLoc
 def _require_renaming(place: Path) -> None:
     """Checkpoints are made whole by renaming their directory, which object stores mounted as disks may
     refuse: that is to show before the first step, not after the night."""
-    before, after = place / ".directory.partial", place / ".directory"
+    before, after = place / ".rename_test.partial", place / ".rename_test"
     try:
         for left in (before, after):  # by a process that was killed here
             shutil.rmtree(left, ignore_errors=True)

@@ -117,7 +117,9 @@ def test_a_file_system_that_renames_no_directories_is_refused_before_the_first_s
         patch.setattr(Path, "rename", refused)
         RunDir.create(config)
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".lock", "config.yaml"]
+    (tmp_path / "a" / ".directory").touch()  # which file managers write
     RunDir.create(config)  # the lock was let go
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".directory", ".lock", "config.yaml"]
 
 
 @pytest.mark.parametrize("remains", ["metrics.jsonl", "checkpoints", "adapter"])
