@@ -319,7 +319,7 @@ class TrainingSupervisor(Supervisor):
         return self._taken or self._first_step
 
     def _refused(self, gained: bool) -> bool:
-        return gained or not self._begun
+        return gained or not (self._begun or self._away)
 
     def _at(self) -> str:
         return f", at step {self._reached}"
@@ -342,11 +342,11 @@ class TrainingSupervisor(Supervisor):
         ours = self._ours()
         # Or no driver has come as far as to make it.
         self._away = self._child is not None and (present is None or ours is None)
-        self._begun = self._begun or self._away or present != self._marker
-        if not self._begun:
-            return self._config
+        self._begun = self._begun or present not in (None, self._marker)
         if self._away:  # the next driver finds it, or is refused until the disk is back
             return with_keys(self._config, {"run.overwrite": False})
+        if not self._begun:
+            return self._config
         if ours:
             self._keeps_placement = self._config.rule.experts.placement != "contiguous"
             return with_keys(self._config, {"trainer.resume": "latest", "run.overwrite": False})

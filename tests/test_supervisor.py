@@ -235,12 +235,16 @@ def test_a_frozen_driver_is_killed_and_started_again(place: Place) -> None:
     assert place.starts()[1] == ("latest", False) and "the driver was frozen for" in place.log()
 
 
-def test_another_run_of_the_name_is_never_overwritten(place: Place) -> None:
-    """It died before it had looked at the directory, which holds somebody's run without a checkpoint."""
+@pytest.mark.parametrize(
+    "acts", [["kill=9", "kill=9", "exit=2"], ["move=a:away kill=9", "move=away:a exit=2", "exit=2"]]
+)
+def test_another_run_of_the_name_is_never_overwritten(place: Place, acts: list[str]) -> None:
+    """It died before it had looked at the directory, which holds somebody's run without a checkpoint, on a
+    disk that may be away meanwhile."""
     place.run.mkdir(parents=True)
     (place.run / "config.yaml").write_text("seed: 7")
     (place.run / "metrics.jsonl").write_text('{"step": 5}\n')
-    assert place.go(["kill=9", "kill=9", "exit=2"]) == 2
+    assert place.go(acts) == 2
     assert place.starts() == [(None, False)] * 3
 
 
