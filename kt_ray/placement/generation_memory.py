@@ -57,12 +57,18 @@ def room(dims: ModelDims, config: Config) -> int:
     return generate.batch_size * (min(row, dims.context) if dims.context else row)
 
 
-def step_tokens(config: Config) -> int:
+def step_tokens(dims: ModelDims, config: Config) -> int:
     """Tokens of one step of a replica at the most; prompts longer than data.max_length aside."""
-    generate, prompt = config.generate, config.data.max_length
-    if isinstance(generate.cache_tokens, int):
-        prompt = min(prompt, generate.cache_tokens)
-    return max(generate.prefill_tokens, prompt) + generate.batch_size
+    generate = config.generate
+    return max(generate.prefill_tokens, _longest_prompt(dims, config)) + generate.batch_size
+
+
+def _longest_prompt(dims: ModelDims, config: Config) -> int:
+    """That is planned for; those beyond the caches or the model's context are refused."""
+    longest = min(config.data.max_length, room(dims, config))
+    if config.trainer.stage == "grpo" and not generates(config):
+        longest -= config.generate.max_new_tokens  # longer ones are left out, as they leave it no room
+    return min(longest, dims.context) if dims.context else longest
 
 
 def cache_bytes(dims: ModelDims, config: Config, layers: range, element: int) -> float:
@@ -74,7 +80,7 @@ def cache_bytes(dims: ModelDims, config: Config, layers: range, element: int) ->
 
 def longest_row(dims: ModelDims, config: Config) -> int:
     """Keys that each token of a step meets, on average over the step at the most."""
-    return _longest_row(dims, config, step_tokens(config))
+    return _longest_row(dims, config, step_tokens(dims, config))
 
 
 def _longest_row(dims: ModelDims, config: Config, tokens: int) -> int:
@@ -115,9 +121,8 @@ def _made_of_cached(dims: ModelDims, config: Config) -> float:
     caching = [layer for layer, width in enumerate(dims.cache_widths) if width.token or width.near]
     if not caching or not all(attends_as_cached(dims, config, layer) for layer in caching):
         return dims.attention_width * cached
-    prompt = min(cached, config.data.max_length, dims.context or cached)
     latent = max(dims.cache_widths[layer].token for layer in caching) / dims.attentions
-    return max(latent * cached, dims.attention_width * prompt)
+    return max(latent * cached, dims.attention_width * _longest_prompt(dims, config))
 
 
 def generation_items(
@@ -127,7 +132,7 @@ def generation_items(
 
     layers: of its stage, the last one or not. layer: bytes per token of one layer. element: of a value.
     """
-    tokens, several = step_tokens(config), config.generate.prefill_tokens + config.generate.batch_size
+    tokens, several = step_tokens(dims, config), config.generate.prefill_tokens + config.generate.batch_size
     mask = element * _longest_row(dims, config, several)
     alone = element * longest_row(dims, config) if _masked_alone(dims, config) else 0
     made = element * _made_of_cached(dims, config)

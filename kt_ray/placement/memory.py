@@ -187,7 +187,7 @@ def budgets(
     held: Held = HELD,
 ) -> tuple[Budget, ...]:
     """One budget per GPU in use and per socket in use, for waves of `wave` micro-batches per replica."""
-    load = load_of(config, wave, groups, held)
+    load = load_of(dims, config, wave, groups, held)
     stages = 1 + max(worker.stage for worker in workers)
     hosts = 1 + max(worker.host for worker in workers)
     sums: dict[str, dict[str, int]] = {}
@@ -272,7 +272,7 @@ def staged(
 ) -> tuple[tuple[WorkerPlan, ...], tuple[ExpertActorPlan, ...]]:
     """The actors with the bytes of `budgets`' item "staging" that are each one's, and those of hidden states
     that wait on the host."""
-    load, stages = load_of(config, wave, groups, held), 1 + max(worker.stage for worker in workers)
+    load, stages = load_of(dims, config, wave, groups, held), 1 + max(worker.stage for worker in workers)
     hosts = 1 + max(worker.host for worker in workers)
 
     kinds: dict[WorkerPlan, tuple[int, int]] = {}
@@ -434,7 +434,7 @@ def worker_items(
     def generating(config: Config) -> dict[str, float]:
         moment = {
             n: max(
-                index_scratch_bytes(dims, step_tokens(config), n, dtype),
+                index_scratch_bytes(dims, step_tokens(dims, config), n, dtype),
                 scores_scratch_bytes(dims, config, longest_row(dims, config), n, dtype),
             )
             for n in kinds

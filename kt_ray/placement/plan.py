@@ -313,7 +313,7 @@ def _laid_out(
     groups = choose_groups(config, chosen.wave)
     own, placed_workers = keeping(chosen.held.experts), with_streams(groups)
     free = {b.device: float(b.capacity - b.total) for b in chosen.memory if not b.is_socket and b.capacity}
-    tokens = load_of(config, chosen.wave, groups).own_group
+    tokens = load_of(dims, config, chosen.wave, groups).own_group
     with_shelves = with_held(own, dims, config, groups, free)
     with_lanes = with_places(placed_workers, own, dims, config, groups, tokens, free)
     if (with_shelves, with_lanes) != (own, placed_workers):
@@ -343,7 +343,9 @@ def _laid_out(
         budgets=chosen.memory,
         rule=rule.name,
         dtype=dtype,
-        tokens_per_step=rule.replica_count * step_tokens(config) if generating else config.tokens_per_step,
+        tokens_per_step=(
+            rule.replica_count * step_tokens(dims, config) if generating else config.tokens_per_step
+        ),
         transport=choose_transport(rule),
         expected_load=expected,
     )

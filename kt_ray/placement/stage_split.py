@@ -67,7 +67,7 @@ def balanced_stages(
     )
     ranges: Ranges = ()
     for wave in (min(asked, micro),) if isinstance(asked, int) else (micro, 1):
-        load = load_of(config, wave, choose_groups(config, wave), held)
+        load = load_of(dims, config, wave, choose_groups(config, wave), held)
         sizes = layer_sizes(dims, config, load, stages, dtype)
         fullest, ranges = even_split(sizes, capacities)
         if fullest <= 1:

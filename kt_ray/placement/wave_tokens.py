@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.placement.generation_memory import generates, step_tokens
 from kt_ray.placement.plan_types import Held
 
@@ -43,13 +44,13 @@ class Load:
         return replace(self, total=total, group=min(total, self.own_group * replicas // copies))
 
 
-def load_of(config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
+def load_of(dims: ModelDims, config: Config, wave: int, groups: int, held: Held = HELD) -> Load:
     """Tokens of a wave of `wave` micro-batches per replica, cut into `groups`; every row at data.max_length.
 
     Of generation those of one step: an engine call is over one replica's, or the rows of all that decode.
     """
     if generates(config):
-        tokens, replicas = step_tokens(config), config.rule.replica_count
+        tokens, replicas = step_tokens(dims, config), config.rule.replica_count
         call = max(tokens, replicas * config.generate.batch_size)
         return Load(replicas * tokens, tokens, call, tokens, tokens, tokens, own_group=tokens)
     trainer, row = config.trainer, config.data.widest_row

@@ -39,7 +39,7 @@ def test_attention_masks(changes: dict[str, Any], masks: int, on_gpu: int) -> No
             "data": {"max_length": 64, **changes.get("data", {})},
         }
     )
-    load = load_of(config, wave=8, groups=2)
+    load = load_of(small_dims(), config, wave=8, groups=2)
     assert mask_bytes(small_dims(), config, load, "bfloat16") == masks * 8 * 64 * 64
     assert mask_bytes(small_dims(), config, load, "bfloat16", gpu=True) == on_gpu * 8 * 64 * 64
     told = dataclasses.replace(small_dims(), model_type="minimax")

@@ -94,7 +94,12 @@ def items(plan: Plan) -> dict[str, int]:
 def test_a_plan_of_generation_counts_caches_and_nothing_for_training() -> None:
     dims = small_dims("qwen3_moe")
     config = config_of(batch_size=4, max_new_tokens=50, prefill_tokens=60)
-    assert room(dims, config) == 4 * 120 and step_tokens(config) == 74  # a prompt is read in whole
+    assert room(dims, config) == 4 * 120 and step_tokens(dims, config) == 74  # a prompt is read in whole
+    beyond = dataclasses.replace(config, data=DataConfig(max_length=10_000))
+    assert step_tokens(dims, beyond) == 4 + dims.context  # longer ones are refused
+    grpo = make_config(trainer={"stage": "grpo"}, reward="numeric", data={"max_length": 4096})
+    grpo = dataclasses.replace(grpo, generate=GenerateConfig(batch_size=4, max_new_tokens=1000))
+    assert step_tokens(dataclasses.replace(dims, context=0), grpo) == 4 + 3096  # which leave an answer room
     plan = plan_of(config)
     found = items(plan)
     # Keys and values of 2 heads of 24 in 4 layers, one of which is copied as it grows.
@@ -136,12 +141,12 @@ def test_evaluation_has_a_layer_at_work_whatever_training_would_retain(family: s
     plan = make_plan(dims, config, make_hardware(memory=64 << 30))
 
     def of(attention: str) -> dict[str, float]:
-        load = load_of(config, 1, 1, Held("retain", attention))
+        load = load_of(dims, config, 1, 1, Held("retain", attention))
         return worker_items(dims, config, load, plan.workers[0], 1, "float32")
 
     group, retained = of("group"), of("retain")
     assert retained["workspace"] == group["workspace"] > 0
-    load = load_of(config, 1, 1)
+    load = load_of(dims, config, 1, 1)
     assert group["kept activations"] == max(
         (h.bytes(load.replica, load.row, 4) for h in dims.handed), default=0
     )

@@ -184,13 +184,13 @@ def test_retained_layers_need_their_weights_until_backward() -> None:
 
 def test_replicas_divide_the_tokens() -> None:
     config = make_config(rule={"replicas": 2}, trainer={"batch_size": 5, "micro_batch_size": 2})
-    load = load_of(config, wave=2, groups=2)
+    load = load_of(small_dims(), config, wave=2, groups=2)
     # 5 rows of 16 tokens; the larger replica has 3 rows, in groups of 2 and 1.
     assert (load.total, load.replica, load.micro, load.row) == (80, 48, 32, 16)
     assert load.group == 2 * 2 * 16
     # 10 rows in micro-batches of 4, 4 and 2: the first replica has 6.
     config = make_config(rule={"replicas": 2}, trainer={"batch_size": 10, "micro_batch_size": 4})
-    assert load_of(config, wave=2, groups=1).replica == 6 * 16
+    assert load_of(small_dims(), config, wave=2, groups=1).replica == 6 * 16
 
 
 def test_a_plan_refuses_rows_whose_index_does_not_fit() -> None:

@@ -75,7 +75,7 @@ def test_shares_are_even_and_small_devices_get_less() -> None:
 def test_sizes_add_up_to_the_budget_of_a_worker(family: str, lora: dict[str, Any]) -> None:
     dims = small_dims(family)
     config = make_config(lora=lora, trainer={"batch_size": 8})
-    load = load_of(config, 4, 2)
+    load = load_of(dims, config, 4, 2)
     rng = random.Random(0)
     for stages in (1, 2, 3):
         sizes = layer_sizes(dims, config, load, stages, "bfloat16")
@@ -92,7 +92,7 @@ def test_sizes_add_up_to_the_budget_of_a_worker(family: str, lora: dict[str, Any
 def test_tied_embeddings_count_once() -> None:
     dims = small_dims(tie_word_embeddings=True)
     config = make_config()
-    load = load_of(config, 1, 1)
+    load = load_of(dims, config, 1, 1)
     sizes = layer_sizes(dims, config, load, 1, "bfloat16")
     worker = WorkerPlan(0, 0, 0, (0, 4), "cuda:0", 1)
     items = worker_items(dims, config, load, worker, 1, "bfloat16")
@@ -142,7 +142,7 @@ def test_what_layers_hand_on_is_counted_where_hidden_states_wait() -> None:
     worker = WorkerPlan(0, 0, 0, (0, 4), "cuda:0", 1)
     config = make_config(data={"max_length": 16}, trainer={"micro_batch_size": 1, "batch_size": 4})
     for activations, item, count in (("group", "kept activations", 2), ("host", "hidden states", 2)):
-        load = load_of(config, 4, 1, Held("retain", activations))
+        load = load_of(dims, config, 4, 1, Held("retain", activations))
         found, without = (worker_items(d, config, load, worker, 1, "bfloat16")[item] for d in (dims, apart))
         assert found - without == count * 8 * 4 * load.replica
     here = [worker_items(d, config, load, worker, 1, "bfloat16")["kept activations"] for d in (dims, apart)]

@@ -215,7 +215,7 @@ def test_micro_batches_at_auto_fill_512_positions_and_leave_every_replica_two(
     assert config.micro_batch_tokens(replicas) == rows * length
     plan = make_plan(small_dims(), config, make_hardware())
     assert plan.wave == math.ceil(math.ceil(batch_size / replicas) / rows)
-    assert load_of(config, plan.wave, plan.groups).micro == rows * length
+    assert load_of(small_dims(), config, plan.wave, plan.groups).micro == rows * length
 
 
 def test_micro_batches_of_so_many_tokens() -> None:
