@@ -361,6 +361,8 @@ def _kimi(keys: Keys) -> Keys | None:
         named = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
     given = {new: keys.config.get(old) for old, new in zip(named, names, strict=True)}
+    if full_rank and given["head_dim"] is None:
+        given["head_dim"] = 128
     return Keys({**given, "use_full_rank_gate": full_rank}, keys.where)
 
 

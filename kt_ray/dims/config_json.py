@@ -209,8 +209,9 @@ def _rope(keys: Keys) -> tuple[Keys, tuple[Any, Any]]:
 
 
 def _context(keys: Keys) -> int:
-    """`ModelDims.context`. YaRN added as model cards say leaves max_position_embeddings as it was."""
-    stated = keys.config.get("max_position_embeddings")
+    """`ModelDims.context`. YaRN added as model cards say leaves max_position_embeddings as it was. Ling 3 and
+    Inkling state model_max_length."""
+    stated = keys.config.get("max_position_embeddings") or keys.config.get("model_max_length")
     context = stated if isinstance(stated, int) and stated > 0 else 0
     rope, kinds = _rope(keys)
     factor, original = (rope.config.get(name) for name in ("factor", "original_max_position_embeddings"))

@@ -140,6 +140,16 @@ def test_mixers_of_estimated_families_equal_transformers(
     assert {module for module in dims.lora_in_out[1] if module[0].startswith(f"{mixer}.")} == linear
 
 
+def test_ling_as_released() -> None:
+    """Its context has another name, and heads are as wide as transformers makes them where it is silent."""
+    config = tiny_config("bailing_hybrid", layer_group_size=2)
+    context = config.pop("max_position_embeddings")
+    del config["head_dim"]
+    dims = dims_from_config({**config, "model_max_length": context}, "ling")
+    assert dims.context == context
+    assert ("self_attn.q_proj", 32, 4 * 128) in dims.lora_in_out[0]
+
+
 def test_heads_are_tied_as_in_transformers(tmp_path: Path) -> None:
     """Where config.json does not say, the family decides; LFM2's releases say tie_embedding."""
     pytest.importorskip("transformers")
