@@ -121,7 +121,7 @@ def measure_ray(address: str, arena_bytes: float = float("inf")) -> dict[str, Fi
     """`probe_ray` on the cluster that a run would use, starting a local one for the time of it.
 
     Raises:
-        UserError: a cluster named by the user does not answer.
+        UserError: a cluster named by the user does not answer, or a local one may open too few files.
     """
     if ray.is_initialized():
         return probe_ray(arena_bytes=arena_bytes)
