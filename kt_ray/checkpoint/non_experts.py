@@ -6,6 +6,7 @@ converters that split or join tensors), so that a family loads here as it does t
 parameters that stay in float32 whatever the dtype (`e_score_correction_bias`).
 
 Quantised weights are dequantised one at a time, on their device, or stay quantised as `QuantizedLinear`.
+Tables of n-grams stay in their files (`MappedTable`).
 Keys of a multimodal checkpoint outside its language model are skipped and reported.
 """
 
@@ -23,9 +24,10 @@ import torch
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import LoadReport, map_keys, tensors_made
+from kt_ray.checkpoint.mapped_table import MappedTable, check_parts, in_order, is_mapped_table
 from kt_ray.checkpoint.names import expert_name, is_other_modality, layer_of
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
-from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged
 
 if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers import PreTrainedModel
@@ -77,7 +79,8 @@ def load_non_experts(
     targets, tied, sources = _targets(module, layers, need_embedding, need_head)
     mapping, report = map_keys(index, module, ExpertLayout.detect(index), sources, layers)
 
-    kept: dict[str, QuantizedLinear] = {}
+    # Modules in the place of the model's own.
+    kept: dict[str, torch.nn.Module] = {}
     plan = _dtype_plan(module, dtype)
     # A model built in `dtype` says by its own tensors which ones the family keeps in another type.
     built = {n: t.dtype for n, t in module.state_dict().items()} if module.dtype == dtype else {}
@@ -105,6 +108,10 @@ def load_non_experts(
     for layer, of_one in groupby(sorted(mapping, key=of_layer), key=of_layer):
         for target in of_one:
             transform, keys = mapping[target]
+            if is_mapped_table(target):
+                shape = tuple(targets[target].shape)
+                kept[target] = MappedTable(_parts(index, keys), shape, dtype, place(target))
+                continue
             if keep_quantized and transform is None and _keepable(module, target, shared):
                 stored = index.matrices.get(keys[-1][0])
                 if stored is not None:
@@ -153,7 +160,9 @@ def check_non_experts(
         if any(name in targets and targets[name].is_floating_point() for name in made):
             # Without scales they would be taken for the weights' values.
             _check_formats(index, keys, _FLOATING, "stored as integers without scales")
-        if converter is None and target in targets:
+        if is_mapped_table(target):
+            check_parts(_parts(index, keys), tuple(targets[target].shape))
+        elif converter is None and target in targets:
             _check_shape(index, target, index.shape(keys[-1][0]), targets[target].shape)
     present |= {name for name, tensor in targets.items() if not tensor.numel()}
     _check_complete(index, targets, {n for n in targets if n in present or tied.get(n) in present})
@@ -270,6 +279,11 @@ def _targets(
     return names, tied, set(names) | {tied[name] for name in names if name in tied}
 
 
+def _parts(index: CheckpointIndex, keys: list[tuple[str, str]]) -> list[TensorInfo]:
+    """Of a table that is looked up in its files."""
+    return in_order(index.first(key) for key, _ in keys)
+
+
 def _realise(
     index: CheckpointIndex,
     module: PreTrainedModel,
@@ -303,12 +317,13 @@ def _keepable(module: PreTrainedModel, name: str, tied: set[str]) -> bool:
     return leaf == "weight" and name not in tied and type(module.get_submodule(path)) is torch.nn.Linear
 
 
-def _replace(module: PreTrainedModel, name: str, linear: QuantizedLinear) -> None:
+def _replace(module: PreTrainedModel, name: str, other: torch.nn.Module) -> None:
     path = name.rpartition(".")[0]
     parent, _, leaf = path.rpartition(".")
-    bias = module.get_submodule(path)._parameters.get("bias")  # still empty: loaded like any other
-    linear.register_parameter("bias", bias)
-    setattr(module.get_submodule(parent), leaf, linear)
+    if isinstance(other, QuantizedLinear):
+        bias = module.get_submodule(path)._parameters.get("bias")  # still empty: loaded like any other
+        other.register_parameter("bias", bias)
+    setattr(module.get_submodule(parent), leaf, other)
 
 
 def _dtype_plan(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
