@@ -53,7 +53,7 @@ _RENAMED: dict[str, tuple[str, str, str, str]] = {
     "unlimited_ocr": _INSIDE,
 }
 # Families that train as the text model alone, from the files of the multimodal one.
-TEXT_ALONE = ("dots3_note", "llama4", "qwen3_5_moe")
+TEXT_ALONE = ("dots3_note", "llama4", "qwen3_5_moe", "qwen4_exp")
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,7 @@ TESTED = frozenset(
             "phimoe",
             "qwen2_moe",
             "qwen3_5_moe_text",
+            "qwen4_exp_text",
             "qwen3_moe",
         ),
         *("qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "solar_open", "unlimited_ocr_text"),

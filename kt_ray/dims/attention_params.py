@@ -55,7 +55,7 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
         kv_heads = keys.size("num_global_key_value_heads", default=kv_heads)
     q_out, kv_out = heads * head, kv_heads * head
     bias = keys.flag("qkv_bias", True) if family == "qwen2_moe" else keys.flag("attention_bias")
-    gated = family in ("qwen3_next", "qwen3_5_moe") and keys.flag("attn_output_gate", True)
+    gated = family in ("qwen3_next", "qwen3_5_moe", "qwen4_exp") and keys.flag("attn_output_gate", True)
     parts.project(f"{at}.q_proj", hidden, q_out * (2 if gated else 1), bias)
     parts.project(f"{at}.k_proj", hidden, kv_out, bias)
     if not shares:
@@ -66,7 +66,7 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
     parts.project(f"{at}.o_proj", q_out, hidden, o_bias)
     normed = (
         *("gemma4_text", "hunyuan_v1_moe", "minimax_m3_vl_text", "qwen3_5_moe", "qwen3_moe", "qwen3_next"),
-        "step3p5",
+        *("qwen4_exp", "step3p5"),
     )
     if family in normed or (family == "glm4_moe" and keys.flag("use_qk_norm")):
         parts.attention += 2 * head
@@ -88,6 +88,15 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
         _block_indexer(keys, layer, parts)
     if family == "inkling_text":
         _learned_bias(keys, heads, 2 * (kv_out + hidden), parts)
+    elif family == "qwen4_exp":
+        heads, width = keys.size("indexer_n_heads"), keys.size("indexer_head_dim")
+        # whole blocks, and the tokens after the last one
+        parts.chosen = keys.size("indexer_budget") + keys.size("indexer_compress_ratio") - 1
+        parts.index = (heads, False)
+        parts.project("self_attn.indexer.index_qk_proj", hidden, (heads + 1) * width)
+        parts.attention += 2 * width  # norms
+        places = 3 if all(is_linear(keys, before) for before in range(layer)) else 0  # which the first keeps
+        parts.cache = parts.cache._replace(token=parts.cache.token + width + places)
 
 
 def _learned_bias(keys: Keys, heads: int, convolved: int, parts: LayerParts) -> None:

@@ -19,6 +19,7 @@ from kt_ray.dims.layer_params import (
     UNDISPATCHED,
     UNGATED,
     expert_intermediate,
+    hidden_streams,
     is_moe_layer,
     latent_width,
     layer_parts,
@@ -29,6 +30,7 @@ from kt_ray.dims.layer_params import (
 )
 from kt_ray.dims.model_dims import ModelDims, Quantised
 from kt_ray.dims.weight_formats import (
+    ELEMENT_BYTES,
     expert_storage,
     linear_storage,
     missing_for_training,
@@ -137,8 +139,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         )  # fmt: skip
     parts = [layer_parts(keys, layer, layer in moe) for layer in range(layers)]
     intermediate = expert_intermediate(keys)
-    streamed = keys.family in ("deepseek_v4", "glm5_next_text", "hy_v4")
-    streams = keys.size("hc_mult", default=4) if streamed else 1
+    streams = hidden_streams(keys)
     dtype, assumed = _dtype(config, text, where)
     quantization = text.get("quantization_config") or config.get("quantization_config")
     weights = {**text, "quantization_config": quantization}
@@ -151,6 +152,13 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         notes.append(f"multimodal model: only its text part ({part}) is planned and trained")
     if not keys.exact:
         notes.append(f"family {keys.family!r} is read by its keys: sizes outside the experts are estimates")
+    mapped = tuple(p.mapped for p in parts)
+    if any(mapped):
+        size = sum(mapped) * ELEMENT_BYTES[dtype] / 1e9
+        notes.append(
+            f"n-gram tables of {size:.1f} GB stay in the model's files, where every host with attention "
+            "workers looks them up: let them lie on a fast local disk, or fit into memory beside this plan"
+        )
     if plain:
         notes.append(f"the experts of {len(plain)} of {len(moe)} MoE layers are not quantised")
     named = [*(["tie_embedding"] if keys.family == "lfm2_moe" else []), "tie_word_embeddings"]
@@ -177,13 +185,15 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         name=name,
         expert_hidden=latent,
         expert_bias_params=2 * intermediate + hidden if keys.family == "gpt_oss" else 0,
-        outside_params=outside_params(keys, streams),
+        outside_params=outside_params(keys),
+        mapped_params=mapped if any(mapped) else (),
         num_heads=max(keys.of_layer(layer).size("num_attention_heads") for layer in range(layers)),
         kv_heads=kv_heads(keys),
         attention_width=max(p.width for p in parts),
         attention_normed=max(p.normed for p in parts),
         pair_widths=tuple((p.pair, p.window) for p in parts),
         indexes=tuple(p.index for p in parts),
+        index_chosen=max(p.chosen for p in parts),
         cache_widths=tuple(p.cache for p in parts),
         compressions=tuple(p.compression for p in parts) if any(p.compression.tokens for p in parts) else (),
         biases=tuple(p.bias for p in parts) if any(p.bias for p in parts) else (),

@@ -16,6 +16,7 @@ ALIASES = {
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_moe": "qwen3_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen4_exp_text": "qwen4_exp",
     "kimi_k25": "deepseek_v3",
     "minimax_m3": "minimax_m3_vl_text",
     "minimax_m3_vl": "minimax_m3_vl_text",
@@ -30,7 +31,7 @@ EXACT = frozenset(
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm4_moe", "gpt_oss"),
         *("minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "kimi_linear", "nemotron_h"),
         *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "hunyuan_v1_moe", "gemma4_text", "hy_v4"),
-        *("llama4_text", "longcat_flash", "mistral_large4_text", "step3p5"),
+        *("llama4_text", "longcat_flash", "mistral_large4_text", "qwen4_exp", "step3p5"),
     )
 )
 # Families whose head is the embedding where config.json does not say.
@@ -151,6 +152,8 @@ class LayerParts:
     window: int = 0  # keys that a query meets at most; 0 = all before it
     # heads of the index that chooses a query's keys, 0 without one; whether query heads choose apart
     index: tuple[int, bool] = (0, False)
+    chosen: int = 0  # keys at most that an index takes which goes query by query
+    mapped: int = 0  # parameters of a table that is looked up in its files
     cache: CacheWidth = field(default_factory=CacheWidth)  # what generation keeps of a row
     compression: Compression = field(default_factory=Compression)
     bias: int = 0  # values per token of a learned bias, one for each distance and head

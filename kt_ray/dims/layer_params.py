@@ -8,6 +8,9 @@ estimates.
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
 from kt_ray.dims.attention_params import LONGCAT_ATTENTIONS, attention, grouped_query
 from kt_ray.dims.config_keys import MOST_LAYERS, Keys, LayerParts
 from kt_ray.dims.model_dims import CacheWidth
@@ -38,6 +41,8 @@ WRITTEN_OUT_NORMS = frozenset(
         *("qwen3_next", "qwen4_exp", "qwen4_exp_text", "step3p5"),
     )
 )
+# Families whose residual streams lie side by side in one hidden state.
+SIDE_BY_SIDE = frozenset(("qwen4_exp", "qwen4_exp_text"))
 # Families whose layers must be told which positions are padding, though it follows the row: a state that
 # decays from the end (lightning attention). kt_ray.model.layer_checks finds it out by trying.
 MASKS_PADDING = frozenset(("minimax",))
@@ -113,8 +118,10 @@ def layer_parts(keys: Keys, layer: int, moe: bool) -> LayerParts:
         return parts
     attention(keys.of_layer(layer), layer, parts)
     hidden = keys.size("hidden_size")
-    # input and post-attention norms; PhiMoE's have a bias, Gemma 4 and LongCat-Flash have two more
-    parts.dense += (4 if keys.family in ("gemma4_text", "longcat_flash", "phimoe") else 2) * hidden
+    if keys.family == "qwen4_exp":
+        _streams(keys, layer, parts)
+    else:  # input and post-attention norms; PhiMoE's have a bias, Gemma 4 and LongCat-Flash have two more
+        parts.dense += (4 if keys.family in ("gemma4_text", "longcat_flash", "phimoe") else 2) * hidden
     mlp = "feed_forward" if keys.family == "llama4_text" else "mlp"
     if keys.family == "longcat_flash":
         for number in range(LONGCAT_ATTENTIONS):  # a dense MLP behind each
@@ -126,6 +133,56 @@ def layer_parts(keys: Keys, layer: int, moe: bool) -> LayerParts:
         names = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", "ffn_hidden_size")
         _gated_mlp(parts, mlp, hidden, keys.size(*names), fused)
     return parts
+
+
+def _streams(keys: Keys, layer: int, parts: LayerParts) -> None:
+    """Qwen4-Exp: hyper-connections of attention and MoE, and in some layers n-gram embeddings (PLE)."""
+    hidden, streams = keys.size("hidden_size"), hidden_streams(keys)
+    wide = streams * hidden
+    parts.attention += 2 * (_mixer(keys) + wide * streams)
+    numbered = sorted({*(keys.listed("ple_layer_ids") or ())})  # counted from 1
+    if layer + 1 not in numbered:
+        return
+    embedded = keys.size("ple_embed_dim", default=hidden)
+    longest = keys.size("ngram_size", default=3, least=2, most=64)
+    heads = keys.size("heads_per_ngram", default=8, most=1024)
+    parts.linear("ple.key_proj", embedded, wide)
+    parts.linear("ple.value_proj", embedded, hidden)
+    kernel = keys.size("ple_conv_kernel_size", default=4)
+    parts.dense += wide * (3 + kernel)  # norms, convolution
+    waiting = wide * (kernel - 1) * longest + longest - 1  # of the convolution, and tokens
+    parts.cache = parts.cache._replace(row=parts.cache.row + waiting)
+    base = keys.size("ngram_vocab_size_base", default=20_000_000, most=1 << 40)
+    tables = (longest - 1) * heads  # with sizes of their own: primes in a row, through all of the layers
+    first = numbered.index(layer + 1) * tables
+    rows = sum(_primes(base, first + tables)[first:])
+    multiple = keys.size("make_ngram_vocab_size_divisible_by", default=128)
+    parts.mapped = -(-rows // multiple) * multiple * (embedded // tables)
+
+
+def _mixer(keys: Keys) -> int:
+    """Qwen4-Exp: what makes one hidden state of the streams."""
+    wide = hidden_streams(keys) * keys.size("hidden_size")
+    return wide * (1 + 2 * keys.size("hc_lowrank", default=320))
+
+
+@cache
+def _primes(least: int, count: int) -> list[int]:
+    """The first primes that are not smaller."""
+    found: list[int] = []
+    while len(found) < count:
+        if least > 1 and all(least % divisor for divisor in range(2, math.isqrt(least) + 1)):
+            found.append(least)
+        least += 1
+    return found
+
+
+def hidden_streams(keys: Keys) -> int:
+    """Residual streams between layers."""
+    if keys.family == "qwen4_exp":
+        return keys.size("hc_count", default=4)
+    streamed = keys.family in ("deepseek_v4", "glm5_next_text", "hy_v4")
+    return keys.size("hc_mult", default=4) if streamed else 1
 
 
 def is_moe_layer(keys: Keys, layer: int) -> bool:
@@ -260,7 +317,7 @@ def _moe_mlp(keys: Keys, parts: LayerParts, mlp: str) -> None:
         shared = expert_intermediate(keys)
     if not shared:
         return
-    gated = keys.family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
+    gated = keys.family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen4_exp")
     fused = keys.family == "minimax_m3_vl_text"
     one = gated or keys.family == "llama4_text"
     _gated_mlp(parts, f"{mlp}.shared_expert" if one else f"{mlp}.shared_experts", hidden, shared, fused)
@@ -291,9 +348,11 @@ def latent_width(keys: Keys) -> int:
     return keys.size("routed_expert_hidden_size", "moe_latent_size", "moe_hidden_size", default=0, least=0)
 
 
-def outside_params(keys: Keys, streams: int) -> int:
+def outside_params(keys: Keys) -> int:
     """Parameters outside layers, embedding and head's matrix: the last norm, the head's bias, streams."""
-    hidden = keys.size("hidden_size")
+    hidden, streams = keys.size("hidden_size"), hidden_streams(keys)
+    if keys.family == "qwen4_exp":
+        return _mixer(keys)
     count = hidden
     if keys.family == "phimoe":  # LayerNorm with a bias
         count += hidden + (keys.size("vocab_size") if keys.flag("lm_head_bias") else 0)

@@ -132,6 +132,9 @@ class ModelDims:
     expert_hidden: int = 0  # width the routed experts work on; 0 = hidden_size
     expert_bias_params: int = 0  # biases of one routed expert
     outside_params: int = 0  # final norm and whatever else sits outside layers, embedding and head
+    # per layer: a table of n-grams that is looked up in the checkpoint's files (MappedTable), which no other
+    # count has; () = no layer has one
+    mapped_params: tuple[int, ...] = ()
     num_heads: int = 0  # query heads
     kv_heads: int = 0  # heads of keys and values, where every layer has as many
     attention_width: int = 0  # elements per token of expanded queries, keys and values of one layer
@@ -144,6 +147,7 @@ class ModelDims:
     # per layer: heads of the index that chooses a query's keys, 0 without one, and whether query heads choose
     # apart; () = no layer has one
     indexes: tuple[tuple[int, bool], ...] = ()
+    index_chosen: int = 0  # keys at most that an index takes which goes query by query (Qwen4-Exp's)
     cache_widths: tuple[CacheWidth, ...] = ()  # per layer: what generation keeps of a row
     compressions: tuple[Compression, ...] = ()  # per layer; () = no layer compresses
     biases: tuple[int, ...] = ()  # per layer: values per token of a learned bias; () = no layer has one
@@ -261,4 +265,5 @@ class ModelDims:
     def total_params(self) -> int:
         """All parameters, multi-token-prediction layers not counted."""
         ends = self.embedding_params * (1 if self.tie_embeddings else 2) + self.outside_params
-        return ends + sum(self.attention_params) + sum(self.dense_params) + self.routed_params
+        layers = sum(self.attention_params) + sum(self.dense_params) + self.routed_params
+        return ends + layers + sum(self.mapped_params)

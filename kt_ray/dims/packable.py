@@ -46,6 +46,7 @@ OBSTACLES: dict[str, str] = {
     "nemotron_h": f"Mamba: {_STATE}",
     "qwen3_5_moe": f"gated delta attention: {_STATE}",
     "qwen3_next": f"gated delta attention: {_STATE}",
+    "qwen4_exp": f"gated delta attention, and n-grams: {_STATE}",
 }
 
 

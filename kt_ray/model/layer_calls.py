@@ -41,6 +41,8 @@ class RecordedCall:
     carried: str | None = None
     # what the layer takes from earlier ones beside its hidden state (handed_results.py)
     given: Mapping[Result, tuple[Tensor, ...]] = field(default_factory=dict)
+    # whether the family's layers take streams [b, s, streams, H] side by side, [b, s, streams * H]
+    side_by_side: bool = False
 
     def run(
         self, layer: nn.Module, hidden: Tensor, left: dict[Result, tuple[Tensor, ...]] | None = None
@@ -58,16 +60,17 @@ class RecordedCall:
             else:
                 (kwargs[name],) = tensors
         kwargs |= places
-        out = layer(hidden_states=hidden, **kwargs) if self.by_name else layer(hidden, *self.args, **kwargs)
-        hidden, *more = out if isinstance(out, tuple) else (out,)
+        given = hidden.flatten(2) if self.side_by_side else hidden
+        out = layer(hidden_states=given, **kwargs) if self.by_name else layer(given, *self.args, **kwargs)
+        result, *more = out if isinstance(out, tuple) else (out,)
         if any(extra is not None for extra in more) and self.carried is None:
             raise unsupported(type(layer).__name__, f"{len(out)} outputs of one layer")
         if left is not None:
             found = {(name, key): value for name, place in places.items() for key, value in place.items()}
             if self.carried and more and more[0] is not None:
                 found[self.carried, None] = (more[0],)
-            left |= {result: value for result, value in found.items() if not self._passed_on(result, value)}
-        return hidden
+            left |= {place: value for place, value in found.items() if not self._passed_on(place, value)}
+        return result.view(hidden.shape) if self.side_by_side else result
 
     def _passed_on(self, result: Result, value: tuple[Tensor, ...]) -> bool:
         """Whether a layer handed on what it was given."""
@@ -140,6 +143,7 @@ class LayerCallCapture:
         self.output_shape: tuple[int, ...] = ()  # of the last recording
         # of the hidden state between layers, after [b, s]: (H,), or (streams, H) with hyper-connections
         self.state_shape: tuple[int, ...] = ()
+        self.side_by_side = False  # see RecordedCall
 
     @contextmanager
     def _stubbed(
@@ -147,8 +151,13 @@ class LayerCallCapture:
     ) -> Iterator[None]:
         def note(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = args[0] if args else kwargs.pop("hidden_states")
-            calls[index] = RecordedCall(args[1:], kwargs, not args, self.carried)
-            out = on_call(index, hidden)
+            calls[index] = RecordedCall(
+                args[1:], kwargs, not args, self.carried, side_by_side=self.side_by_side
+            )
+            if self.side_by_side:
+                out = on_call(index, hidden.unflatten(2, self.state_shape)).flatten(2)
+            else:
+                out = on_call(index, hidden)
             return (out, self.extra)[: self.outputs] if self.outputs else out
 
         real = self.base.layers

@@ -53,6 +53,7 @@ def check_family(capture: LayerCallCapture, first: bool, last: bool, hidden_size
         UserError: layers depend on each other by more than h, or (more than one stage) on the tokens.
     """
     model_type = capture.causal.config.model_type
+    beside = getattr(capture.base.config, "hc_count", 1)  # Qwen4-Exp's streams
     b, s = 1, 5
 
     def inputs(token: int) -> dict[str, Tensor]:
@@ -75,9 +76,11 @@ def check_family(capture: LayerCallCapture, first: bool, last: bool, hidden_size
             refusal = refusal or error
             continue
         state = next(iter(shapes))
-        fits = state[:2] == (b, s) and len(state) in (3, 4) and state[-1] == hidden_size
+        widths = (hidden_size, beside * hidden_size)
+        fits = state[:2] == (b, s) and len(state) in (3, 4) and state[-1] in widths
         if fits and len(shapes) == 1 and (not last or capture.output_shape == (b, s, hidden_size)):
-            capture.state_shape = state[2:]
+            capture.side_by_side = state[-1] != hidden_size
+            capture.state_shape = (beside, hidden_size) if capture.side_by_side else state[2:]
             break
     else:
         reason = first_line(refusal) if refusal else sorted(shapes)

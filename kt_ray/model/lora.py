@@ -31,8 +31,11 @@ _BYPASSED = frozenset({"classifier", "dt_proj"})
 # PEFT refuses an adapter of these (Mamba kernels multiply with their weight by themselves).
 _REFUSED = {"nemotron_h": frozenset({"out_proj"})}
 _OF_EXPERTS = frozenset(leaf for leaves in ONE_BY_ONE for leaf in leaves.values())
-# Sparse attention's indexer only chooses positions: no gradient passes through a choice.
-_GATES = re.compile(r"(^|\.)(gate|router|indexer|[a-z0-9_]*_gate|router_[a-z0-9_]+)(\.|$)")
+# Sparse attention's indexer only chooses positions: no gradient passes through a choice. Hyper-connections
+# are gates of the residual streams.
+_GATES = re.compile(
+    r"(^|\.)(gate|router|indexer|[a-z0-9_]*_gate|router_[a-z0-9_]+|[a-z0-9_]+_hyper_connection)(\.|$)"
+)
 
 
 def init_lora_a(seed: int, name: str, shape: Sequence[int], init: str = "default") -> Tensor:

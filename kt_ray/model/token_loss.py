@@ -77,7 +77,11 @@ class Head:
         self.norm = self._find_norm(model.base)
 
     def _inputs(self, b: int, s: int) -> dict[str, Tensor]:
-        return {"inputs_embeds": torch.zeros(b, s, self.hidden_size, dtype=self.dtype, device=self.device)}
+        embeds = torch.zeros(b, s, self.hidden_size, dtype=self.dtype, device=self.device)
+        # Qwen4-Exp would look for tokens of these embeddings, for its layers.
+        named = getattr(self.capture.base.config, "ple_layer_ids", None)
+        ids = {"ple_input_ids": torch.zeros(b, s, dtype=torch.int64, device=self.device)} if named else {}
+        return {"inputs_embeds": embeds, **ids}
 
     @torch.no_grad()
     def _find_norm(self, base: Any) -> nn.Module | None:

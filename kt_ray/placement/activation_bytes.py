@@ -14,6 +14,7 @@ from kt_ray.dims.layer_params import (
     HELD_BYTES,
     MASKS_PADDING,
     MORE_NORMS,
+    SIDE_BY_SIDE,
     SINK_FEATURES,
     SINKS,
     flash_width,
@@ -42,10 +43,13 @@ def layer_activation_bytes(
         lora = sum(6 * rank for _, _, rank in sizes)
     else:
         lora = sum(each * i + dora * o + 8 * rank for i, o, rank in sizes)
-    norms = 2 * dims.hidden_streams + MORE_NORMS.get(dims.model_type, 0)
-    normed = norms * dims.hidden_size * (element + 4)
-    if dims.hidden_streams > 1:
-        normed += _collapsed_bytes(dims, element)
+    if dims.model_type in SIDE_BY_SIDE:
+        normed = _mixed_bytes(dims, layer, element)
+    else:
+        norms = 2 * dims.hidden_streams + MORE_NORMS.get(dims.model_type, 0)
+        normed = norms * dims.hidden_size * (element + 4)
+        if dims.hidden_streams > 1:
+            normed += _collapsed_bytes(dims, element)
     scores = 0
     row = longest_row(dims, config) if generates(config) else config.data.widest_row
     if holds_scores(dims.model_type, config.model.attn_implementation):
@@ -76,6 +80,17 @@ def _collapsed_bytes(dims: ModelDims, element: int) -> int:
     goes back to them, and the weights of the streams at first and after each of DeepSeek-V4's 20 rounds."""
     streams = dims.hidden_streams
     return 2 * (dims.hidden_size * (2 * element + 4) + 21 * 2 * 4 * (streams**2 + streams))
+
+
+def _mixed_bytes(dims: ModelDims, layer: int, element: int) -> int:
+    """Qwen4-Exp's streams, for attention and for the MLP: in float32 and normed, with a weight for each
+    element; what they become together, and what goes back to them. With n-grams three times the streams in
+    float32, and gates, norms and the convolution between them."""
+    streams, hidden = dims.hidden_streams, dims.hidden_size
+    mixed = 2 * (streams * hidden * (4 + 2 * element) + 2 * element * hidden)
+    if not dims.mapped_params or not dims.mapped_params[layer]:
+        return mixed
+    return mixed + streams * hidden * (12 + 3 * element)
 
 
 def _compression(dims: ModelDims, layer: int) -> Compression | None:
@@ -194,10 +209,13 @@ def index_scratch_bytes(dims: ModelDims, row: int, layer: int, dtype: str) -> in
     """Bytes per token of a micro-batch that an index of a layer needs for a moment, beside rows of `row`.
 
     transformers holds the scores of every key and index head in float32, twice at once (as it scales, cuts or
-    masks them); where heads choose apart, then the choice and the mask of every query head. Of an index over
+    masks them); where heads choose apart, then the choice and the mask of every query head. Of one that goes
+    query by query the choice and three masks. Of an index over
     compressed tokens three times, and in float32 those tokens for each query.
     """
     heads, apart = _index(dims, layer)
+    if heads and dims.index_chosen:
+        return 4 * row + 16 * min(dims.index_chosen, row)
     if compression := _compression(dims, layer):
         return compression.keys(row) * (12 * compression.index_heads + 4 * compression.index_head)
     return row * max(8 * heads, (2 + ELEMENT_BYTES[dtype]) * dims.num_heads * apart)

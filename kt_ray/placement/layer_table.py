@@ -63,6 +63,7 @@ def _kind(dims: ModelDims, lora: LoraConfig, layer: int) -> object:
         dims.biases,
         dims.states,
         dims.quantised,
+        dims.mapped_params,
     )
     return (
         dims.attention_params[layer],

@@ -198,9 +198,9 @@ def test_sparse_attention_draws_as_it_trains(family: str, tmp_path: Path) -> Non
     assert one_rounding(bfloat16_gaps(base, {}))
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "nemotron_h"])
+@pytest.mark.parametrize("family", ["kimi_linear", "nemotron_h", "qwen4_exp"])
 def test_a_stage_without_keys_draws_as_it_trains(family: str, tmp_path: Path) -> None:
-    """Of linear layers alone: all of Kimi-Linear's here, the first two of Nemotron-H's four."""
+    """Of linear layers alone: all of Kimi-Linear's here, the first two of the others' four."""
     base = write_config(tmp_path / "base", family)
     save_whole(base)
     config = config_for(base, "rule.stages=2", "trainer.micro_batch_size=4")

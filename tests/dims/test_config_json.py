@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kt_ray.dims.config_json import dims_from_config, dims_from_dir
-from kt_ray.dims.config_keys import EXACT
+from kt_ray.dims.config_keys import ALIASES, EXACT
 from kt_ray.dims.layer_params import UNDISPATCHED
 from kt_ray.errors import UserError
 from tests.helpers.families import tiny_config
@@ -68,13 +68,14 @@ def released() -> dict[str, dict[str, Any]]:
 
 
 def test_exact_families_are_all_tested() -> None:
-    assert {"qwen3_5_moe" if f == "qwen3_5_moe_text" else f for f in SMALL} == EXACT
+    assert {ALIASES.get(family, family) for family in SMALL} == EXACT
 
 
 @pytest.mark.parametrize("family", sorted(SMALL))
 def test_counts_equal_transformers(family: str) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    from kt_ray.checkpoint.mapped_table import is_mapped_table
     from kt_ray.model.lora import is_gate, linear_names
 
     config = transformers.AutoConfig.for_model(**SMALL[family])
@@ -84,13 +85,15 @@ def test_counts_equal_transformers(family: str) -> None:
     for module in model.modules():
         if dims.zero_experts and hasattr(module, "gate_up_proj"):  # of LongCat-Flash's zero experts, too
             module.gate_up_proj = torch.nn.Parameter(module.gate_up_proj[: dims.num_experts])
-    head = dims.embedding_params if alone else 0
+    head, mapped = dims.embedding_params if alone else 0, 0
     assert dims.total_params == sum(p.numel() for p in model.parameters()) + head
     for i, layer in enumerate((model if alone else model.model).layers):
         routed = sum(p.numel() for n, p in layer.named_parameters() if ".experts." in f".{n}")
         assert (i in dims.moe_layers) == (routed > 0)
         assert routed == (dims.num_experts * dims.expert_params if routed else 0)
-        rest = sum(p.numel() for p in layer.parameters()) - routed
+        tables = sum(p.numel() for n, p in layer.named_parameters() if is_mapped_table(f".{n}"))
+        mapped += tables
+        rest = sum(p.numel() for p in layer.parameters()) - routed - tables
         assert dims.attention_params[i] + dims.dense_params[i] == rest
         adapted = linear_names({"layer": layer}, family)
         linear = {
@@ -99,6 +102,7 @@ def test_counts_equal_transformers(family: str) -> None:
             if f"layer.{name}" in adapted and not is_gate(name)
         }
         assert set(dims.lora_in_out[i]) == linear
+    assert sum(dims.mapped_params) == mapped
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_other_kinds_of_caches_and_layers(tmp_path: Path, family: str) -> None:
         ("mistral_large4", {"kv_source_layers": [0, 1, 0, 1], "no_rope_layers": [0, 1, 0, 1]}),
         ("hy_v4", {}),
         ("gemma4", {}),
+        ("qwen4_exp", {}),
     ],
 )
 def test_layers_that_take_what_earlier_ones_computed(

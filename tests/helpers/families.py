@@ -105,6 +105,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_head_dim": 8,
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
+        "hc_lowrank": 6,
+        "ple_layer_ids": [1, 3],
+        "ngram_vocab_size_base": 20,
+        "heads_per_ngram": 2,
+        "make_ngram_vocab_size_divisible_by": 6,
+        "split_ngram_parts": 12,
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_ocr2_text": {

@@ -62,8 +62,9 @@ merges and exports it ([adapter.md](adapter.md)). kt_ray refuses a family by nam
 recomputation. Layers may take what earlier ones computed
 ([decision 026](decisions/026-handed-results.md)): an index's choice (GLM-5.2, Hy4), keys and values
 (Mistral Large 4). Llama 4 counts positions from a row's start: its rows are not packed, and its answers are
-computed one by one. A multimodal name trains its text part. `python -m tests.model.test_families` writes this
-page, and the test compares its rows.
+computed one by one. Qwen4-Exp's tables of n-grams stay in the model's files
+([checkpoints.md](checkpoints.md#memory-and-speed-of-loading)). A multimodal name trains its text part.
+`python -m tests.model.test_families` writes this page, and the test compares its rows.
 
 | model_type | | |
 |---|---|---|
@@ -203,14 +204,23 @@ def test_the_table_lists_what_is_installed() -> None:
     assert sorted(documented()) == dispatched()
 
 
-@pytest.mark.parametrize("cuts", [(0, 1, LAYERS), (0, 2, 3, LAYERS)])
-def test_hyper_connections_on_several_stages(tmp_path: Path, cuts: tuple[int, ...]) -> None:
-    """DeepSeek-V4: several streams go from stage to stage; a router by token ids is on a later one."""
-    path = write_config(tmp_path, "deepseek_v4", mlp_layer_types=["moe", "hash_moe", "hash_moe", "moe"])
+@pytest.mark.parametrize(
+    ("family", "cuts"),
+    [
+        ("deepseek_v4", (0, 1, LAYERS)),
+        ("deepseek_v4", (0, 2, 3, LAYERS)),
+        ("qwen4_exp_text", (0, 1, 2, LAYERS)),
+    ],
+)
+def test_hyper_connections_on_several_stages(tmp_path: Path, family: str, cuts: tuple[int, ...]) -> None:
+    """Several streams go from stage to stage; what looks at token ids, a router or n-grams, is on a later
+    one."""
+    routers = {"mlp_layer_types": ["moe", "hash_moe", "hash_moe", "moe"]} if family == "deepseek_v4" else {}
+    path = write_config(tmp_path, family, **routers)
     build(path)
     stages = make_stages(path, cuts)
     (whole,) = make_stages(path, (0, LAYERS))
-    assert all(stage.state_shape == (2, 32) for stage in stages)
+    assert all(stage.state_shape == (2 if routers else 4, 32) for stage in stages)
     assert_equals_transformers(stages, Eager(path, whole.model))
 
 

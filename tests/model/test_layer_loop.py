@@ -408,6 +408,7 @@ _TOLD: dict[str, dict[str, Any]] = {  # whose second layer has a state only if t
         "mamba_chunk_size": 32,
     },
     "inkling_text": {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "swa_head_dim": 16},
+    "qwen4_exp_text": {"ple_layer_ids": [2]},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
     "nemotron_h": {
