@@ -90,8 +90,6 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
         _learned_bias(keys, heads, 2 * (kv_out + hidden), parts)
     elif family == "qwen4_exp":
         heads, width = keys.size("indexer_n_heads"), keys.size("indexer_head_dim")
-        # whole blocks, and the tokens after the last one
-        parts.chosen = keys.size("indexer_budget") + keys.size("indexer_compress_ratio") - 1
         parts.index = (heads, False)
         parts.project("self_attn.indexer.index_qk_proj", hidden, (heads + 1) * width)
         parts.attention += 2 * width  # norms

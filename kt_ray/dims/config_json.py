@@ -193,7 +193,6 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         attention_normed=max(p.normed for p in parts),
         pair_widths=tuple((p.pair, p.window) for p in parts),
         indexes=tuple(p.index for p in parts),
-        index_chosen=max(p.chosen for p in parts),
         cache_widths=tuple(p.cache for p in parts),
         compressions=tuple(p.compression for p in parts) if any(p.compression.tokens for p in parts) else (),
         biases=tuple(p.bias for p in parts) if any(p.bias for p in parts) else (),

@@ -152,7 +152,6 @@ class LayerParts:
     window: int = 0  # keys that a query meets at most; 0 = all before it
     # heads of the index that chooses a query's keys, 0 without one; whether query heads choose apart
     index: tuple[int, bool] = (0, False)
-    chosen: int = 0  # keys at most that an index takes which goes query by query
     mapped: int = 0  # parameters of a table that is looked up in its files
     cache: CacheWidth = field(default_factory=CacheWidth)  # what generation keeps of a row
     compression: Compression = field(default_factory=Compression)

@@ -41,8 +41,8 @@ WRITTEN_OUT_NORMS = frozenset(
         *("qwen3_next", "qwen4_exp", "qwen4_exp_text", "step3p5"),
     )
 )
-# Families whose residual streams lie side by side in one hidden state.
-SIDE_BY_SIDE = frozenset(("qwen4_exp", "qwen4_exp_text"))
+# Families whose residual streams lie side by side in one hidden state, and whose index chooses blocks.
+QWEN4_EXP = frozenset(("qwen4_exp", "qwen4_exp_text"))
 # Families whose layers must be told which positions are padding, though it follows the row: a state that
 # decays from the end (lightning attention). kt_ray.model.layer_checks finds it out by trying.
 MASKS_PADDING = frozenset(("minimax",))

@@ -147,7 +147,6 @@ class ModelDims:
     # per layer: heads of the index that chooses a query's keys, 0 without one, and whether query heads choose
     # apart; () = no layer has one
     indexes: tuple[tuple[int, bool], ...] = ()
-    index_chosen: int = 0  # keys at most that an index takes which goes query by query (Qwen4-Exp's)
     cache_widths: tuple[CacheWidth, ...] = ()  # per layer: what generation keeps of a row
     compressions: tuple[Compression, ...] = ()  # per layer; () = no layer compresses
     biases: tuple[int, ...] = ()  # per layer: values per token of a learned bias; () = no layer has one

@@ -17,7 +17,7 @@ from torch import nn
 
 from kt_ray.checkpoint.names import ALIASES
 from kt_ray.errors import UserError
-from kt_ray.model import attention, layer_calls, llama4, longcat, step3p7
+from kt_ray.model import attention, layer_calls, llama4, longcat, qwen4, step3p7
 from kt_ray.parse import read_json
 
 _NESTED = ("text_config", "thinker_config")  # of multimodal configurations, outermost last
@@ -137,6 +137,8 @@ def build_causal(
         ) from error
     if family.text_type in DISPATCHED:
         DISPATCHED[family.text_type](causal, family.config)
+    if family.text_type == "qwen4_exp_text":
+        qwen4.index_at_once(causal)
     prefix, modules = causal.base_model_prefix, dict(causal.named_modules())
     # Llama 4's text class has the multimodal one's prefix.
     if config is not family.config or prefix not in modules:

@@ -14,7 +14,7 @@ from kt_ray.dims.layer_params import (
     HELD_BYTES,
     MASKS_PADDING,
     MORE_NORMS,
-    SIDE_BY_SIDE,
+    QWEN4_EXP,
     SINK_FEATURES,
     SINKS,
     flash_width,
@@ -43,7 +43,7 @@ def layer_activation_bytes(
         lora = sum(6 * rank for _, _, rank in sizes)
     else:
         lora = sum(each * i + dora * o + 8 * rank for i, o, rank in sizes)
-    if dims.model_type in SIDE_BY_SIDE:
+    if dims.model_type in QWEN4_EXP:
         normed = _mixed_bytes(dims, layer, element)
     else:
         norms = 2 * dims.hidden_streams + MORE_NORMS.get(dims.model_type, 0)
@@ -209,13 +209,13 @@ def index_scratch_bytes(dims: ModelDims, row: int, layer: int, dtype: str) -> in
     """Bytes per token of a micro-batch that an index of a layer needs for a moment, beside rows of `row`.
 
     transformers holds the scores of every key and index head in float32, twice at once (as it scales, cuts or
-    masks them); where heads choose apart, then the choice and the mask of every query head. Of one that goes
-    query by query the choice and three masks. Of an index over
+    masks them); where heads choose apart, then the choice and the mask of every query head. Qwen4-Exp's has
+    scores of some queries at a time, and masks (kt_ray/model/qwen4.py). Of an index over
     compressed tokens three times, and in float32 those tokens for each query.
     """
     heads, apart = _index(dims, layer)
-    if heads and dims.index_chosen:
-        return 4 * row + 16 * min(dims.index_chosen, row)
+    if heads and dims.model_type in QWEN4_EXP:
+        return 8 * row
     if compression := _compression(dims, layer):
         return compression.keys(row) * (12 * compression.index_heads + 4 * compression.index_head)
     return row * max(8 * heads, (2 + ELEMENT_BYTES[dtype]) * dims.num_heads * apart)

@@ -100,7 +100,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"head_dim": 128},
     "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 16,  # of few, scores tie
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
         "indexer_budget": 8,
