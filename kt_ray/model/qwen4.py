@@ -41,9 +41,10 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module]]:
             b, s, _ = hidden_states.shape
             seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
             seen = seen[:, 0].expand(b, -1, -1)  # [b, s, keys]
-            count = seen.sum(-1)
-            # Of a row the first key that is no padding; queries on padding see none.
-            start = seen.byte().argmax(-1).masked_fill(count == 0, 0).amax(-1)
+            some, bytes = seen.any(-1), seen.view(torch.uint8)
+            first, after = bytes.argmax(-1), seen.shape[-1] - bytes.flip(-1).argmax(-1)
+            # Keys that a query sees, if these are all from a row's first that is no padding; on padding none.
+            count, start = (after - first) * some, (first * some).amax(-1)
             place = torch.arange(seen.shape[-1], device=seen.device) - start[:, None]  # [b, keys]
             if not torch.equal(seen, (place >= 0)[:, None] & (place[:, None] < count[..., None])):
                 inputs = hidden_states, position_embeddings, attention_mask, past_key_values
@@ -61,9 +62,9 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module]]:
             cos, sin = (x.expand(b, -1, -1) for x in position_embeddings)
             inside = start[:, None] + torch.arange(blocks * ratio, device=seen.device)
             inside = inside.clamp(max=keys.shape[1] - 1)  # of rows that have fewer blocks
-            groups, first = _rows(keys, inside).unflatten(1, (blocks, ratio)), inside[:, ::ratio]
+            groups, begin = _rows(keys, inside).unflatten(1, (blocks, ratio)), inside[:, ::ratio]
             pooled = self.k_layernorm(groups.float().mean(2).to(keys.dtype))[:, :, None]
-            turn = _rows(cos, first), _rows(sin, first)
+            turn = _rows(cos, begin), _rows(sin, begin)
             pooled = apply_rotary_pos_emb(pooled, None, *turn, unsqueeze_dim=2)
             pooled = pooled.float().permute(0, 2, 3, 1)  # [b, 1, d, blocks]
             q = self.q_layernorm(q.unflatten(-1, (self.index_n_heads, -1)))
@@ -80,7 +81,7 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module]]:
                 best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.block_topk]
                 chosen[:, own] = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
             block = place.div(ratio, rounding_mode="floor").clamp(0, blocks - 1)
-            chosen = chosen.gather(2, block[:, None].expand(b, s, -1))
+            chosen = torch.stack([row.index_select(1, of) for row, of in zip(chosen, block, strict=True)])
             chosen |= place[:, None] >= ratio * whole[..., None]  # after the last whole block
             return (chosen & seen)[:, None]
 

@@ -215,7 +215,7 @@ def index_scratch_bytes(dims: ModelDims, row: int, layer: int, dtype: str) -> in
     """
     heads, apart = _index(dims, layer)
     if heads and dims.model_type in QWEN4_EXP:
-        return 8 * row
+        return 12 * row
     if compression := _compression(dims, layer):
         return compression.keys(row) * (12 * compression.index_heads + 4 * compression.index_head)
     return row * max(8 * heads, (2 + ELEMENT_BYTES[dtype]) * dims.num_heads * apart)
