@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers.core_model_loading import WeightConverter
 
 _FLOATING = {"F32", "BF16", "F16", "F64"}
+# Buffers that config.json determines: Qwen4-Exp's numbers of n-grams, which a release need not store.
+_DETERMINED = re.compile(r"\.ple_embedding\.(layer_multipliers|ngram_heads_(vocab_sizes|offsets))$")
 _PLAIN = _FLOATING | {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
@@ -89,6 +91,9 @@ def load_non_experts(
         for name, tensor in targets.items()
         if not tensor.numel()
     }
+
+    absent = [name for name in targets if _DETERMINED.search(name) and name not in mapping]
+    placed |= {name: value.to(place(name)) for name, value in _determined(module, absent).items()}
 
     def fill(names: list[str]) -> None:
         parameters: dict[int, torch.nn.Parameter] = {}  # of values that names share
@@ -164,7 +169,7 @@ def check_non_experts(
             check_parts(_parts(index, keys), tuple(targets[target].shape))
         elif converter is None and target in targets:
             _check_shape(index, target, index.shape(keys[-1][0]), targets[target].shape)
-    present |= {name for name, tensor in targets.items() if not tensor.numel()}
+    present |= {name for name, tensor in targets.items() if not tensor.numel() or _DETERMINED.search(name)}
     _check_complete(index, targets, {n for n in targets if n in present or tied.get(n) in present})
     if report.unexpected:
         raise damaged(
@@ -277,6 +282,19 @@ def _targets(
             names[name] = tensor
     # A tied tensor is stored once, under its source's name.
     return names, tied, set(names) | {tied[name] for name in names if name in tied}
+
+
+@torch.no_grad()
+def _determined(module: PreTrainedModel, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Buffers as `from_pretrained` makes those that a checkpoint lacks."""
+    values = {}
+    for path, of_one in groupby(sorted(names), key=lambda name: name.rpartition(".")[0]):
+        owner = module.get_submodule(path)
+        for name in of_one:
+            leaf = name.rpartition(".")[2]
+            values[name] = owner._buffers[leaf] = torch.empty_like(getattr(owner, leaf), device="cpu")
+        module._init_weights(owner)
+    return values
 
 
 def _parts(index: CheckpointIndex, keys: list[tuple[str, str]]) -> list[TensorInfo]:

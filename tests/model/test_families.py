@@ -239,6 +239,20 @@ def test_without_shared_experts(tmp_path: Path) -> None:
     make_stages(path, (0, LAYERS))
 
 
+def test_numbers_of_n_grams_need_not_be_stored(tmp_path: Path) -> None:
+    """config.json determines them; transformers then makes them, too."""
+    path = write_config(tmp_path, "qwen4_exp_text")
+    build(path)
+    file = path / "model.safetensors"
+    whole = load_file(file)
+    save_file({k: v for k, v in whole.items() if v.is_floating_point()}, file, metadata={"format": "pt"})
+    check_non_experts(CheckpointIndex.open(path), build_causal(read_family(path), torch.float32, "eager")[0])
+    (made,) = make_stages(path, (0, LAYERS))
+    own = dict(made.model.causal.named_buffers())
+    numbers = {name: value for name, value in whole.items() if not value.is_floating_point()}
+    assert len(numbers) == 6 and all(torch.equal(own[name], value) for name, value in numbers.items())
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         results = {name: try_family(Path(folder), name) for name in dispatched()}
