@@ -225,7 +225,7 @@ def part_of(name: str, layers: int | None) -> str:
         return "norms"
     if leaf in ("gate", "router", "router_bias", "e_score_correction_bias", "tid2eid") or ".router." in name:
         return "router"
-    if leaf in ("embed_tokens", "embed", "wte"):
+    if leaf in ("embed_tokens", "embed", "wte") or ".ngram_embedding." in name:
         return "embedding"
     if leaf in ("lm_head", "head"):
         return "head"

@@ -122,6 +122,7 @@ def test_families_have_transformers_names() -> None:
         (f"{LAYER}.post_attention_layernorm.weight", "norms", False),
         ("model.norm.weight", "norms", False),
         ("model.embed_tokens.weight", "embedding", False),
+        (f"{LAYER}.ple.ple_embedding.ngram_embedding.shard_12.weight", "embedding", False),
         ("lm_head.weight", "head", False),
         ("model.visual.blocks.0.attn.qkv_proj.weight", "other modalities", False),
         ("mtp.layers.0.self_attn.q_proj.weight", "multi-token prediction", True),
