@@ -139,7 +139,7 @@ def _streams(keys: Keys, layer: int, parts: LayerParts) -> None:
     """Qwen4-Exp: hyper-connections of attention and MoE, and in some layers n-gram embeddings (PLE)."""
     hidden, streams = keys.size("hidden_size"), hidden_streams(keys)
     wide = streams * hidden
-    parts.attention += 2 * (_mixer(keys) + wide * streams)
+    parts.attention += 2 * wide + sum(n_in * n_out for _, n_in, n_out in mixers(keys))  # norms
     numbered = sorted({*(keys.listed("ple_layer_ids") or ())})  # counted from 1
     if layer + 1 not in numbered:
         return
@@ -160,10 +160,21 @@ def _streams(keys: Keys, layer: int, parts: LayerParts) -> None:
     parts.mapped = -(-rows // multiple) * multiple * (embedded // tables)
 
 
-def _mixer(keys: Keys) -> int:
-    """Qwen4-Exp: what makes one hidden state of the streams."""
-    wide = hidden_streams(keys) * keys.size("hidden_size")
-    return wide * (1 + 2 * keys.size("hc_lowrank", default=320))
+def mixers(keys: Keys) -> tuple[tuple[str, int, int], ...]:
+    """Linear modules (name, in, out) of Qwen4-Exp's hyper-connections, of attention and MoE, in a layer."""
+    if keys.family != "qwen4_exp":
+        return ()
+    streams, rank = hidden_streams(keys), keys.size("hc_lowrank", default=320)
+    wide = streams * keys.size("hidden_size")
+    return tuple(
+        (f"{part}_hyper_connection.{name}", n_in, n_out)
+        for part in ("attn", "mlp")
+        for name, n_in, n_out in (
+            ("input_mix_weight_down", wide, rank),
+            ("input_mix_weight_up", rank, wide),
+            ("block_inject_weight", wide, streams),
+        )
+    )
 
 
 @cache
@@ -351,8 +362,8 @@ def latent_width(keys: Keys) -> int:
 def outside_params(keys: Keys) -> int:
     """Parameters outside layers, embedding and head's matrix: the last norm, the head's bias, streams."""
     hidden, streams = keys.size("hidden_size"), hidden_streams(keys)
-    if keys.family == "qwen4_exp":
-        return _mixer(keys)
+    if keys.family == "qwen4_exp":  # one that only takes them together, with its norm
+        return streams * hidden * (1 + 2 * keys.size("hc_lowrank", default=320))
     count = hidden
     if keys.family == "phimoe":  # LayerNorm with a bias
         count += hidden + (keys.size("vocab_size") if keys.flag("lm_head_bias") else 0)

@@ -158,6 +158,8 @@ class ModelDims:
     # tokens of the longest row for which transformers computes what the model was trained to; 0 = any
     longest_row: int = 0
     hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide
+    # (module, in, out) of every layer that mix the streams, which "auto" leaves alone
+    mixers: tuple[tuple[str, int, int], ...] = ()
     affine: bool = True  # whether a layer's output is affine in that of its experts
     gated: bool = True  # whether the routed experts have a gate projection
     plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`

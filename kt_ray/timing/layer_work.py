@@ -147,10 +147,12 @@ class LayerWork:
     def modules(self) -> tuple[tuple[str, int, int, int, bool], ...]:
         """(name, in, out, rank of its LoRA or 0, whether it is of attention)."""
         modules, ranks = self.dims.lora_in_out[self.layer], module_ranks(self.dims, self.lora, self.layer)
-        return tuple(
+        mixing = ((*module, 0, True) for module in self.dims.mixers)
+        own = (
             (name, n_in, n_out, rank, "attn" in name or (name.startswith("mixer.") and name[6:7] in "qkvo"))
             for (name, n_in, n_out), rank in zip(modules, ranks, strict=True)
         )
+        return (*own, *mixing)
 
     @cached_property
     def heads(self) -> tuple[float, float]:

@@ -504,7 +504,7 @@ class PlanDurations:
         small = dispatch_seconds(PARAMETER_OPS, rates.cpu_one, rates.cpu_one)
         adapters = [lora_params(dims, lora, layer) for layer in range(dims.num_layers)]
         total = sum(adapters)
-        matrices = [2 * len(work.modules) for work in self.layers]
+        matrices = [2 * sum(rank > 0 for *_, rank, _ in work.modules) for work in self.layers]
         norms, steps = [], []
         # Gradients of other hosts' replicas come to worker 0 over its host's link, updated weights go back.
         far = plan.replicas - plan.replicas // plan.attention_hosts

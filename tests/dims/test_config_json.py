@@ -102,6 +102,10 @@ def test_counts_equal_transformers(family: str) -> None:
             if f"layer.{name}" in adapted and not is_gate(name)
         }
         assert set(dims.lora_in_out[i]) == linear
+        modules = dict(layer.named_modules())
+        for name, n_in, n_out in dims.mixers:
+            assert (modules[name].in_features, modules[name].out_features) == (n_in, n_out)
+            assert is_gate(name) and f"layer.{name}" in adapted
     assert sum(dims.mapped_params) == mapped
 
 

@@ -123,3 +123,12 @@ def test_layer_work_of_a_layer_is_its_own() -> None:
     works = layer_works(made.plan, made.config)
     assert [w.layer for w in works] == list(range(made.plan.dims.num_layers))
     assert all(isinstance(w, LayerWork) for w in works)
+
+
+def test_what_mixes_streams_is_counted_without_an_adapter() -> None:
+    dims = small_dims("qwen4_exp_text")
+    work = LayerWork(dims, 0, make_config().lora, "bfloat16")
+    plain = LayerWork(dataclasses.replace(dims, mixers=()), 0, work.lora, "bfloat16")
+    wide, rank, streams = 3 * 64, 6, 3
+    more = work.forward(1, 8)[0].products - plain.forward(1, 8)[0].products
+    assert more == 2 * 8 * 2 * wide * (2 * rank + streams)
