@@ -47,8 +47,8 @@ speed, templates, adapters, and traps.
 [DeepSeek-V4](families/deepseek_v4.md) · [GLM-4.5 to GLM-5](families/glm.md) ·
 [gpt-oss](families/gpt_oss.md) · [Kimi-K2](families/kimi_k2.md) · [LongCat-Flash](families/longcat.md) ·
 [MiniMax](families/minimax.md) · [Mixtral](families/mixtral.md) · [OLMoE](families/olmoe.md) ·
-[PhiMoE](families/phimoe.md) ·
-[Qwen3-MoE, VL, Qwen2-MoE](families/qwen3_moe.md) · [Qwen3-Next, Qwen3.5](families/qwen3_next.md)
+[PhiMoE](families/phimoe.md) · [Qwen3-MoE, VL, Qwen2-MoE](families/qwen3_moe.md) ·
+[Qwen3-Next, Qwen3.5](families/qwen3_next.md) · [Qwen4-Exp](families/qwen4_exp.md)
 
 ## All of them
 
