@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
@@ -10,8 +12,9 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
     Qwen4ExpTextRotaryEmbedding,
 )
 
+from kt_ray.model.family import build_causal, read_family
 from kt_ray.model.qwen4 import index_at_once
-from tests.helpers.families import randomise, tiny_config
+from tests.helpers.families import randomise, tiny_config, write_config
 
 ROWS, TOKENS = 3, 29
 
@@ -38,3 +41,9 @@ def test_all_queries_at_once_choose_as_one_by_one(own: tuple[int, int], floating
     assert (mask & ~expected).any()
     indexer.block_topk, indexer.token_budget = TOKENS, 2 * TOKENS
     assert torch.equal(indexer(hidden, places, given, None), mask)
+
+
+def test_a_model_that_is_built_has_ours(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "qwen4_exp")
+    causal, _, _ = build_causal(read_family(path), torch.float32, "eager")
+    assert not any(type(module) is Qwen4ExpTextQSAIndexer for module in causal.modules())
