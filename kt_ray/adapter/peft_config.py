@@ -275,6 +275,7 @@ TESTED = frozenset(
             "qwen2_moe",
             "qwen3_5_moe_text",
             "qwen4_exp_text",
+            "step3p5",
             "qwen3_moe",
         ),
         *("qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "solar_open", "unlimited_ocr_text"),
