@@ -139,11 +139,12 @@ class Lora:
     fused: dict[tuple[str, str], Pair] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, directory: str | Path, model_type: str = "") -> Lora:
+    def open(cls, directory: str | Path, model_type: str = "", zero_experts: int = 0) -> Lora:
         """Read the headers and the configuration.
 
         Args:
             model_type: of the base's language model; without it modules have their names in the file.
+            zero_experts: that the base's fused gate and up have besides (LongCat-Flash).
 
         Raises:
             UserError: not an adapter; not LoRA, or a variant that is not W + scale * B A; keys or shapes
@@ -181,7 +182,7 @@ class Lora:
                 pair = lora._pair(module, a, b, lora._named(module))
                 lora.linear[module] = replace(pair, magnitude=magnitude)
         for prefix, wrappers in wrapped.items():
-            lora._add_fused(prefix, wrappers, model_type)
+            lora._add_fused(prefix, wrappers, model_type, zero_experts)
         return lora
 
     def of_text_model(self) -> Lora:
@@ -287,18 +288,19 @@ class Lora:
         return Pair(module, a, b, rank, scale, experts)
 
     def _add_fused(
-        self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]], model_type: str
+        self,
+        prefix: str,
+        wrappers: dict[str, tuple[TensorInfo, TensorInfo]],
+        model_type: str,
+        zero_experts: int,
     ) -> None:
         turned = self._is_turned(prefix, wrappers, model_type)
         for role, module in self._roles(prefix, wrappers, turned).items():
             a, b = wrappers[module]
             named = f"{prefix}.{role}_proj"
             count = a.shape[0] // self._setting(named)[0]
-            self.fused[prefix, role] = replace(self._pair(module, a, b, named, count), turned=turned)
-        both, down = (self.fused.get((prefix, role)) for role in ("gate_up", "down"))
-        if model_type == "longcat_flash" and both and down and both.experts > down.experts:
-            zero = both.experts - down.experts
-            self.fused[prefix, "gate_up"] = replace(both, experts=down.experts, zero_experts=zero)
+            pair, zero = self._pair(module, a, b, named, count), 0 if role == "down" else zero_experts
+            self.fused[prefix, role] = replace(pair, experts=count - zero, zero_experts=zero, turned=turned)
 
     def _is_turned(
         self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]], model_type: str

@@ -20,7 +20,15 @@ from kt_ray.adapter.adapter_file import Lora, instead_of
 from kt_ray.adapter.fused import FusedLayer
 from kt_ray.adapter.peft_config import CONFIG, TEXT_ALONE, WEIGHTS, module_of
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.names import LEAVES, MAGNITUDE, family, is_interleaved, layer_of, one_expert
+from kt_ray.checkpoint.names import (
+    LEAVES,
+    MAGNITUDE,
+    family,
+    is_interleaved,
+    layer_of,
+    one_expert,
+    zero_experts,
+)
 from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
 from kt_ray.config.lora_patterns import module_lora
 from kt_ray.config.schema import LoraConfig
@@ -103,11 +111,12 @@ class AdapterReader:
     """
 
     def __init__(self, directory: str, model_dir: str | None) -> None:
-        self._family = ""
+        self._family, zero = "", range(0)
         if model_dir is not None:
             file = Path(model_dir) / "config.json"
-            self._family = family(read_json(file, file.name, "set model.path to a model's directory"))
-        self.lora = Lora.open(directory, self._family)
+            config = read_json(file, file.name, "set model.path to a model's directory")
+            self._family, zero = family(config), zero_experts(config)
+        self.lora = Lora.open(directory, self._family, len(zero))
         if self._family.removesuffix("_text") in TEXT_ALONE:
             self.lora = self.lora.of_text_model()
         self._layers: dict[str, FusedLayer] = {}

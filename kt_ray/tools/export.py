@@ -39,7 +39,16 @@ from kt_ray.adapter.peft_config import (
     stored_name,
 )
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.names import LEAVES, PROJECTIONS, family, is_interleaved, is_mtp, layer_of, one_expert
+from kt_ray.checkpoint.names import (
+    LEAVES,
+    PROJECTIONS,
+    family,
+    is_interleaved,
+    is_mtp,
+    layer_of,
+    one_expert,
+    zero_experts,
+)
 from kt_ray.checkpoint.safetensors_file import (
     NAMES,
     build_header,
@@ -100,7 +109,7 @@ def export(
         )
     source = _base(lora, base)
     config = _config(source)
-    lora = Lora.open(adapter, family(config))
+    lora = Lora.open(adapter, family(config), len(zero_experts(config)))
     count = (0, 0) if source is None or not (lora.experts or lora.fused) else _check_experts(lora, source)
     if lora.dora:
         raise damaged(

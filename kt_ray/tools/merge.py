@@ -80,7 +80,7 @@ def merge(
             a directory of another job.
     """
     index, target = CheckpointIndex.open(base), Path(out)
-    lora = Lora.open(adapter, family(index.config))
+    lora = Lora.open(adapter, family(index.config), len(index.zero_experts))
     check_directories(index, target)
     if bf16:
         check_formats(index)

@@ -285,10 +285,11 @@ def test_peft_merges_the_same(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("targets", [("gate_up", "down"), ("gate_up",), ("down",)], ids="+".join)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "longcat_flash"])
 def test_adapters_that_peft_trained_on_fused_experts(
     tmp_path: Path, family: str, targets: tuple[str, ...]
 ) -> None:
+    """LongCat-Flash's gate_up has rows of zero experts, which nothing reads."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -297,7 +298,7 @@ def test_adapters_that_peft_trained_on_fused_experts(
         r=4,
         lora_alpha=6,
         use_rslora=True,
-        target_modules=["q_proj"],
+        target_modules=["o_proj"],
         target_parameters=[f"experts.{t}_proj" for t in targets],
         rank_pattern={"experts.gate_up_proj": 2},
         init_lora_weights=False,
@@ -311,7 +312,10 @@ def test_adapters_that_peft_trained_on_fused_experts(
     merge(base, tmp_path / "adapter", tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     for name, value in expected.items():
-        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-5, msg=name)
+        used = len(value)
+        if name.endswith("experts.gate_up_proj"):
+            used = len(expected[name.replace("gate_up", "down")])
+        torch.testing.assert_close(merged[name][:used], value[:used], rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v4", "qwen3_5_moe_text", "minimax_m2", "phimoe", "qwen3_next"])
