@@ -315,7 +315,8 @@ def _refusal(keys: Keys, part: str, missing: str | None, latent: int) -> str | N
     if family == "longcat_flash":
         for key, computed in _LONGCAT.items():
             stated = keys.config.get(key, computed)
-            if stated != computed:
+            same = stated == computed or not (stated or computed)  # null is false
+            if not same and (key != "zero_expert_type" or zero_experts(keys)):
                 what = f"{family} with {key} {stated!r} is not computed (known: {computed!r})"
                 reasons.append(f"{what}; {_OTHER_FAMILY}")
     if latent:

@@ -315,12 +315,18 @@ def test_activations_that_are_trained(family: str, changes: dict[str, Any]) -> N
         ("mixtral", {"model_type": "muse_spark_text"}, "with a norm after each of them"),
         ("llama4_text", {"num_experts_per_tok": 2}, "with num_experts_per_tok 1 only"),
         ("longcat_flash", {"zero_expert_type": "copy"}, "with zero_expert_type 'copy' is not computed"),
+        ("longcat_flash", {"zero_expert_type": None}, "with zero_expert_type None is not computed"),
         ("longcat_flash", {"mla_scale_q_lora": False}, "with mla_scale_q_lora False is not computed"),
     ],
 )
 def test_experts_that_are_refused(family: str, changes: dict[str, Any], reason: str) -> None:
     refusal = small_dims(family, **changes).refusal or ""
     assert reason in refusal and "use another family" in refusal
+
+
+@pytest.mark.parametrize("said", [{"norm_topk_prob": None}, {"zero_expert_num": 0, "zero_expert_type": None}])
+def test_keys_of_longcat_flash_that_ask_for_nothing(said: dict[str, Any]) -> None:
+    assert small_dims("longcat_flash", **said).refusal is None
 
 
 def test_step_is_trained_beside_its_vision_tower_only() -> None:
