@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kt_ray.checkpoint.names import zero_experts
+from kt_ray.checkpoint.names import family, layers_key, zero_experts
 from kt_ray.checkpoint.packings import Gptq
 from kt_ray.checkpoint.safetensors_file import (
     TensorInfo,
@@ -114,11 +114,12 @@ class CheckpointIndex:
     @property
     def layer_count(self) -> int | None:
         """Decoder layers; None where config.json does not say."""
-        names = ("num_hidden_layers", "num_layers")
-        if self.text_config.get("model_type") == "longcat_flash":  # dims/layer_params.py says why
-            names = names[::-1]
-        values = (self.text_config.get(name) for name in names)
-        return next((value for value in values if isinstance(value, int)), None)
+        text, key = self.text_config, layers_key(self.text_config)
+        value = text.get(key)
+        if not isinstance(value, int):
+            return None
+        halved = key == "num_hidden_layers" and family(text) == "longcat_flash"
+        return max(1, value // 2) if halved else value
 
     @property
     def zero_experts(self) -> range:

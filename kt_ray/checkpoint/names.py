@@ -140,9 +140,20 @@ def expert_name(name: str) -> ExpertName | None:
     return ExpertName(prefix, layer_of(name), expert, role, leaf, match["end"].endswith("bias"))
 
 
+def layers_key(config: Mapping[str, Any]) -> str:
+    """The key that counts decoder layers; dims/layer_params.py says why LongCat-Flash has its own."""
+    first, other = "num_hidden_layers", "num_layers"
+    if family(config) == "longcat_flash":
+        first, other = other, first
+    return other if config.get(first) is None and config.get(other) is not None else first
+
+
 def zero_experts(config: Mapping[str, Any]) -> range:
-    """Numbers of a layer's experts that have no weights (LongCat-Flash), by the language model's keys."""
-    counts = [config.get(key) for key in ("n_routed_experts", "zero_expert_num")]
+    """Numbers of a layer's experts that have no weights (LongCat-Flash)."""
+    if family(config) != "longcat_flash":
+        return range(0)
+    routed = config.get("n_routed_experts", config.get("num_local_experts"))
+    counts = (routed, config.get("zero_expert_num", 256))  # as transformers has it where it is not said
     routed, zero = (value if isinstance(value, int) else 0 for value in counts)
     return range(routed, routed + zero)
 

@@ -25,7 +25,7 @@ from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import LoadReport, map_keys, tensors_made
 from kt_ray.checkpoint.mapped_table import MappedTable, check_parts, in_order, is_mapped_table
-from kt_ray.checkpoint.names import expert_name, is_other_modality, layer_of
+from kt_ray.checkpoint.names import expert_name, is_other_modality, layer_of, layers_key
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged
 
@@ -242,8 +242,8 @@ def _check_layer_count(index: CheckpointIndex) -> None:
         raise damaged(
             "config.json has fewer layers than the checkpoint",
             index.path / "config.json",
-            f"num_hidden_layers {count}, and weights of layers up to {max(own)}",
-            f"num_hidden_layers {1 + max(own)}",
+            f"{count} layers by {layers_key(index.text_config)}, and weights of layers up to {max(own)}",
+            f"{1 + max(own)} layers",
             "take config.json from the model's release",
         )
 

@@ -24,14 +24,14 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from kt_ray.checkpoint.names import ALIASES, expert_name, family, fused_release, zero_experts
+from kt_ray.checkpoint.names import ALIASES, expert_name, family, fused_release, layers_key, zero_experts
 from kt_ray.checkpoint.random_values import Fill
 from kt_ray.checkpoint.safetensors_file import BITS, tensor_bytes, writing
 from kt_ray.dims.config_json import dims_from_config
@@ -128,7 +128,7 @@ def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: in
         "path": str(target),
         "model": model,
         "format": options.format,
-        "layers": int(config[_layers_key(config)]),
+        "layers": int(config[layers_key(config)]),
         "tensors": len(tensors),
         "bytes": total,
         "files": len(shards),
@@ -191,21 +191,17 @@ def model_config(model: str, layers: int | None = None, changes: Sequence[str] =
             dims_from_config(config)
         except UserError as error:
             raise _bad_set(changes, error) from error
-    whole = int(config[_layers_key(config)])
+    whole = int(config[layers_key(config)])
     if layers is not None:
         if layers > whole:
             raise UserError(
                 f"--layers {layers} of {model}", required=f"at most {whole}", remedy="lower --layers"
             )
         config = {k: v[:layers] if isinstance(v, list) and len(v) == whole else v for k, v in config.items()}
-        config[_layers_key(config)] = layers
+        config[layers_key(config)] = layers
     if "num_nextn_predict_layers" in config:
         config["num_nextn_predict_layers"] = 0
     return config
-
-
-def _layers_key(config: Mapping[str, Any]) -> str:
-    return "num_layers" if "num_layers" in config else "num_hidden_layers"
 
 
 def _bad_set(changes: Sequence[str], error: Exception) -> UserError:

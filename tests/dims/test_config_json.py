@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kt_ray.checkpoint.index import CheckpointIndex
+from kt_ray.checkpoint.names import zero_experts
 from kt_ray.dims.config_json import dims_from_config, dims_from_dir
 from kt_ray.dims.config_keys import ALIASES, EXACT
 from kt_ray.dims.layer_params import UNDISPATCHED
@@ -369,9 +371,24 @@ def test_layers_of_longcat_flash(tmp_path: Path) -> None:
 
     without = {key: value for key, value in SMALL["longcat_flash"].items() if key != "num_layers"}
     for said in ({"num_layers": 4, "num_hidden_layers": 4}, {"num_layers": 4}, {"num_hidden_layers": 8}):
-        (tmp_path / "config.json").write_text(json.dumps({**without, **said}))
+        config = {**without, **said}
+        (tmp_path / "config.json").write_text(json.dumps(config))
         assert dims_from_dir(tmp_path).num_layers == 4
         assert read_family(tmp_path).config.num_layers == 4
+        assert CheckpointIndex(tmp_path, config, {}, ()).layer_count == 4
+
+
+def test_zero_experts_of_longcat_flash() -> None:
+    """The checkpoint's are the plan's, however config.json says them."""
+    small = SMALL["longcat_flash"]
+    others = {
+        key: value for key, value in small.items() if key not in ("n_routed_experts", "zero_expert_num")
+    }
+    for said in ({}, {"zero_expert_num": 0}, {"zero_expert_num": None}, {"zero_expert_num": 4}):
+        for config in ({**others, "num_local_experts": 8, **said}, {**others, "n_routed_experts": 8, **said}):
+            dims = dims_from_config(config)
+            assert zero_experts(config) == range(dims.num_experts, dims.choices)
+    assert not zero_experts({**SMALL["deepseek_v3"], "zero_expert_num": 4})
 
 
 def test_dense_layers_of_flint() -> None:
