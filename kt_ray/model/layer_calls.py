@@ -264,6 +264,18 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
+def dispatch(model: nn.Module, ours: Mapping[type[nn.Module], type[nn.Module]], config: Any) -> None:
+    """Where transformers does not dispatch: give modules of these classes ours, which call `experts_forward`.
+
+    They get `config`, which tells the simple integration their family.
+    """
+    for module in model.modules():
+        own = ours.get(type(module))
+        if own is not None:
+            module.__class__ = own
+            module.config = config
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers dispatches this module through its experts interface."""
     flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kt_ray.errors import UserError
-from kt_ray.model.layer_calls import experts_forward
+from kt_ray.model import layer_calls
 
 
 def dispatch(model: nn.Module, config: Any) -> None:
@@ -33,18 +33,12 @@ def dispatch(model: nn.Module, config: Any) -> None:
             required="1, as in all releases: the router multiplies what each expert reads",
             remedy="choose another model",
         )
-    theirs, ours, experts = _classes()
-    for module in model.modules():
-        if type(module) is theirs:
-            module.__class__ = ours
-            owned: Any = module.experts
-            owned.__class__ = experts
-            owned.config = config
+    layer_calls.dispatch(model, _classes(), config)
 
 
 @cache
-def _classes() -> tuple[type[nn.Module], type[nn.Module], type[nn.Module]]:
-    """transformers' block, ours, and our experts."""
+def _classes() -> dict[type[nn.Module], type[nn.Module]]:
+    """transformers' block and experts, and ours."""
     from transformers.integrations.moe import _default_apply_gate
     from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
@@ -55,7 +49,7 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module], type[nn.Module]]:
         _apply_gate = _default_apply_gate
 
         def forward(self, hidden_NH: Tensor, ids_N1: Tensor, weights_N1: Tensor) -> Tensor:  # type: ignore[override]
-            return experts_forward(self, hidden_NH, ids_N1, weights_N1)
+            return layer_calls.experts_forward(self, hidden_NH, ids_N1, weights_N1)
 
     class Moe(Llama4TextMoe):
         def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,4 +60,4 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module], type[nn.Module]]:
             routed_NH = self.experts(hidden_NH * scores_N1, ids_N1, torch.ones_like(scores_N1))
             return self.shared_expert(hidden_states).view_as(routed_NH) + routed_NH, logits_NE
 
-    return Llama4TextMoe, Moe, Experts
+    return {Llama4TextMoe: Moe, Llama4TextExperts: Experts}

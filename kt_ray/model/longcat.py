@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kt_ray.model.layer_calls import experts_forward
+from kt_ray.model import layer_calls
 
 
 def dispatch(model: nn.Module, config: Any) -> None:
@@ -25,18 +25,12 @@ def dispatch(model: nn.Module, config: Any) -> None:
     nearly equal scores another is chosen.
     """
     model._keep_in_fp32_modules_strict = {"router.classifier.weight", "e_score_correction_bias"}  # type: ignore[assignment]
-    theirs, ours, experts = _classes()
-    for module in model.modules():
-        if type(module) is theirs:
-            module.__class__ = ours
-            owned: Any = module.experts
-            owned.__class__ = experts
-            owned.config, owned.num_experts = config, config.n_routed_experts
+    layer_calls.dispatch(model, _classes(), config)
 
 
 @cache
-def _classes() -> tuple[type[nn.Module], type[nn.Module], type[nn.Module]]:
-    """transformers' block, ours, and our experts."""
+def _classes() -> dict[type[nn.Module], type[nn.Module]]:
+    """transformers' block and experts, and ours."""
     from transformers.integrations.moe import _default_apply_gate
     from transformers.models.longcat_flash.modeling_longcat_flash import (
         LongcatFlashExperts,
@@ -49,8 +43,12 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module], type[nn.Module]]:
         has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
         _apply_gate = _default_apply_gate
 
+        @property
+        def num_experts(self) -> int:
+            return int(self.num_routed_experts)
+
         def forward(self, hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-            return experts_forward(self, hidden_NH, ids_NK, weights_NK)
+            return layer_calls.experts_forward(self, hidden_NH, ids_NK, weights_NK)
 
     class Moe(LongcatFlashMoE):
         def forward(self, hidden_states: Tensor) -> Tensor:
@@ -61,4 +59,4 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module], type[nn.Module]]:
             routed_NH = self.experts(hidden_NH, ids_NK.clamp(max=none), weights_NK)
             return (routed_NH + (hidden_NH * zero_N1).to(hidden_NH.dtype)).view_as(hidden_states)
 
-    return LongcatFlashMoE, Moe, Experts
+    return {LongcatFlashMoE: Moe, LongcatFlashExperts: Experts}

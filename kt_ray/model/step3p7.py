@@ -9,20 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from kt_ray.model.layer_calls import experts_forward
+from kt_ray.model import layer_calls
 
 
 def dispatch(model: nn.Module, config: Any) -> None:
     """Let the MoE blocks of a model call their experts by `experts_forward`."""
-    theirs, ours = _classes()
-    for module in model.modules():
-        if type(module) is theirs:
-            module.__class__ = ours
-            module.config = config
+    layer_calls.dispatch(model, _classes(), config)
 
 
 @cache
-def _classes() -> tuple[type[nn.Module], type[nn.Module]]:
+def _classes() -> dict[type[nn.Module], type[nn.Module]]:
     """transformers' experts, and ours."""
     from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
@@ -30,6 +26,6 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module]]:
         """With what transformers writes beside other families' experts."""
 
         has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
-        forward = experts_forward
+        forward = layer_calls.experts_forward
 
-    return Step3p7Experts, Experts
+    return {Step3p7Experts: Experts}
