@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kt_ray.checkpoint.safetensors_file import NAMES, TORCH_DTYPES, TensorInfo, damaged
 
 _TABLE = re.compile(r"\.ngram_embedding\.weight$")
+_REMEDY = "copy this file to a local disk, leave it alone during a run, or raise `ulimit -n`"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,7 +41,8 @@ class MappedTable(nn.Module):
         dtype: of what a look-up gives. device: where the module is said to be.
 
     Raises:
-        UserError: the parts are no table of that shape, or not in a plain floating-point type.
+        UserError: the parts are no table of that shape, or not in a plain floating-point type; a file that
+            cannot be mapped. By a look-up: a number that no row has.
     """
 
     weight: Tensor  # none of the rows: its type is that of the module
@@ -85,13 +87,20 @@ class _Rows:
     """The parts' bytes, mapped."""
 
     def __init__(self, parts: list[TensorInfo]) -> None:
-        files = {file: _mapped(file) for file in {part.file for part in parts}}
+        needed = {part.file: max(p.end for p in parts if p.file == part.file) for part in parts}
+        files = {file: _mapped(file, size) for file, size in needed.items()}
+        self._place = parts[0].place
         self._dtype = TORCH_DTYPES[parts[0].dtype]
         self._parts = [files[part.file][part.start : part.end].view(part.shape[0], -1) for part in parts]
         self._starts = torch.tensor([0, *(part.shape[0] for part in parts)]).cumsum(0)
 
     def look_up(self, rows: Tensor) -> Tensor:
         """Rows of these numbers, in their stored type."""
+        count = int(self._starts[-1])
+        beyond = rows[(rows < 0) | (rows >= count)]
+        if len(beyond):  # numbers of n-grams that a checkpoint stores may belong to another table
+            fault = "a table of n-grams lacks a row that is looked up"
+            raise damaged(fault, self._place, f"row {int(beyond[0])}", f"a number below {count}")
         found = torch.empty(len(rows), self._parts[0].shape[1], dtype=torch.uint8)
         number = torch.bucketize(rows, self._starts, right=True) - 1
         order = number.argsort()
@@ -105,10 +114,16 @@ class _Rows:
         return self  # of a probe's float32 copy of the layer
 
 
-def _mapped(path: Path) -> Tensor:
-    """A file's bytes."""
-    with path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+def _mapped(path: Path, size: int) -> Tensor:
+    """A file's bytes, `size` of them at least."""
+    try:
+        with path.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: an empty file
+        raise damaged("file of a table cannot be mapped into memory", path, error, remedy=_REMEDY) from error
+    if len(memory) < size:
+        fault = "checkpoint file became shorter while it was opened"
+        raise damaged(fault, path, f"{len(memory)} bytes", f"{size} bytes", _REMEDY)
     memory.madvise(mmap.MADV_RANDOM)  # a row is far smaller than what the system would read ahead
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,26 @@ def test_what_is_no_such_table_is_refused(tmp_path: Path, fault: str) -> None:
     said = {"part": "lacks parts of a table", "width": "rows of 4", "type": "F8_E4M3; required one of BF16"}
     with pytest.raises(UserError, match=said[fault]):
         MappedTable(parts[1:] if fault == "part" else parts, shape, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("row", [-1, 12 * ROWS])
+def test_a_row_that_no_table_has_is_refused(tmp_path: Path, row: int) -> None:
+    parts, table = write_parts(tmp_path)
+    module = MappedTable(in_order(parts), tuple(table.shape), torch.bfloat16, "cpu")
+    with pytest.raises(UserError, match=f"lacks a row .* found row {row}; required a number below 60"):
+        module(torch.tensor([3, row]))
+
+
+@pytest.mark.parametrize("fault", ["absent", "empty", "shorter"])
+def test_a_file_that_changed_since_its_header_was_read_is_refused(tmp_path: Path, fault: str) -> None:
+    parts, table = write_parts(tmp_path)
+    file = tmp_path / "b.safetensors"
+    if fault == "absent":
+        file.unlink()
+    else:
+        os.truncate(file, 0 if fault == "empty" else file.stat().st_size - 1)
+    with pytest.raises(UserError, match="became shorter" if fault == "shorter" else "cannot be mapped"):
+        MappedTable(in_order(parts), tuple(table.shape), torch.bfloat16, "cpu")
 
 
 def test_which_parameters_are_tables() -> None:
