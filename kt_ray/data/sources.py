@@ -14,20 +14,10 @@ from typing import Any
 from kt_ray.config.files import builtin_data
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.bad_rows import BadRows
+from kt_ray.data.data_files import HELD_OUT, KINDS, files_of, other_splits, unread_files
 from kt_ray.data.formats import Parser, UnclearVerdict
 from kt_ray.data.held_out_split import held_out_count
-from kt_ray.data.readers import (
-    HELD_OUT,
-    KINDS,
-    cannot_be_read,
-    files_of,
-    held_out_split,
-    is_hub,
-    other_splits,
-    parquet_rows,
-    read_rows,
-    unread_files,
-)
+from kt_ray.data.readers import cannot_be_read, held_out_split, is_hub, parquet_rows, read_rows
 from kt_ray.data.row_types import Conversation
 from kt_ray.errors import UserError
 from kt_ray.parse import parse_json

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kt_ray.data.readers import HELD_OUT, files_of, other_splits, read_rows
+from kt_ray.data.data_files import HELD_OUT, files_of, other_splits
+from kt_ray.data.readers import read_rows
 from kt_ray.errors import UserError
 
 ROWS: list[dict[str, Any]] = [
