@@ -86,15 +86,20 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
         parts.cache = CacheWidth(token=2 * kv_out)
     if family == "minimax_m3_vl_text":
         _block_indexer(keys, layer, parts)
-    if family == "inkling_text":
+    elif family == "inkling_text":
         _learned_bias(keys, heads, 2 * (kv_out + hidden), parts)
     elif family == "qwen4_exp":
-        heads, width = keys.size("indexer_n_heads"), keys.size("indexer_head_dim")
-        parts.index = (heads, False)
-        parts.project("self_attn.indexer.index_qk_proj", hidden, (heads + 1) * width)
-        parts.attention += 2 * width  # norms
-        places = 3 if all(is_linear(keys, before) for before in range(layer)) else 0  # which the first keeps
-        parts.cache = parts.cache._replace(token=parts.cache.token + width + places)
+        _index_of_means(keys, layer, parts)
+
+
+def _index_of_means(keys: Keys, layer: int, parts: LayerParts) -> None:
+    """Qwen4-Exp's choice of key blocks, by the means of their keys."""
+    heads, width = keys.size("indexer_n_heads"), keys.size("indexer_head_dim")
+    parts.index = (heads, False)
+    parts.project("self_attn.indexer.index_qk_proj", keys.size("hidden_size"), (heads + 1) * width)
+    parts.attention += 2 * width  # norms
+    places = 3 if all(is_linear(keys, before) for before in range(layer)) else 0  # which the first keeps
+    parts.cache = parts.cache._replace(token=parts.cache.token + width + places)
 
 
 def _learned_bias(keys: Keys, heads: int, convolved: int, parts: LayerParts) -> None:
